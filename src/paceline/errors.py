@@ -1,0 +1,68 @@
+"""Every error that Paceline raises, in one tree.
+
+    PacelineError                       anything raised on purpose by Paceline
+    ├── UsageError         ValueError   a mistake that the caller can mend; commands print one line, exit code 2
+    │   ├── WorldError                  the launcher's environment is incomplete or contradicts the call
+    │   ├── ReplicaMismatch             the models differ between ranks
+    │   ├── MissingExtra   ImportError  an optional dependency is not installed; names the pip command
+    │   └── CheckpointMismatch          the checkpoint belongs to another model, data set or configuration
+    ├── CheckpointError    RuntimeError a checkpoint cannot be written, read or trusted
+    │   └── NoCheckpoint   UsageError   there is no valid checkpoint to resume from
+    ├── DesyncError        RuntimeError ranks differ in what must be equal everywhere
+    ├── NonFiniteGradient  ArithmeticError  a gradient holds NaN or Inf; names ranks and parameters
+    └── LaunchError        RuntimeError a rank ended badly; names rank, exit code or signal
+
+A message is one sentence: what happened, with values and rank; then the remedy.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """Base of every error that Paceline raises on purpose."""
+
+
+class UsageError(PacelineError, ValueError):
+    """A mistake that the caller can mend. Commands print it as one line and exit with code 2."""
+
+
+class WorldError(UsageError):
+    """The launcher's environment is incomplete, or contradicts the call."""
+
+
+class ReplicaMismatch(UsageError):
+    """The models differ between ranks: names, shapes, dtypes, or values under ``init_sync="verify"``."""
+
+
+class MissingExtra(UsageError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed; "
+            f"run: pip install 'paceline[{extra}]'"
+        )
+
+
+class CheckpointMismatch(UsageError):
+    """The checkpoint belongs to another model, data set or configuration."""
+
+
+class CheckpointError(PacelineError, RuntimeError):
+    """A checkpoint cannot be written, read or trusted."""
+
+
+class NoCheckpoint(CheckpointError, UsageError):
+    """There is no valid checkpoint to resume from."""
+
+
+class DesyncError(PacelineError, RuntimeError):
+    """Ranks differ in what must be equal everywhere, such as the number of optimizer steps."""
+
+
+class NonFiniteGradient(PacelineError, ArithmeticError):
+    """A gradient holds NaN or Inf on at least one rank."""
+
+
+class LaunchError(PacelineError, RuntimeError):
+    """A rank ended badly."""

@@ -1,0 +1,35 @@
+"""The rendezvous store of one host, which listens on loopback only.
+
+``TCPStore("127.0.0.1", …)`` binds every interface, whatever host it is given, and knows no authentication;
+a listening socket that is handed to it keeps its own address.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+LOOPBACK = "127.0.0.1"
+
+
+def loopback_store(timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+    """Serve a fresh store on a free port of the loopback interface.
+
+    The server lives as long as the returned object. Ranks join it as clients, with ``MASTER_ADDR`` and
+    ``MASTER_PORT`` (``store.port``) and ``TORCHELASTIC_USE_AGENT_STORE=True``.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((LOOPBACK, 0))
+    listener.listen(128)
+    port = listener.getsockname()[1]
+    # The store owns the descriptor from here on, hence detach().
+    return TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )

@@ -1,0 +1,34 @@
+"""Modules as users see them: without wrappers, and with names that carry no wrapper's prefix."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+
+@runtime_checkable
+class HasBucketLayout(Protocol):
+    """A wrapper whose buckets, by parameter name, are part of what a checkpoint has to bring back.
+
+    Gloo's and NCCL's order of summation depends on where an element lies in its bucket, so a resumed run is
+    bit-equal only with the same layout.
+    """
+
+    def bucket_layout(self) -> list[list[str]]:
+        """Names of the parameters in each bucket, in the order of launch; without wrapper prefix."""
+
+    def load_bucket_layout(self, layout: list[list[str]]) -> None:
+        """Rebuild the buckets as `layout` says."""
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's own module inside any nesting of data-parallel wrappers and ``torch.compile``."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            module = module.module
+        elif isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+            module = module._orig_mod
+        else:
+            return module

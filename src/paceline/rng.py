@@ -1,0 +1,101 @@
+"""Random streams: the same on every rank while the model is built, different from then on, and resumable."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import UsageError
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from `parts`, so that neighbouring ranks, epochs or batches get unrelated streams."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's (where it is loaded) and torch's generators, CUDA's included, with `seed`."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+class set_seed:  # noqa: N801  a function to its callers
+    """Seed this rank's generators so that dropout and augmentation differ by rank.
+
+    Used as a context manager, the generators are the same on every rank inside the block, which is where the
+    model is built, and differ by rank from its end on::
+
+        with paceline.set_seed(7):
+            model = Net()
+
+    The streams are part of a checkpoint (:func:`rng_state`).
+
+    Args:
+        seed: any whole number that is not negative.
+
+    Raises:
+        UsageError: if `seed` is negative or no whole number.
+    """
+
+    def __init__(self, seed: int) -> None:
+        if not isinstance(seed, int) or seed < 0:
+            raise UsageError(f"seed must be a whole number >= 0, not {seed!r}")
+        self._seed = seed
+        self._differ()
+
+    def _differ(self) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        seed_all(derive_seed("rank", self._seed, rank))
+
+    def __enter__(self) -> None:
+        seed_all(self._seed)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._differ()
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of this rank's generators, as tensors and plain values."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+    }
+    if numpy := sys.modules.get("numpy"):
+        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = {
+            "kind": kind,
+            "keys": torch.from_numpy(keys.astype("int64")),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Bring the generators back to what :func:`rng_state` returned."""
+    torch.set_rng_state(state["torch"])
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+    if "numpy" in state:
+        import numpy  # loaded when the state was taken, so the run uses it
+
+        saved = state["numpy"]
+        keys = saved["keys"].numpy().astype("uint32")
+        numpy.random.set_state((saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

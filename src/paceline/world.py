@@ -1,0 +1,205 @@
+"""The world: which rank this process is, among how many, on which device.
+
+The names follow torchrun's contract. Nothing is kept here: torch.distributed holds the process group, and a
+:class:`World` is a value made from it and from the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import WorldError
+
+REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class World:
+    """A rank's place in the job.
+
+    ``node`` is the index of the host, ``local_rank`` and ``local_size`` count the ranks on it. ``device`` is
+    where this rank's replica belongs: ``cuda:local_rank`` where there is CUDA and the backend is NCCL, else CPU.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints, logs and writes for all."""
+        return self.rank == 0
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on rank 0 only; takes what the built-in ``print`` takes."""
+        if self.is_main:
+            print(*values, **options)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        if self.size > 1:
+            dist.barrier()
+
+    @contextmanager
+    def main_first(self) -> Iterator[bool]:
+        """Run the block on rank 0 first and on the others after it, for instance to fill a cache once.
+
+        Yields whether this is rank 0. If the block raises on rank 0, the others raise too instead of running
+        it on a half-made result.
+
+        Raises:
+            WorldError: on the other ranks, if the block failed on rank 0.
+        """
+        if self.is_main:
+            failure = "the block was left early"
+            try:
+                yield True
+                failure = ""
+            except BaseException as error:
+                failure = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                self._announce(failure)
+        else:
+            failure = self._announce("")
+            if failure:
+                raise WorldError(
+                    f"rank {self.rank}: the main_first block failed on rank 0 ({failure}); see rank 0's error"
+                )
+            yield False
+
+    def _announce(self, message: str) -> str:
+        """Rank 0's `message`, on every rank."""
+        if self.size == 1:
+            return message
+        box: list[Any] = [message]
+        dist.broadcast_object_list(box, src=0)
+        return str(box[0])
+
+    def close(self) -> None:
+        """Leave the process group; the counterpart of :func:`init`. Harmless when already left."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def init(backend: str | None = None, timeout: timedelta | float | None = None) -> World:
+    """Join the world that the launcher describes, or make a world of one.
+
+    Reads torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``,
+    ``MASTER_ADDR``, ``MASTER_PORT``). Without any of it, this process is the only rank. May be called again: a
+    process group that exists, ours or the script's own, is used as it is.
+
+    Args:
+        backend: ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group`` takes. By
+            default NCCL for CUDA tensors with Gloo for CPU tensors where there is CUDA, else Gloo.
+        timeout: how long a collective waits for a rank, as a ``timedelta`` or in seconds. By default torch's.
+
+    Raises:
+        WorldError: if only part of the environment is there, a value is no number or out of range, or the
+            existing process group has another backend than the one asked for.
+    """
+    if dist.is_initialized():
+        _expect_backend(backend)
+        return current()
+    place = _place(os.environ)
+    use_cuda = torch.cuda.is_available() and (backend is None or "nccl" in backend)
+    if use_cuda:
+        if place["LOCAL_RANK"] >= torch.cuda.device_count():
+            raise WorldError(
+                f"rank {place['RANK']}: local rank {place['LOCAL_RANK']} has no GPU of its own, this host has "
+                f"{torch.cuda.device_count()}; start at most that many ranks, or use backend='gloo'"
+            )
+        torch.cuda.set_device(place["LOCAL_RANK"])
+    if place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"] and sys.platform == "linux":
+        # One host: nothing has to be reachable from outside. Gloo would pick the interface of the host name.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    chosen = backend or ("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
+    try:
+        if "RANK" in os.environ:
+            dist.init_process_group(chosen, timeout=timeout)
+        else:
+            dist.init_process_group(chosen, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    except (ValueError, AttributeError) as error:
+        raise WorldError(f"backend {chosen!r} cannot be used: {error}") from error
+    return current()
+
+
+def current() -> World:
+    """The world as the existing process group and the environment describe it.
+
+    Raises:
+        WorldError: if there is no process group yet.
+    """
+    if not dist.is_initialized():
+        raise WorldError("there is no process group yet; call paceline.init() first")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # A group that the script made by itself may come without torchrun's local names: then one host is assumed.
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    node = int(os.environ.get("GROUP_RANK", rank // local_size))
+    on_cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    return World(rank, size, local_rank, local_size, node, device)
+
+
+def _place(environment: Mapping[str, str]) -> dict[str, int]:
+    """This rank's numbers out of `environment`, checked; those of a world of one if it names none."""
+    present = [name for name in REQUIRED if name in environment]
+    if not present:
+        return {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    missing = [name for name in REQUIRED if name not in environment]
+    if missing:
+        raise WorldError(
+            f"the environment has {', '.join(present)} but not {', '.join(missing)}; start the script with "
+            "'paceline run' or torchrun, or unset them all to run as one process"
+        )
+    place = {name: _number(environment, name) for name in ("RANK", "WORLD_SIZE")}
+    for name, default in (("LOCAL_RANK", place["RANK"]), ("LOCAL_WORLD_SIZE", place["WORLD_SIZE"])):
+        place[name] = _number(environment, name) if name in environment else default
+    if not 0 <= place["RANK"] < place["WORLD_SIZE"]:
+        raise WorldError(
+            f"RANK={place['RANK']} is not in 0..{place['WORLD_SIZE'] - 1} (WORLD_SIZE={place['WORLD_SIZE']}); "
+            "give every process a rank of its own below WORLD_SIZE"
+        )
+    return place
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise WorldError(f"{name}={environment[name]!r} is not a whole number; torchrun sets it") from None
+
+
+def _expect_backend(backend: str | None) -> None:
+    if backend is None:
+        return
+    present = str(dist.get_backend_config())
+    if backend not in (present, dist.get_backend()) and backend not in present.replace(":", ",").split(","):
+        raise WorldError(
+            f"the process group exists with backend {present!r} but {backend!r} was asked for; "
+            "initialize it once, with the backend that you want"
+        )

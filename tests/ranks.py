@@ -1,0 +1,157 @@
+"""Real ranks for tests: processes in one process group, with a hard timeout, gone when the test ends.
+
+    run_ranks(2, function, argument)        one result per rank, or the first rank's error with its traceback
+    with Ranks(2) as ranks:                 the same processes for many calls, as property tests need
+        ranks.run(function, argument)
+
+A function runs as ``function(world, *arguments)`` and must live at a module's top level. The processes come from a
+fork server that has torch loaded, so a rank starts in milliseconds. Each world has its own store on a free loopback
+port, so tests run side by side.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from paceline.launch.store import LOOPBACK, loopback_store
+from paceline.world import World, init
+
+TIMEOUT_S = 120.0
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "paceline", "hypothesis", "pytest"])
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not answer in time."""
+
+
+class Ranks:
+    """A world of `size` processes that stays up for several calls."""
+
+    def __init__(self, size: int, timeout: float = TIMEOUT_S, backend: str | None = None) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._store = loopback_store()
+        self._pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve, args=(rank, size, self._store.port, backend, timeout, theirs), daemon=False
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call `function(world, *arguments)` on every rank and return the results in the order of ranks."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + self.timeout
+        while len(results) < self.size:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                silent = [rank for rank in range(self.size) if rank not in results]
+                self.kill()
+                raise RankFailed(f"ranks {silent} did not answer within {self.timeout:.0f} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    ok, value = self._pipes[rank].recv()
+                except EOFError:
+                    self.processes[rank].join(5)
+                    code = self.processes[rank].exitcode
+                    self.kill()
+                    raise RankFailed(f"rank {rank} died with exit code {code}") from None
+                if not ok:
+                    self.kill()
+                    raise RankFailed(f"rank {rank} raised:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.size)]
+
+    def kill(self) -> None:
+        """End every rank at once."""
+        for process in self.processes:
+            process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """Let the ranks end; those that do not are killed."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._pipes, self.processes = [], []
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def run_ranks(
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = TIMEOUT_S,
+    backend: str | None = None,
+) -> list[Any]:
+    """Call `function(world, *arguments)` once in each of `size` fresh ranks; results in the order of ranks."""
+    with Ranks(size, timeout, backend) as ranks:
+        return ranks.run(function, *arguments)
+
+
+def _serve(rank: int, size: int, port: int, backend: str | None, timeout: float, pipe: Connection) -> None:
+    """A rank's life: join the world, answer calls until the pipe closes."""
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR=LOOPBACK,
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    world: World | None = None
+    try:
+        while True:
+            function, arguments = pipe.recv()
+            if world is None:
+                # Shorter than the caller's, so that a hang ends with torch's message rather than with silence.
+                world = init(backend, timeout=timedelta(seconds=timeout * 0.8))
+            try:
+                answer: tuple[bool, Any] = (True, function(world, *arguments))
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            try:
+                pipe.send(answer)
+            except Exception:
+                pipe.send((False, traceback.format_exc()))
+    except EOFError:
+        pass
+    finally:
+        if world is not None:
+            # Not destroy_process_group: a peer may already be gone, and the process ends anyway.
+            os._exit(0)
