@@ -1,0 +1,17 @@
+"""Which samples a rank trains on, and where it stands among them."""
+
+from paceline.data.distributed import DistributedSampler
+from paceline.data.loader import DataLoader
+from paceline.data.partition import batch_bounds, batch_count, slice_bounds
+from paceline.data.sampler import GlobalBatchSampler
+from paceline.data.stream import GlobalBatchStream
+
+__all__ = [
+    "DataLoader",
+    "DistributedSampler",
+    "GlobalBatchSampler",
+    "GlobalBatchStream",
+    "batch_bounds",
+    "batch_count",
+    "slice_bounds",
+]

@@ -1,0 +1,92 @@
+"""Fetching one batch, in a DataLoader worker or in the rank's own process, with the same result in both.
+
+What goes wrong with a sample comes back as a value, a :class:`Failure`, because only the rank's own process
+can raise an error that reads well there.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
+
+from paceline.data.randomness import preserved, sow
+from paceline.data.sampler import Slice
+from paceline.errors import DataError
+from paceline.rng import derive_seed
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Fetch(Dataset[Any]):
+    """Batches by their :class:`Slice`; an empty slice is ``None``, and no code of the user's runs for it."""
+
+    def __init__(self, dataset: Any, collate_fn: Collate, seed: int, rank: int) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.seed = seed
+        self.rank = rank
+        # Reading tensors draws no random number, and small batches of them are where seeding would cost most.
+        self.draws = type(dataset) is not TensorDataset or collate_fn is not default_collate
+
+    def __getitem__(self, share: Slice) -> Any:
+        if not share:
+            return None
+        if not self.draws:
+            return self._fetch(share)
+        with own_streams():
+            sow(derive_seed("batch", self.seed, share.epoch, share.number, self.rank))
+            return self._fetch(share)
+
+    def _fetch(self, share: Slice) -> Any:
+        sample: int | None = None
+        try:
+            if together := getattr(self.dataset, "__getitems__", None):
+                return self.collate_fn(together(list(share)))
+            samples = []
+            for sample in share:
+                samples.append(self.dataset[sample])
+            sample = None
+            return self.collate_fn(samples)
+        except Exception as error:
+            where = f"batch {share.number} of epoch {share.epoch}"
+            what = f"samples {listed(share)} ({where})" if sample is None else f"sample {sample} of {where}"
+            return Failure.of(error, self.rank, what)
+
+
+@dataclass
+class Failure:
+    """An error while a batch was fetched: what to say, and what it came from."""
+
+    message: str
+    cause: BaseException
+
+    @classmethod
+    def of(cls, error: Exception, rank: int, what: str) -> Failure:
+        """Describe `error`; a worker's traceback travels as text, since not every error can be pickled."""
+        worker = get_worker_info()
+        where = f"rank {rank}" if worker is None else f"rank {rank}, worker {worker.id}"
+        reason = f"{type(error).__name__}: {error}"
+        message = f"{where}: {what} could not be loaded: {reason}; mend or leave out that data"
+        if worker is None:
+            return cls(message, error)
+        return cls(message, RuntimeError("in the worker:\n" + "".join(traceback.format_exception(error))))
+
+    def throw(self) -> None:
+        """Raise it as a :class:`DataError`."""
+        raise DataError(self.message) from self.cause
+
+
+def own_streams() -> AbstractContextManager[None]:
+    """Keep the rank's own random streams out of a fetch; a worker has none that anybody would miss."""
+    return preserved() if get_worker_info() is None else nullcontext()
+
+
+def listed(indices: list[int]) -> str:
+    """The indices, shortened."""
+    shown = ", ".join(map(str, indices[:8]))
+    return f"{shown}, … ({len(indices)} in all)" if len(indices) > 8 else shown

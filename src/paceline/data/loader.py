@@ -1,0 +1,283 @@
+"""torch's DataLoader, with a position that counts what was consumed and random streams that can be resumed.
+
+position ──tickets──► torch's DataLoader, whose workers fetch ──► count it, yield it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch.utils.data import IterableDataset, default_collate
+
+from paceline.data.fetch import Collate, Failure, Fetch
+from paceline.data.position import Position, find_place
+from paceline.data.sampler import GlobalBatchSampler
+from paceline.data.stream import End, GlobalBatchStream, Reader
+from paceline.errors import CheckpointMismatch, DataError, UsageError
+from paceline.rng import derive_seed
+
+REFUSED = {
+    "sampler": "give batch_sampler=GlobalBatchSampler(dataset, batch_size, order=…) or use torch's DataLoader",
+    "generator": "the order and all random streams come from the sampler's seed",
+    "in_order": "the order of batches must not depend on the workers' speed",
+}
+
+
+class DataLoader(torch.utils.data.DataLoader[Any]):
+    """A ``torch.utils.data.DataLoader`` over global batches, of which each rank gets its slice.
+
+    ::
+
+        sampler = GlobalBatchSampler(dataset, batch_size=256)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
+        for batch in loader:                 # the rest of the epoch
+            if batch is None:                # this rank's slice is empty
+                model.sync_gradients()
+
+    What differs from torch's:
+
+    - The position counts a batch when it is handed to you. After a ``break``, or a restart with
+      :meth:`load_state_dict`, iterating continues with the next batch; ``set_epoch`` on the sampler, or its
+      ``restart()``, go elsewhere. After the last batch the next pass is the next epoch.
+    - Every batch is fetched and collated with Python's, NumPy's and torch's CPU generators seeded from (seed,
+      epoch, batch, rank), and the rank's own streams are left alone. So augmentation is the same with any
+      number of workers and after any resume.
+    - A batch without a sample for this rank is ``None``; nothing is collated for it.
+    - An error in a sample is a :class:`paceline.errors.DataError` that names rank, worker and sample.
+
+    Args:
+        dataset: a map-style data set, or a :class:`GlobalBatchStream` around an iterable one.
+        batch_size: samples in a *global* batch; makes the sampler, in place of `batch_sampler`.
+        shuffle: as in torch, off by default; with `batch_size` only.
+        batch_sampler: a :class:`GlobalBatchSampler`.
+        drop_last: whether a short last batch is left out; with `batch_size` only.
+        seed: decides order and random streams; with `batch_size` only.
+        collate_fn: as in torch; it runs with the same seeds as the fetch.
+        options: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers`` and what else
+            torch's DataLoader takes.
+
+    Raises:
+        UsageError: for arguments that do not go together, or an iterable data set that nobody splits.
+    """
+
+    progress: GlobalBatchSampler | GlobalBatchStream  # where this loader stands
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        *,
+        batch_sampler: GlobalBatchSampler | None = None,
+        drop_last: bool = False,
+        seed: int = 0,
+        collate_fn: Collate | None = None,
+        **options: Any,
+    ) -> None:
+        for name in REFUSED.keys() & options.keys():
+            raise UsageError(f"paceline.data.DataLoader takes no {name}=: {REFUSED[name]}")
+        collate = collate_fn or default_collate
+        if batch_size is None:
+            if shuffle or drop_last or seed:
+                raise UsageError("shuffle, drop_last and seed go with batch_size; otherwise give them to the sampler")
+            self.progress = _given(dataset, batch_sampler)
+        else:
+            if batch_sampler is not None or isinstance(dataset, GlobalBatchStream):
+                raise UsageError("batch_size is the sampler's or the stream's; give it there only")
+            self.progress = _made(dataset, batch_size, shuffle, seed, drop_last)
+        fetch: Fetch | Reader
+        if isinstance(self.progress, GlobalBatchStream):
+            fetch = Reader(self.progress, collate)
+            super().__init__(fetch.dataset, batch_size=None, collate_fn=collate, **options)
+        else:
+            sampler = self.progress
+            fetch = Fetch(dataset, collate, sampler.seed, sampler.rank)
+            super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
+        self._at_last = False
+        # torch draws a seed for its workers; from here rather than from the rank's global generator.
+        self._worker_seed = torch.Generator()
+        self._torch_loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
+            fetch,
+            batch_size=None,
+            sampler=_Tickets(self.progress),
+            collate_fn=_as_it_is,
+            generator=self._worker_seed,
+            **options,
+        )
+
+    @property
+    def at_last(self) -> bool:
+        """Whether the batch just yielded is the last of its pass, on every rank alike."""
+        return self._at_last
+
+    def __len__(self) -> int:
+        """Global batches in an epoch.
+
+        Raises:
+            TypeError: for a stream, whose length nobody knows.
+        """
+        if isinstance(self.progress, GlobalBatchSampler):
+            return len(self.progress)
+        raise TypeError("a stream has no length; iterate it, or use a map-style data set")
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
+        """The position: see :meth:`GlobalBatchSampler.state_dict`."""
+        return self.progress.state_dict(consumed)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there: see :meth:`GlobalBatchSampler.load_state_dict`."""
+        self.progress.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        progress = self.progress
+        progress.begin()
+        self._worker_seed.manual_seed(derive_seed("workers", progress.seed, progress.epoch, progress.rank))
+        try:
+            for batch, last in self._batches():
+                progress.advance()
+                self._at_last = last
+                here = (progress.epoch, progress.position)
+                yield batch
+                if here != (progress.epoch, progress.position):
+                    if last:  # set_epoch wins
+                        return
+                    raise UsageError(
+                        f"rank {progress.rank}: the position moved from epoch {here[0]}, batch {here[1]} to "
+                        f"epoch {progress.epoch}, batch {progress.position} during a pass; leave the loop "
+                        "before load_state_dict or set_epoch, do not call advance, and iterate once at a time"
+                    )
+            progress.finish()
+        finally:
+            self._at_last = False
+
+    def _batches(self) -> Iterator[tuple[Any, bool]]:
+        """The batches of a pass, each with whether it is the last."""
+        progress, number = self.progress, self.progress.position
+        if isinstance(progress, GlobalBatchStream):
+            yield from _with_last(self._fetched(), progress)
+            return
+        for batch in self._fetched():
+            # Not by looking ahead: that would fetch a batch before its time.
+            number += 1
+            yield batch, number == progress.length
+
+    def _fetched(self) -> Iterator[Any]:
+        """What torch's DataLoader brings, with failures raised."""
+        awaited = self.progress.position
+        iterator = iter(self._torch_loader)
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader"):
+                    raise
+                message = _worker_lost(self.progress, iterator, awaited, error)
+                with suppress(RuntimeError):  # the same again, for the other workers; left to __del__ it is noise
+                    getattr(iterator, "_shutdown_workers", lambda: None)()
+                raise DataError(message) from error
+            if isinstance(batch, End):
+                return
+            if isinstance(batch, Failure):
+                batch.throw()
+            yield batch
+            awaited += 1
+
+
+class _Tickets:
+    """The sampler of the inner DataLoader: what is left of the pass."""
+
+    def __init__(self, progress: Position) -> None:
+        self.progress = progress
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.progress.tickets()
+
+
+_END = End()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _given(dataset: Any, sampler: GlobalBatchSampler | None) -> GlobalBatchSampler | GlobalBatchStream:
+    """The batches that come with the arguments."""
+    if isinstance(dataset, GlobalBatchStream):
+        if sampler is not None:
+            raise UsageError("a GlobalBatchStream has its own batches; leave batch_sampler out")
+        return dataset
+    if isinstance(dataset, IterableDataset):
+        name = type(dataset).__name__
+        raise UsageError(f"{name} is an IterableDataset; give GlobalBatchStream(dataset, batch_size) in its place")
+    if not isinstance(sampler, GlobalBatchSampler):
+        given = "nothing" if sampler is None else f"a {type(sampler).__name__}"
+        raise UsageError(
+            f"batch_sampler must be a GlobalBatchSampler, not {given}; give batch_size (samples in a global "
+            "batch), or your order as GlobalBatchSampler(dataset, batch_size, order=…), or use torch's "
+            "DataLoader"
+        )
+    if hasattr(dataset, "__len__") and len(dataset) != sampler.size:
+        raise UsageError(
+            f"the sampler is for {sampler.size} samples but the data set has {len(dataset)}; make it from this one"
+        )
+    return sampler
+
+
+def _made(
+    dataset: Any, batch_size: int, shuffle: bool, seed: int, drop_last: bool
+) -> GlobalBatchSampler | GlobalBatchStream:
+    """The batches that `batch_size` asks for; a bare iterable data set can be one rank's only."""
+    if not isinstance(dataset, IterableDataset):
+        return GlobalBatchSampler(dataset, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    name = type(dataset).__name__
+    rank, world_size = find_place(None, None)
+    if world_size > 1:
+        raise UsageError(
+            f"rank {rank}: {name} is an IterableDataset that nobody splits among {world_size} ranks, so each "
+            f"would train on all of it; give DataLoader(GlobalBatchStream({name}(…), "
+            f"batch_size={batch_size}))"
+        )
+    if shuffle:
+        raise UsageError(f"{name} is an IterableDataset, which has no order to shuffle; leave shuffle out")
+    return GlobalBatchStream(dataset, batch_size, seed=seed, drop_last=drop_last)
+
+
+def _with_last(batches: Iterator[Any], stream: GlobalBatchStream) -> Iterator[tuple[Any, bool]]:
+    """A stream's batches, each with whether it is the last, which one batch fetched ahead tells."""
+    number = stream.position
+    batch = next(batches, _END)
+    if batch is _END and number != stream.length:
+        raise _ended_early(stream)
+    while batch is not _END:
+        following = next(batches, _END)
+        number += 1
+        if following is _END:
+            stream.end(number)
+        yield batch, following is _END
+        batch = following
+
+
+def _ended_early(stream: GlobalBatchStream) -> UsageError:
+    name, start = type(stream.dataset).__name__, stream.position
+    if start == 0:
+        return UsageError(f"rank {stream.rank}: {name} gave no batch in epoch {stream.epoch}; check its source")
+    return CheckpointMismatch(
+        f"rank {stream.rank}: {name} ended before batch {start} of epoch {stream.epoch}, where this run left "
+        "off; the data has changed, so bring it back or start the epoch anew with restart()"
+    )
+
+
+def _worker_lost(progress: Position, iterator: Any, awaited: int, error: Exception) -> str:
+    workers = enumerate(getattr(iterator, "_workers", ()))
+    dead = [f"worker {number} (exit code {worker.exitcode})" for number, worker in workers if worker.exitcode]
+    return (
+        f"rank {progress.rank}: lost {', '.join(dead) or 'a worker'} while batch {awaited} of epoch "
+        f"{progress.epoch} was awaited: {str(error).splitlines()[0]}; a worker killed by signal 9 ran out of "
+        "memory as a rule, a crash can be traced with num_workers=0"
+    )

@@ -1,0 +1,190 @@
+"""Where a run stands in its data: the epoch, and how many of its global batches were consumed.
+
+    begin ──► advance, once a batch is consumed ──► finish (epoch + 1, position 0)
+      a pass over what is left of the epoch
+
+The position counts global batches, so it means the same to any number of ranks, and it counts what was
+consumed, not what workers have fetched ahead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from operator import index
+from typing import Any, SupportsIndex
+
+import torch.distributed as dist
+
+from paceline import world
+from paceline.errors import CheckpointMismatch, UsageError
+
+
+class Position:
+    """Epoch and position of a data source; what a sampler and a stream have in common.
+
+    Attributes:
+        epoch: the pass over the data that the next batch belongs to, from 0.
+        position: how many global batches of this epoch were consumed.
+    """
+
+    def __init__(self, batch_size: int, seed: int, drop_last: bool, place: tuple[int | None, int | None]) -> None:
+        self.batch_size = at_least("batch_size", batch_size, 1)
+        self.seed = at_least("seed", seed, 0)
+        self.drop_last = drop_last
+        self.rank, self.world_size = find_place(*place)
+        self.epoch = 0
+        self.position = 0
+        self._end: int | None = None  # the epoch's number of global batches, where the position alone tells it
+        self._started = (0, 0)  # epoch and position at which the latest pass began
+        self._named = False  # set_epoch named the epoch, and nothing of it was consumed since
+        self._reported = False  # advance was called in the latest pass
+
+    @property
+    def length(self) -> int | None:
+        """The epoch's number of global batches; None for a stream whose end was not seen yet."""
+        return self._end
+
+    def tickets(self) -> Iterator[Any]:
+        """What to fetch, one ticket for each global batch that is left in the pass."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Start a pass over the rest of the epoch, or over the next one if nothing is left of it."""
+        if self.position == self.length and not self._named:
+            self.finish()
+        self._started = (self.epoch, self.position)
+        self._reported = False
+
+    def advance(self, batches: int = 1) -> None:
+        """Report that this many more global batches were consumed.
+
+        :class:`paceline.data.DataLoader` does it for you; other loaders' users may.
+
+        Raises:
+            UsageError: if the epoch has not that many left.
+        """
+        position = self.position + at_least("batches", batches, 0)
+        if self.length is not None and position > self.length:
+            raise UsageError(
+                f"rank {self.rank}: epoch {self.epoch} has {self.length} global batches, but {position} were "
+                "reported as consumed; call advance once a batch, and not at all with "
+                "paceline.data.DataLoader"
+            )
+        self.position = position
+        self._named = False
+        self._reported = True
+
+    def finish(self) -> None:
+        """Go to the start of the next epoch."""
+        self._move(self.epoch + 1, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next pass belongs to; it wins over the epoch that advances by itself.
+
+        Another epoch than the current one starts from its beginning. Naming the current one keeps the
+        position, so a script that calls this at the top of its loop over epochs resumes in the middle of one.
+        Named after its last batch was consumed, the next pass has nothing left to yield.
+        """
+        if at_least("epoch", epoch, 0) != self.epoch:
+            self._move(epoch, 0)
+        self._named = True
+
+    def set_position(self, position: int) -> None:
+        """Let the next pass begin at this global batch of the current epoch."""
+        if self.length is not None and at_least("position", position, 0) > self.length:
+            raise UsageError(
+                f"position {position} is beyond the {self.length} global batches of epoch {self.epoch}; "
+                f"give 0..{self.length}"
+            )
+        self._move(self.epoch, at_least("position", position, 0), self._end)
+
+    def restart(self) -> None:
+        """Let the next pass begin at the first batch of the current epoch."""
+        self.set_position(0)
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
+        """Epoch and position, and what they are relative to; the same on every rank, for any number of ranks.
+
+        Args:
+            consumed: for loaders that do not report what was consumed: how many batches the script has taken
+                since it began the latest pass. None takes the reported position.
+        """
+        epoch, position = self.epoch, self.position
+        if consumed is not None:
+            epoch, position = self._started[0], self._started[1] + at_least("consumed", consumed, 0)
+        return {"epoch": epoch, "position": position, **self._identity(), **self._mark(epoch, position)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken; the number of ranks may differ.
+
+        Raises:
+            CheckpointMismatch: if batch size, seed or data differ, so that the position would mean something
+                else.
+        """
+        for name, ours in self._identity().items():
+            if (theirs := state.get(name)) != ours:
+                raise CheckpointMismatch(
+                    f"rank {self.rank}: {name} was {theirs!r} when the checkpoint was written but is "
+                    f"{ours!r} now; {REMEDIES[name].format(theirs)}, or start over without the saved position"
+                )
+        try:
+            epoch, position = at_least("epoch", state["epoch"], 0), at_least("position", state["position"], 0)
+        except (KeyError, UsageError) as error:
+            raise CheckpointMismatch(
+                f"rank {self.rank}: the saved position {state!r} is none ({error}); load what state_dict returned"
+            ) from error
+        self._move(epoch, position, state.get("length"))
+
+    def _identity(self) -> dict[str, Any]:
+        """What a position is relative to, in every epoch; must be equal when it is loaded."""
+        return {"batch_size": self.batch_size, "seed": self.seed, "drop_last": self.drop_last}
+
+    def _mark(self, epoch: int, position: int) -> dict[str, Any]:
+        """What else is known about this position."""
+        return {}
+
+    def _move(self, epoch: int, position: int, length: int | None = None) -> None:
+        self.epoch, self.position = epoch, position
+        self._end = length
+        self._named = False
+
+
+REMEDIES = {
+    "batch_size": "a position counts batches of one size, so use batch_size={}",
+    "seed": "another seed is another order, so use seed={}",
+    "drop_last": "use drop_last={}",
+    "size": "the data has changed, so resume with the same {} samples",
+    "shuffle": "another order makes the position meaningless, so use shuffle={}",
+}
+
+
+def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Rank and world size: those given, else the process group's, else one rank alone.
+
+    Raises:
+        UsageError: if they contradict each other, or a launcher started several ranks but no process group
+            exists.
+    """
+    if rank is None or world_size is None:
+        here = (0, 1)
+        if dist.is_available() and dist.is_initialized():
+            current = world.current()
+            here = (current.rank, current.size)
+        elif os.environ.get("WORLD_SIZE", "1") != "1":
+            raise UsageError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} but there is no process group yet, so the data "
+                "cannot be split; call paceline.init() first, or give rank= and world_size="
+            )
+        rank, world_size = here[0] if rank is None else rank, here[1] if world_size is None else world_size
+    at_least("world_size", world_size, 1)
+    if at_least("rank", rank, 0) >= world_size:
+        raise UsageError(f"rank {rank} is not below world_size {world_size}; give a rank in 0..{world_size - 1}")
+    return rank, world_size
+
+
+def at_least(name: str, value: int, least: int) -> int:
+    """`value`, if it is a whole number and not below `least`."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < least:
+        raise UsageError(f"{name} must be a whole number >= {least}, not {value!r}")
+    return index(value)

@@ -1,0 +1,239 @@
+"""The order of an epoch, cut into global batches, of which every rank takes its slice."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from paceline.data.partition import batch_bounds, batch_count, slice_bounds
+from paceline.data.position import Position, at_least
+from paceline.errors import CheckpointMismatch, UsageError
+from paceline.rng import derive_seed
+
+Order = Sequence[int] | torch.Tensor
+
+
+class Slice(list[int]):
+    """This rank's indices of one global batch, and which batch it is."""
+
+    def __init__(self, indices: list[int], epoch: int, number: int) -> None:
+        super().__init__(indices)
+        self.epoch = epoch
+        self.number = number
+
+
+class GlobalBatchSampler(Position, Sampler[list[int]]):
+    """Batches that are the same for every number of ranks, with each sample exactly once an epoch.
+
+    The order of an epoch is cut into global batches and each of them into one contiguous slice per rank.
+    Nothing is padded and nothing repeated: slices differ by at most one sample, and with a global batch
+    smaller than the number of ranks some are empty. Every rank yields the same number of batches.
+
+    Use it with :class:`paceline.data.DataLoader`, which counts what was consumed and turns an empty slice
+    into ``None``. After a ``break`` the next loop continues behind the last batch, in the same epoch;
+    :meth:`restart` goes back to the epoch's beginning. The epoch advances by itself when a pass is exhausted.
+
+    With another loader (``torch.utils.data.DataLoader(dataset, batch_sampler=sampler)``) nobody reports what
+    was consumed. Then the epoch advances once the last batch is *fetched*, a ``break`` leads back to where
+    the pass began, and inside the loop the state is ``state_dict(consumed=k)`` after `k` batches of this
+    pass, or call :meth:`advance` after each batch. An empty slice is an empty list there, which torch's
+    default collate cannot take.
+
+    Args:
+        dataset: the data set, or its number of samples.
+        batch_size: samples in a *global* batch, all ranks together. The last batch may be short.
+        order: the order of indices in place of the shuffled one: a sequence, or a function of the epoch that
+            returns one. It may repeat or leave out indices (weighted) and group them (by length); it must be
+            the same on every rank, so draw from a generator seeded with the epoch.
+        shuffle: whether the order is a permutation from (seed, epoch), or 0, 1, 2, …; of no effect with
+            `order`.
+        seed: decides the permutations, and the random streams of samples that the DataLoader fetches.
+        drop_last: whether a short last batch is left out.
+        rank: this rank; by default the process group's, or 0 without one.
+        world_size: the number of ranks; by default the process group's, or 1 without one.
+
+    Raises:
+        UsageError: for a value out of range, or a data set without length.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        batch_size: int,
+        *,
+        order: Order | Callable[[int], Order] | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__(batch_size, seed, drop_last, (rank, world_size))
+        self.size = _size(dataset)
+        self.shuffle = shuffle
+        self._order = order
+        self._cached: tuple[int, torch.Tensor] | None = None
+        self._fetched = 0  # handed out in a pass of our own __iter__
+        self._assumed = False  # the latest pass was taken as consumed because it was fetched to its end
+        if self.length == 0:
+            raise UsageError(
+                f"drop_last leaves no batch: {self.size} samples are fewer than batch_size {batch_size}; "
+                "use a smaller batch_size or drop_last=False"
+            )
+
+    def __len__(self) -> int:
+        """Global batches in the current epoch, from its beginning."""
+        return self.length
+
+    @property
+    def length(self) -> int:
+        """Global batches in the current epoch; of the user's order only that epoch's is asked for."""
+        count = self.size if self._order is None else len(self._order_of(self.epoch))
+        return batch_count(count, self.batch_size, self.drop_last)
+
+    @property
+    def remaining(self) -> int:
+        """Global batches of the current epoch that were not consumed yet."""
+        return len(self) - self.position
+
+    def tickets(self) -> Iterator[Slice]:
+        """This rank's slice of each global batch that is left in the pass."""
+        epoch, start = self._started
+        order = self._order_of(epoch)
+        for number in range(start, batch_count(len(order), self.batch_size, self.drop_last)):
+            begin, end = batch_bounds(number, len(order), self.batch_size)
+            low, high = slice_bounds(end - begin, self.rank, self.world_size)
+            yield Slice(order[begin + low : begin + high].tolist(), epoch, number)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.begin()
+        for share in self.tickets():
+            self._fetched += 1
+            yield share
+        self._fetched = 0
+        if not self._reported and (self.epoch, self.position) == self._started:
+            self.finish()
+            self._assumed = True
+
+    def begin(self) -> None:
+        """Start a pass over the rest of the epoch, or over the next one if nothing is left of it."""
+        super().begin()
+        self._fetched = 0
+
+    def advance(self, batches: int = 1) -> None:
+        """Report that this many more global batches were consumed; see :meth:`Position.advance`."""
+        if self._assumed:  # fetched ahead to the end, but somebody does report what is consumed
+            self._move(*self._started)
+        super().advance(batches)
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
+        """Epoch and position, and what they are relative to; the same on every rank, for any number of ranks.
+
+        Args:
+            consumed: for loaders that do not report what was consumed: how many batches the script has taken
+                since it began the latest pass. None takes the reported position.
+
+        Raises:
+            UsageError: if batches were handed out in this pass but none was reported as consumed.
+        """
+        if consumed is None and self._fetched and not self._reported:
+            raise UsageError(
+                f"rank {self.rank}: this loader took {self._fetched} batches of epoch {self.epoch} but "
+                "reports none as consumed; use paceline.data.DataLoader, call sampler.advance() after each "
+                "batch, or state_dict(consumed=k)"
+            )
+        return super().state_dict(consumed)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken; the number of ranks may differ.
+
+        Raises:
+            CheckpointMismatch: if batch size, seed, number of samples or order differ, so that the position
+                would mean other samples.
+        """
+        before = (self.epoch, self.position)
+        super().load_state_dict(state)
+        if self.position == 0:
+            return
+        length, digest = self.length, self._digest(self.epoch)
+        if self.position > length or state.get("order") != digest:
+            epoch, position = self.epoch, self.position
+            self._move(*before)
+            raise CheckpointMismatch(
+                f"rank {self.rank}: the order of epoch {epoch} ({length} batches, digest {digest}) is not "
+                f"the one of the checkpoint (position {position}, digest {state.get('order')}); order must "
+                "be the same function of the epoch in every run, or start over without the saved position"
+            )
+
+    def _identity(self) -> dict[str, Any]:
+        return {**super()._identity(), "size": self.size, "shuffle": self.shuffle}
+
+    def _mark(self, epoch: int, position: int) -> dict[str, Any]:
+        # At an epoch's start no order is asked for: after the last epoch the user's may have none left.
+        return {"order": self._digest(epoch) if position else None}
+
+    def _digest(self, epoch: int) -> str | None:
+        """A fingerprint of the epoch's order where the user gave it; (seed, epoch) decides the others."""
+        if self._order is None:
+            return None
+        return hashlib.sha256(self._order_of(epoch).numpy().tobytes()).hexdigest()[:16]
+
+    def _move(self, epoch: int, position: int, length: int | None = None) -> None:
+        super()._move(epoch, position, length)
+        self._fetched = 0
+        self._assumed = False
+
+    def _order_of(self, epoch: int) -> torch.Tensor:
+        """The indices of an epoch, shape (samples,), int64."""
+        if self._cached is None or self._cached[0] != epoch:
+            self._cached = (epoch, self._make_order(epoch))
+        return self._cached[1]
+
+    def _make_order(self, epoch: int) -> torch.Tensor:
+        if self._order is not None:
+            given = self._order(epoch) if callable(self._order) else self._order
+            return _checked(given, self.size, epoch)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
+            return torch.randperm(self.size, generator=generator)
+        return torch.arange(self.size)
+
+
+def _checked(given: Any, size: int, epoch: int) -> torch.Tensor:
+    """The order that the user gave, as int64 indices in range."""
+    if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+        raise UsageError(
+            f"order must be a sequence of indices, or a function of the epoch that returns one, not a "
+            f"{type(given).__name__}; for a sampler give a function, such as lambda epoch: list(sampler)"
+        )
+    if len(given) == 0:
+        raise UsageError(f"the order of epoch {epoch} is empty; give at least one index")
+    order = torch.as_tensor(given)
+    if order.dim() != 1 or order.is_floating_point() or order.dtype == torch.bool:
+        raise UsageError(
+            f"the order of epoch {epoch} has dtype {order.dtype} and shape {tuple(order.shape)}; give whole numbers"
+        )
+    low, high = int(order.min()), int(order.max())
+    if low < 0 or high >= size:
+        raise UsageError(
+            f"the order of epoch {epoch} has index {low if low < 0 else high}, but the data set has {size} "
+            f"samples; give indices in 0..{size - 1}"
+        )
+    return order.to(torch.int64)
+
+
+def _size(dataset: Sized | int) -> int:
+    if isinstance(dataset, int):
+        return at_least("the number of samples", dataset, 1)
+    name = type(dataset).__name__
+    try:
+        size = len(dataset)
+    except TypeError:
+        raise UsageError(f"{name} has no length; for an IterableDataset use paceline.data.GlobalBatchStream") from None
+    if size < 1:
+        raise UsageError(f"{name} has no samples; give a data set with at least one")
+    return size

@@ -1,0 +1,169 @@
+"""A stream of samples without indices, cut into global batches as an order of indices is.
+
+Every process reads the same stream, counts it off in global batches, and keeps its rank's slice of them. So
+no rank has to ask another when the stream ends, and a position means the same to any number of ranks and
+workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any
+
+import torch.utils.data
+from torch.utils.data import Dataset, get_worker_info
+
+from paceline.data.fetch import Collate, Failure, own_streams
+from paceline.data.partition import slice_bounds
+from paceline.data.position import Position
+from paceline.data.randomness import sow
+from paceline.errors import UsageError
+from paceline.rng import derive_seed
+
+
+class GlobalBatchStream(Position):
+    """An ``IterableDataset`` split by rank and worker, with a position that survives a restart.
+
+    Give it to :class:`paceline.data.DataLoader`. Every sample reaches exactly one rank; all ranks yield the
+    same number of batches; a rank whose slice of the last batch is empty gets ``None``.
+
+    The data set must yield the same stream in every process: it must not split itself by rank (it cannot see
+    workers, so it does not split itself by those). It may draw from the global generators, which are seeded
+    alike everywhere, and a ``set_epoch`` of its own is called. The price: every worker of every rank reads
+    the whole stream and drops the others' samples, and a resume reads up to its position, so costly work such
+    as decoding belongs in ``collate_fn``, which sees this rank's samples only.
+
+    Args:
+        dataset: an iterable that begins anew at each ``iter()``.
+        batch_size: samples in a *global* batch, all ranks together.
+        seed: decides the random streams that the data set sees.
+        drop_last: whether a short last batch is left out.
+        rank: this rank; by default the process group's, or 0 without one.
+        world_size: the number of ranks; by default the process group's, or 1 without one.
+
+    Raises:
+        UsageError: for a value out of range, or data that can be iterated only once.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        batch_size: int,
+        *,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__(batch_size, seed, drop_last, (rank, world_size))
+        name = type(dataset).__name__
+        if isinstance(dataset, Iterator):
+            raise UsageError(
+                f"{name} is an iterator, which can be read only once and so neither split nor resumed; give "
+                "an IterableDataset whose __iter__ begins anew"
+            )
+        if not isinstance(dataset, Iterable):
+            raise UsageError(f"{name} cannot be iterated; give an IterableDataset")
+        self.dataset = dataset
+
+    def tickets(self) -> Iterator[Ticket]:
+        """One ticket for each global batch that is left, and without end: only reading tells where it is."""
+        epoch, start = self._started
+        if start != self.length:
+            yield from (Ticket(epoch, number) for number in count(start))
+
+    def end(self, batches: int) -> None:
+        """Note that the stream was seen to end after so many global batches."""
+        self._end = batches
+
+    def _mark(self, epoch: int, position: int) -> dict[str, Any]:
+        return {"length": self._end if epoch == self.epoch else None}
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Which global batch of which epoch to read."""
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True)
+class End:
+    """The stream has no such batch."""
+
+
+class Reader(Dataset[Any]):
+    """Reads a stream in one process, forward only; a ticket behind what was read opens the stream anew."""
+
+    def __init__(self, stream: GlobalBatchStream, collate_fn: Collate) -> None:
+        self.dataset: Any = stream.dataset
+        self.collate_fn = collate_fn
+        self.batch_size, self.drop_last, self.seed = stream.batch_size, stream.drop_last, stream.seed
+        self.rank, self.world_size = stream.rank, stream.world_size
+        self._samples: Iterator[Any] | None = None
+        self._epoch = 0
+        self._next = 0  # number of the next global batch to read
+        self._seen = 0  # samples read
+
+    def __getitem__(self, ticket: Ticket) -> Any:
+        where = f"batch {ticket.number} of epoch {ticket.epoch}"
+        with own_streams():
+            try:
+                with undivided():
+                    batch = self._read(ticket)
+            except Exception as error:
+                self._samples = None
+                return Failure.of(error, self.rank, f"sample {self._seen} of the stream ({where} was due)")
+            if not batch or (self.drop_last and len(batch) < self.batch_size):
+                return End()
+            low, high = slice_bounds(len(batch), self.rank, self.world_size)
+            if low == high:
+                return None
+            sow(derive_seed("batch", self.seed, ticket.epoch, ticket.number, self.rank))
+            try:
+                return self.collate_fn(batch[low:high])
+            except Exception as error:
+                first = ticket.number * self.batch_size
+                what = f"samples {first + low} to {first + high - 1} of the stream ({where})"
+                return Failure.of(error, self.rank, what)
+
+    def _read(self, ticket: Ticket) -> list[Any]:
+        """The whole global batch, short or empty at the stream's end."""
+        if self._samples is None or self._epoch != ticket.epoch or self._next > ticket.number:
+            self._samples, self._epoch, self._next, self._seen = None, ticket.epoch, 0, 0
+        while True:
+            # By batch, not by rank: every process must see the same stream, and at any position.
+            sow(derive_seed("stream", self.seed, self._epoch, self._next))
+            if self._samples is None:
+                self._samples = self._open()
+            batch = []
+            for sample in islice(self._samples, self.batch_size):
+                batch.append(sample)
+                self._seen += 1
+            self._next += 1
+            if self._next > ticket.number or not batch:
+                return batch
+
+    def _open(self) -> Iterator[Any]:
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(self._epoch)
+        return iter(self.dataset)
+
+
+@contextmanager
+def undivided() -> Iterator[None]:
+    """Hide from a data set that it runs in a worker: many split themselves then, and we do that already."""
+    if get_worker_info() is None:
+        yield
+        return
+    worker: Any = torch.utils.data._utils.worker
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from paceline.data import DataLoader, GlobalBatchSampler
+from paceline.errors import DataError, UsageError
+from paceline.rng import rng_state
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Samples with noise from all three generators."""
+
+    def __init__(self, size: int = 23) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+        return torch.tensor([float(index), *noise], dtype=torch.float64)
+
+
+class Broken(Augmented):
+    def __init__(self, bad: int, kill: bool = False) -> None:
+        super().__init__()
+        self.bad = bad
+        self.kill = kill
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.bad:
+            if self.kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError("truncated file")
+        return super().__getitem__(index)
+
+
+class Together(Augmented):
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[index] + 100 for index in indices]
+
+
+def noisy_collate(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples) + torch.rand(())
+
+
+def loader_of(
+    dataset: Any = None, rank: int = 0, world_size: int = 1, batch_size: int = 4, **options: Any
+) -> DataLoader:
+    dataset = Augmented() if dataset is None else dataset
+    sampler = GlobalBatchSampler(dataset, batch_size, seed=3, rank=rank, world_size=world_size)
+    return DataLoader(dataset, batch_sampler=sampler, **options)
+
+
+def equal(ours: list[Any], theirs: list[Any]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_two_workers_give_the_same_tensors_as_none(persistent: bool) -> None:
+    plain = loader_of(collate_fn=noisy_collate)
+    worked = loader_of(collate_fn=noisy_collate, num_workers=2, prefetch_factor=4, persistent_workers=persistent)
+    for _epoch in range(2):
+        assert equal(list(plain), list(worked))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("consumed", [1, 3, 5, 6])
+def test_a_resumed_pass_gives_the_very_same_tensors(workers: int, consumed: int) -> None:
+    whole = loader_of()
+    expected = [*whole, *whole]
+    first = loader_of(num_workers=workers, prefetch_factor=4 if workers else None)
+    seen = []
+    for batch in first:
+        seen.append(batch)
+        if len(seen) == consumed:
+            break
+    resumed = loader_of(num_workers=workers)
+    resumed.load_state_dict(first.state_dict())
+    torch.manual_seed(99)
+    seen += list(resumed)
+    if consumed < 6:
+        seen += list(resumed)
+    assert equal(seen, expected)
+
+
+def test_position_counts_what_was_handed_over_and_not_what_workers_fetched() -> None:
+    loader = loader_of(num_workers=2, prefetch_factor=4)
+    for number, _ in enumerate(loader, 1):
+        assert loader.state_dict()["position"] == number
+        assert loader.state_dict()["epoch"] == 0
+        assert loader.at_last == (number == len(loader) == 6)
+    assert not loader.at_last
+    assert (loader.progress.epoch, loader.progress.position) == (1, 0)
+
+
+def test_iterating_again_after_a_break_continues_and_restart_begins_anew() -> None:
+    expected = list(loader_of())
+    loader = loader_of()
+    first = next(iter(loader))
+    assert equal([first, *loader], expected)
+    loader.progress.set_epoch(0)
+    next(iter(loader))
+    loader.progress.restart()
+    assert equal(list(loader), expected)
+
+
+def test_leaving_the_loop_at_the_last_batch_starts_the_next_epoch() -> None:
+    loader = loader_of()
+    for _ in loader:
+        if loader.at_last:
+            break
+    assert (loader.progress.epoch, loader.progress.position) == (0, 6)
+    assert len(list(loader)) == 6
+    assert loader.progress.epoch == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("drawn", [0, 1, 2])
+def test_the_ranks_own_random_streams_are_left_alone(workers: int, drawn: int) -> None:
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    numpy.random.randn(drawn)  # an odd number leaves the second one of a pair behind
+    before = rng_state()
+    list(loader_of(num_workers=workers))
+    after = rng_state()
+    assert torch.equal(before["torch"], after["torch"])
+    assert before["python"] == after["python"]
+    assert torch.equal(before["numpy"].pop("keys"), after["numpy"].pop("keys"))
+    assert before["numpy"] == after["numpy"]
+
+
+def test_another_generator_in_numpys_global_place_is_left_alone_too() -> None:
+    own, other = numpy.random.get_bit_generator(), numpy.random.MT19937(5)
+    try:
+        numpy.random.set_bit_generator(other)
+        before = numpy.random.get_state()[1].copy()
+        list(loader_of())
+        assert numpy.random.get_bit_generator() is other
+        assert (numpy.random.get_state()[1] == before).all()
+    finally:
+        numpy.random.set_bit_generator(own)
+
+
+def test_augmentation_differs_by_batch_epoch_and_rank() -> None:
+    loader = loader_of()
+    noise = torch.cat([*loader, *loader, *loader_of(rank=1, world_size=2)])[:, 1:]
+    assert len(noise.unique(dim=0)) == len(noise)
+    assert all(len(noise[:, source].unique()) == len(noise) for source in range(3))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_empty_slice_is_none_and_nothing_of_the_users_runs(workers: int) -> None:
+    def refuse(samples: list[Any]) -> Any:
+        raise AssertionError("collate of an empty slice")
+
+    loader = loader_of(TensorDataset(torch.arange(2)), rank=3, world_size=4, collate_fn=refuse, num_workers=workers)
+    assert list(loader) == [None]
+
+
+def test_a_data_sets_own_getitems_is_used() -> None:
+    values = torch.cat(list(loader_of(Together())))[:, 0]
+    assert values.sort().values.tolist() == [100.0 + index for index in range(23)]
+
+
+def test_tensors_need_no_seeding_and_come_out_right() -> None:
+    loader = loader_of(TensorDataset(torch.arange(23)))
+    assert torch.cat([batch[0] for batch in loader]).sort().values.tolist() == list(range(23))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_corrupt_sample_is_named_with_rank_and_worker(workers: int) -> None:
+    bad = 20
+    sampler = GlobalBatchSampler(23, 23, shuffle=False, rank=1, world_size=2)
+    loader = DataLoader(Broken(bad), batch_sampler=sampler, num_workers=workers)
+    where = "rank 1, worker 0" if workers else "rank 1"
+    with pytest.raises(DataError, match=rf"{where}: sample {bad} of batch 0 of epoch 0 .*OSError: truncated") as caught:
+        list(loader)
+    assert "truncated file" in str(caught.value.__cause__)
+    assert loader.progress.position == 0
+
+
+def test_an_error_in_collate_names_the_samples() -> None:
+    def refuse(samples: list[Any]) -> Any:
+        raise RuntimeError("ragged")
+
+    sampler = GlobalBatchSampler(23, 3, shuffle=False, rank=0, world_size=1)
+    with pytest.raises(DataError, match=r"rank 0: samples 0, 1, 2 \(batch 0 of epoch 0\) .*ragged"):
+        list(DataLoader(Augmented(), batch_sampler=sampler, collate_fn=refuse))
+
+
+def test_a_killed_worker_is_named_with_rank_and_batch() -> None:
+    sampler = GlobalBatchSampler(23, 4, shuffle=False, rank=0, world_size=1)
+    loader = DataLoader(Broken(5, kill=True), batch_sampler=sampler, num_workers=2)
+    with pytest.raises(DataError, match=r"rank 0: lost worker 1 \(exit code -9\) while batch [01] of epoch 0"):
+        list(loader)
+
+
+def test_batch_size_makes_a_sampler_of_global_batches() -> None:
+    loader = DataLoader(Augmented(), batch_size=10, shuffle=True, seed=4, drop_last=True)
+    assert isinstance(loader.progress, GlobalBatchSampler)
+    assert len(loader) == 2
+    assert equal(list(loader), list(DataLoader(Augmented(), 10, True, seed=4, drop_last=True)))
+
+
+def test_it_is_a_torch_dataloader_with_the_users_data_set() -> None:
+    loader = loader_of(num_workers=2, collate_fn=noisy_collate)
+    assert isinstance(loader, torch.utils.data.DataLoader)
+    assert isinstance(loader.dataset, Augmented)
+    assert loader.batch_sampler is loader.progress
+    assert (loader.collate_fn, loader.num_workers) == (noisy_collate, 2)
+
+
+def test_moving_the_position_inside_the_loop_is_refused() -> None:
+    loader = loader_of()
+    batches = iter(loader)
+    next(batches)
+    loader.progress.advance()
+    with pytest.raises(UsageError, match="moved from epoch 0, batch 1 to epoch 0, batch 2 during a pass"):
+        next(batches)
+
+
+def test_set_epoch_inside_the_loop_at_its_last_batch_wins() -> None:
+    loader = loader_of()
+    for _ in loader:
+        if loader.at_last:
+            loader.progress.set_epoch(7)
+    assert (loader.progress.epoch, loader.progress.position) == (7, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "batch_sampler must be a GlobalBatchSampler, not nothing"),
+        ({"batch_sampler": [[0]]}, "not a list"),
+        ({"batch_size": 2, "sampler": [0]}, "takes no sampler="),
+        ({"batch_size": 2, "generator": None}, "takes no generator="),
+        ({"shuffle": True}, "go with batch_size"),
+        ({"batch_size": 2, "batch_sampler": GlobalBatchSampler(23, 2, rank=0, world_size=1)}, "it there only"),
+        ({"batch_sampler": GlobalBatchSampler(9, 2, rank=0, world_size=1)}, "for 9 samples but the data set has 23"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        DataLoader(Augmented(), **options)
+
+
+def test_numpy_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numpy")
+    loader = loader_of(TensorDataset(torch.arange(8)), collate_fn=len)
+    assert list(loader) == [4, 4]
