@@ -1,0 +1,86 @@
+"""What a save takes of objects: nodes and tensors; and how rank 0 gets those of the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.checkpoint import exchange
+from paceline.checkpoint.codec import Encoder
+from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.saved import GENERATORS
+from paceline.checkpoint.tensorfile import Spec, spec_of
+from paceline.rng import rng_state, set_rng_state
+
+_ASK, _DISMISS = "your turn", "not needed"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """States of some objects: ``nodes`` has an entry per object; they name ``tensors``, tied ones once."""
+
+    nodes: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
+
+
+def shared(entry: Registered) -> Capture:
+    """The state of one object that all ranks share.
+
+    Raises:
+        UsageError: if it holds a value that cannot be encoded.
+    """
+    encoder = Encoder()
+    return Capture({entry.name: entry.capture(encoder)}, encoder.tensors, encoder.aliases)
+
+
+def own(entries: Iterable[Registered]) -> Capture:
+    """The states that this rank has of its own; names of tensors start with the object's.
+
+    Raises:
+        UsageError: if one holds a value that cannot be encoded.
+    """
+    encoder = Encoder()
+    nodes = {entry.name: entry.capture(encoder, entry.name) for entry in entries}
+    return Capture(nodes, encoder.tensors, encoder.aliases)
+
+
+def hand_over(capture: Capture) -> None:
+    """Give `capture` to rank 0 when it asks for it; after a failure it does not."""
+    if exchange.receive_document(0) != _ASK:
+        return
+    specs = {name: spec_of(tensor) for name, tensor in capture.tensors.items()}
+    listed = {name: [spec.shape, spec.dtype] for name, spec in specs.items()}
+    exchange.send_document(0, {"nodes": capture.nodes, "specs": listed, "aliases": capture.aliases})
+    exchange.send_tensors(0, specs, capture.tensors)
+
+
+def fetch(rank: int) -> Capture:
+    """What `rank` hands over, on rank 0."""
+    exchange.send_document(rank, _ASK)
+    state = exchange.receive_document(rank)
+    specs = {name: Spec(tuple(shape), dtype) for name, (shape, dtype) in state["specs"].items()}
+    return Capture(state["nodes"], exchange.receive_tensors(rank, specs), state["aliases"])
+
+
+def dismiss(rank: int) -> None:
+    """Tell `rank` that what it has to hand over is not needed, because the save has failed."""
+    exchange.send_document(rank, _DISMISS)
+
+
+class _Generators:
+    """This rank's random generators, as an object to save."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return rng_state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_rng_state(state)
+
+
+def generators() -> Registered:
+    """This rank's random generators, as if registered."""
+    return Registered(GENERATORS, _Generators(), per_rank=True)

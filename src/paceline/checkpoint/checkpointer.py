@@ -1,0 +1,281 @@
+"""The Checkpointer: saves what is registered with it, and brings it back, on any number of ranks.
+
+Rank 0 writes, verifies and reads; the others send it what is theirs and are sent what they need, so only rank
+0's host needs the folder. Every decision is rank 0's, and an error anywhere is an error on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.checkpoint import capture, exchange
+from paceline.checkpoint.capture import Capture
+from paceline.checkpoint.codec import Encoder
+from paceline.checkpoint.compare import compare
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.registered import Registered, Stateful
+from paceline.checkpoint.saved import GENERATORS, RANK_ROLE, Saved
+from paceline.checkpoint.storage import Storage, reason, step_name
+from paceline.checkpoint.warning import CheckpointWarning
+from paceline.checkpoint.writer import Draft
+from paceline.errors import CheckpointError, DesyncError, NoCheckpoint, UsageError
+from paceline.world import World
+
+Object = TypeVar("Object", bound=Stateful)
+_NAME = re.compile(r"[a-z0-9_]{1,64}")
+_RESERVED = ("state", RANK_ROLE, GENERATORS)
+
+
+class Checkpointer:
+    """Saves and restores registered objects as folders ``step-00000120`` in `folder`.
+
+    All ranks make one, with the same arguments, and call its methods together (but for :meth:`register`).
+    Without a process group this process is the only rank. ::
+
+        checkpointer = Checkpointer("runs/7")
+        checkpointer.register("model", model)
+        checkpointer.register("optimizer", optimizer)
+        step = checkpointer.restore() if checkpointer.steps() else 0
+
+    The random generators of every rank are always saved, without being registered.
+
+    Args:
+        folder: where the checkpoints are; made if it is not there. It holds nothing else, and one run at a
+            time uses it.
+        keep: how many of the newest checkpoints stay; at least 1.
+
+    Raises:
+        UsageError: on every rank, if `keep` is below 1, or the folder cannot be made or written to, is in use
+            by another run, or holds something that is no checkpoint.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int = 3) -> None:
+        self._folder = Path(folder).absolute()
+        self._keep = keep
+        self._registered: dict[str, Registered] = {}
+        self._storage: Storage | None = None  # rank 0's
+        self._closed = False
+        exchange.decide(exchange.here(), self._open)
+
+    def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
+        """Let `object` be saved and restored as `name`; returns it.
+
+        A module is saved as the module inside its data-parallel wrappers, so that keys carry no ``module.``
+        prefix, together with the wrapper's bucket layout where it has one.
+
+        Args:
+            name: unique; lower-case letters, digits and underscores.
+            object: anything with ``state_dict`` and ``load_state_dict``. Its state consists of tensors,
+                ``None``, booleans, numbers, strings, bytes, lists, tuples and dicts.
+            per_rank: whether each rank has a state of its own. If not, rank 0's is saved for all.
+
+        Raises:
+            UsageError: if the name is taken or malformed, or the object's state cannot be encoded; then the
+                message names the path to the value.
+        """
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
+            raise UsageError(
+                f"{name!r} cannot be the name of a registered object; use lower-case letters, digits and "
+                f"underscores, and none of {', '.join(_RESERVED)}"
+            )
+        if name in self._registered:
+            raise UsageError(f"an object is registered as {name!r} already; give this one another name")
+        if not callable(getattr(object, "state_dict", None)) or not callable(getattr(object, "load_state_dict", None)):
+            raise UsageError(
+                f"the object to register as {name!r}, a {type(object).__qualname__}, does not have both "
+                "state_dict and load_state_dict; give it these methods"
+            )
+        entry = Registered(name, object, per_rank)
+        entry.capture(Encoder())
+        self._registered[name] = entry
+        return object
+
+    def save(self, step: int) -> Path:
+        """Save every registered object as the checkpoint of `step`; it is durable when this returns.
+
+        If `step` is there already it is replaced: the old one goes only once the new one is complete. Then
+        all but the newest ``keep`` up to `step` are deleted. The path is that on rank 0's host.
+
+        Args:
+            step: number of optimizer steps done; the same on every rank.
+
+        Raises:
+            CheckpointError: on every rank, if it could not be written. What was there before is intact,
+                nothing is deleted, and it can be tried again.
+            UsageError: if `step` is no whole number from 0 on, or the ranks have registered different
+                objects.
+            DesyncError: if `step` differs between ranks.
+        """
+        world = self._world()
+        captures: list[Capture] = []
+        exchange.agree(world, _error_of(self._capture, step, captures))
+        self._expect_equal(world, step)
+        *shared, own = captures
+        if world.rank != 0:
+            capture.hand_over(own)
+        return Path(exchange.decide(world, lambda: str(self._write(world, step, shared, own))))
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint that is whole, down to the last byte; None if there is none.
+
+        Damaged ones are skipped, and rank 0 warns of each once, with the reason. The path is that on rank 0's
+        host.
+        """
+        answer = exchange.decide(self._world(), lambda: _path_of(self._store.newest()))
+        return None if answer is None else Path(answer)
+
+    def steps(self) -> list[int]:
+        """Steps that have a folder, whole or damaged, in ascending order."""
+        return list(exchange.decide(self._world(), lambda: self._store.steps()))
+
+    def restore(self) -> int:
+        """Load the newest whole checkpoint into the registered objects; its step.
+
+        Everything is compared before anything is loaded. The states are on the CPU when the objects' own
+        ``load_state_dict`` gets them; modules and optimizers move them to their parameters' devices. The
+        random generators come back exactly if as many ranks run as when it was saved; else they stay as they
+        are, and rank 0 says so.
+
+        Raises:
+            NoCheckpoint: on every rank, if there is no checkpoint, or none that is whole.
+            CheckpointMismatch: if it does not fit what is registered; names what differs first.
+            CheckpointError: if it cannot be read.
+            UsageError: as an object's ``load_state_dict`` raises it.
+        """
+        world = self._world()
+        found: list[Manifest] = []  # rank 0's
+        path = Path(exchange.decide(world, lambda: self._choose(found)))
+        saved = Saved.open(world, path, found[0] if found else None)
+        exchange.agree(world, _error_of(compare, self._registered.values(), saved, world.size))
+        for entry in self._entries(per_rank=False):
+            tensors = saved.tensors(world, entry.name)
+            exchange.agree(world, _error_of(entry.load, saved.objects[entry.name], tensors, saved.step))
+        if saved.manifest.world_size == world.size:
+            tensors = saved.rank_tensors(world)
+            for entry in [*self._entries(per_rank=True), capture.generators()]:
+                node = saved.ranks[world.rank][entry.name]
+                exchange.agree(world, _error_of(entry.load, node, tensors, saved.step))
+        else:
+            exchange.decide(world, lambda: _warn_of_other_size(saved, world))
+        return saved.step
+
+    def close(self) -> None:
+        """Let other runs use the folder. Harmless when already closed."""
+        self._closed = True
+        if self._storage is not None:
+            self._storage.close()
+            self._storage = None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self.close()
+
+    @property
+    def _store(self) -> Storage:
+        assert self._storage is not None, "only rank 0 uses the folder"
+        return self._storage
+
+    def _open(self) -> None:
+        if type(self._keep) is not int or self._keep < 1:
+            raise UsageError(f"keep must be a whole number >= 1, not {self._keep!r}")
+        self._storage = Storage(self._folder)
+
+    def _world(self) -> World:
+        if self._closed:
+            raise UsageError(f"the Checkpointer of {self._folder} is closed; make a new one")
+        return exchange.here()
+
+    def _entries(self, per_rank: bool) -> list[Registered]:
+        return [entry for entry in self._registered.values() if entry.per_rank == per_rank]
+
+    def _capture(self, step: int, captures: list[Capture]) -> None:
+        """Append to `captures` each shared object's state, then this rank's own."""
+        if type(step) is not int or not 0 <= step < 10**18:
+            raise UsageError(f"step must be a whole number >= 0, not {step!r}")
+        try:
+            captures.extend(capture.shared(entry) for entry in self._entries(per_rank=False))
+            captures.append(capture.own([*self._entries(per_rank=True), capture.generators()]))
+        except Exception as error:
+            raise CheckpointError(f"step {step} was not saved: {error}") from error
+
+    def _expect_equal(self, world: World, step: int) -> None:
+        names = [f"{entry.name} (per rank)" if entry.per_rank else entry.name for entry in self._registered.values()]
+        for rank, theirs in enumerate(exchange.gather(world, {"step": step, "names": names})):
+            if theirs["names"] != names:
+                raise UsageError(
+                    f"rank {rank} has registered {theirs['names']} but rank {world.rank} {names}; register "
+                    "the same objects in the same order on every rank"
+                )
+            if theirs["step"] != step:
+                raise DesyncError(
+                    f"rank {rank} saves step {theirs['step']} but rank {world.rank} saves step {step}; "
+                    "save after the same number of steps on every rank"
+                )
+
+    def _write(self, world: World, step: int, shared: list[Capture], own: Capture) -> Path:
+        """Rank 0: write everything, fetching the other ranks' states one after another."""
+        waiting = list(range(1, world.size))
+        try:
+            with Draft(self._store, step, world.size) as draft:
+                for each in shared:
+                    draft.add_shared(each)
+                draft.add_own(0, own)
+                while waiting:
+                    rank = waiting.pop(0)
+                    draft.add_own(rank, capture.fetch(rank))
+                path = draft.commit()
+        except (OSError, ValueError) as error:
+            why = reason(error) if isinstance(error, OSError) else str(error)
+            raise CheckpointError(
+                f"rank 0 could not save step {step} to {self._store.path(step)}: {why}; the checkpoints "
+                "before it are intact, remove the cause and save again"
+            ) from error
+        finally:
+            for rank in waiting:
+                capture.dismiss(rank)
+        self._store.prune(step, self._keep)
+        return path
+
+    def _choose(self, found: list[Manifest]) -> str:
+        newest = self._store.newest()
+        if newest is not None:
+            found.append(newest[1])
+            return str(newest[0])
+        damaged = ", ".join(step_name(step) for step in self._store.steps())
+        if damaged:
+            raise NoCheckpoint(
+                f"no checkpoint in {self._folder} is whole (damaged: {damaged}); bring one back from a "
+                "copy, or start anew in another folder"
+            )
+        raise NoCheckpoint(
+            f"there is no checkpoint in {self._folder} to resume from; check the path, or start without resuming"
+        )
+
+
+def _error_of(function: Any, *arguments: Any) -> Exception | None:
+    """What `function` raises, if it does."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        return error
+    return None
+
+
+def _path_of(found: tuple[Path, Manifest] | None) -> str | None:
+    return None if found is None else str(found[0])
+
+
+def _warn_of_other_size(saved: Saved, world: World) -> None:
+    warnings.warn(
+        f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}, "
+        "so every rank keeps its random generators as they are seeded now instead of going on with the "
+        "saved ones",
+        CheckpointWarning,
+        stacklevel=2,
+    )

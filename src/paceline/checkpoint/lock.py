@@ -1,0 +1,71 @@
+"""A lock on a folder, which ends with the process that holds it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import warnings
+import weakref
+from pathlib import Path
+
+from paceline.checkpoint.warning import CheckpointWarning
+from paceline.errors import UsageError
+
+_UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+class FolderLock:
+    """An exclusive ``flock`` on the descriptor of `folder` itself, so that no lock file is left behind.
+
+    Forked children (DataLoader workers) share the descriptor; they close theirs at once, so that one which
+    outlives this process does not keep the lock.
+
+    Raises:
+        UsageError: if another Checkpointer, of this process or another, holds it.
+        OSError: if the folder cannot be opened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._forget()
+            raise UsageError(
+                f"another run is using the checkpoint folder {folder} on rank 0's host; end it, close its "
+                "Checkpointer, or give this run a folder of its own"
+            ) from None
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                self._forget()
+                raise
+            warnings.warn(
+                f"the file system of the checkpoint folder {folder} does not support locks "
+                f"({error.strerror}); make sure that no other run uses this folder",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget_in_child(this))
+
+    def release(self) -> None:
+        """Give the lock up. Harmless when already released."""
+        if self._descriptor >= 0:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Close the descriptor; the lock stays with whoever shares it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self._forget()
+
+
+def _forget_in_child(lock: weakref.ref[FolderLock]) -> None:
+    if (held := lock()) is not None:
+        held._forget()

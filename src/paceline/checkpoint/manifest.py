@@ -1,0 +1,158 @@
+"""The manifest of a checkpoint: which files belong to it, and how to tell that each is whole. Pure.
+
+``manifest.json`` is written last. Its ``sha256`` covers the rest of it, and its bytes are the only rendering
+of its content, so any change to it shows. ``files`` lists every file with its size, SHA-256, role (a
+registered name, or ``state`` or ``rank``), rank (null where all ranks share it) and, per tensor, the slice of
+the whole that it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.checkpoint import documents
+from paceline.checkpoint.tensorfile import CODES, Spec
+
+FORMAT_VERSION = 1
+NAME = "manifest.json"
+STATE = "state.json"
+_FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a checkpoint; ``size`` in bytes. ``tensors`` is empty unless it is a safetensors file."""
+
+    path: str
+    size: int
+    sha256: str
+    role: str
+    rank: int | None
+    tensors: Mapping[str, Spec]
+    aliases: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    step: int
+    world_size: int
+    torch_version: str
+    paceline_version: str
+    files: tuple[File, ...]
+
+    def file(self, role: str, rank: int | None = None) -> File | None:
+        """The file with that role (of that rank), if there is one."""
+        return next((file for file in self.files if (file.role, file.rank) == (role, rank)), None)
+
+    def render(self) -> bytes:
+        """The manifest as the bytes of ``manifest.json``."""
+        body: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "step": self.step,
+            "world_size": self.world_size,
+            "torch_version": self.torch_version,
+            "paceline_version": self.paceline_version,
+            "files": [_file_out(file) for file in self.files],
+            "aliases": {file.path: dict(file.aliases) for file in self.files if file.aliases},
+        }
+        digest = hashlib.sha256(documents.render(body)).hexdigest()
+        return documents.render({**body, "sha256": digest}, indent=1) + b"\n"
+
+
+def parse(raw: bytes) -> Manifest:
+    """The manifest that the bytes of a ``manifest.json`` hold.
+
+    Raises:
+        ValueError: if they are damaged, malformed, of another format version, or name a path outside the
+            folder.
+    """
+    body = documents.parse(raw)
+    if not isinstance(body, dict):
+        raise ValueError("it is no JSON object")
+    version = body.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"its format_version is {version!r}, this Paceline reads {FORMAT_VERSION}")
+    try:
+        aliases = body["aliases"]
+        files = tuple(_file_in(entry, aliases) for entry in body["files"])
+        manifest = Manifest(
+            step=_count(body["step"]),
+            world_size=_count(body["world_size"]),
+            torch_version=_text(body["torch_version"]),
+            paceline_version=_text(body["paceline_version"]),
+            files=files,
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"an entry is missing or malformed ({type(error).__name__}: {error})") from None
+    if len({file.path for file in files}) < len(files):
+        raise ValueError("it lists a file twice")
+    if manifest.file("state") is None:
+        raise ValueError(f"it does not list {STATE}")
+    if manifest.render() != raw:
+        raise ValueError("its own checksum does not match its content")
+    return manifest
+
+
+def _file_out(file: File) -> dict[str, Any]:
+    tensors = {
+        name: {"shape": spec.shape, "dtype": spec.dtype, "slice": [[0, size] for size in spec.shape]}
+        for name, spec in file.tensors.items()
+    }
+    return {
+        "path": file.path,
+        "size": file.size,
+        "sha256": file.sha256,
+        "role": file.role,
+        "rank": file.rank,
+        "tensors": tensors,
+    }
+
+
+def _file_in(entry: Any, aliases: Any) -> File:
+    path = _text(entry["path"])
+    if not _FILE.fullmatch(path) or path == NAME:
+        raise ValueError(f"it lists {path[:80]!r}, which is no file name that a checkpoint has")
+    digest = _text(entry["sha256"])
+    if not _SHA256.fullmatch(digest):
+        raise ValueError(f"the SHA-256 of {path!r} is malformed")
+    tensors = {name: _spec_in(tensor) for name, tensor in entry["tensors"].items()}
+    own = {alias: _text(target) for alias, target in aliases.get(path, {}).items()}
+    if dangling := [target for target in own.values() if target not in tensors]:
+        raise ValueError(f"an alias in {path!r} leads to {dangling[0]!r}, which is not there")
+    return File(
+        path=path,
+        size=_count(entry["size"]),
+        sha256=digest,
+        role=_text(entry["role"]),
+        rank=None if entry["rank"] is None else _count(entry["rank"]),
+        tensors=tensors,
+        aliases=own,
+    )
+
+
+def _spec_in(entry: Any) -> Spec:
+    shape, dtype = tuple(_count(size) for size in entry["shape"]), _text(entry["dtype"])
+    if dtype not in CODES:
+        raise ValueError(f"{dtype[:40]!r} is no dtype that checkpoints use")
+    if entry["slice"] != [[0, size] for size in shape]:
+        raise ValueError("a tensor is stored in slices, which this Paceline does not read")
+    return Spec(shape, dtype)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{str(value)[:40]!r} is no count")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{str(value)[:40]!r} is no text")
+    return value

@@ -1,0 +1,144 @@
+"""A registered object: what is saved of it, whether a saved state fits, how it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.codec import Encoder, Unencodable, decode
+from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
+from paceline.modules import HasBucketLayout, unwrap
+
+
+class Stateful(Protocol):
+    """What can say its state and take it back: modules, optimizers, schedulers, samplers, GradScaler."""
+
+    def state_dict(self) -> Any:
+        """The state, as nested plain values and tensors."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Bring back what :meth:`state_dict` returned."""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """`object` under `name`; ``per_rank`` if every rank has a state of its own."""
+
+    name: str
+    object: Any
+    per_rank: bool = False
+
+    def capture(self, encoder: Encoder, prefix: str = "") -> dict[str, Any]:
+        """The node of the object's state; its tensors go to `encoder`, their names starting with `prefix`.
+
+        Raises:
+            UsageError: if the state holds a value that cannot be encoded; names object and path.
+        """
+        state = self._target.state_dict()
+        metadata = getattr(state, "_metadata", None)
+        try:
+            return {
+                "state": encoder.encode(state, prefix),
+                "metadata": encoder.encode(metadata, f"{prefix}_metadata"),
+                "buckets": self.object.bucket_layout() if isinstance(self.object, HasBucketLayout) else None,
+            }
+        except Unencodable as error:
+            raise UsageError(
+                f"{self.name}.state_dict(){error.path} {error.reason}, which a checkpoint cannot hold; let "
+                "its state_dict return tensors, numbers, strings, lists, tuples and dicts only"
+            ) from None
+
+    def check(self, saved: Any, step: int) -> None:
+        """Compare with `saved`, the state of `step`, whose tensors need no data, before anything is loaded.
+
+        Raises:
+            CheckpointMismatch: if it is the state of another model or of an optimizer with other groups.
+        """
+        if isinstance(self.object, nn.Module):
+            _check_module(self.name, self._target.state_dict(), saved, step)
+        elif isinstance(self.object, torch.optim.Optimizer):
+            _check_optimizer(self.name, self.object.state_dict(), saved, step)
+
+    def load(self, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], step: int) -> None:
+        """Load the state of `step` that `node` and `tensors` hold.
+
+        Raises:
+            UsageError: as the object's ``load_state_dict`` raises it.
+            CheckpointMismatch: if ``load_state_dict`` fails otherwise.
+            CheckpointError: if `node` is malformed.
+        """
+        try:
+            state, metadata = decode(node["state"], tensors), decode(node["metadata"], tensors)
+        except ValueError as error:
+            raise CheckpointError(
+                f"the state of {self.name!r} of step {step} is malformed ({error}); use another checkpoint"
+            ) from None
+        try:
+            if metadata is not None:
+                state._metadata = metadata
+            self._target.load_state_dict(state)
+            if node["buckets"] is not None and isinstance(self.object, HasBucketLayout):
+                self.object.load_bucket_layout(node["buckets"])
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise CheckpointMismatch(
+                f"{self.name!r} does not take its state of step {step} ({type(error).__name__}: {error}); "
+                "register the kind of object that was saved"
+            ) from error
+
+    @property
+    def _target(self) -> Any:
+        return unwrap(self.object) if isinstance(self.object, nn.Module) else self.object
+
+
+def _check_module(name: str, own: Mapping[str, Any], saved: Any, step: int) -> None:
+    remedy = "build the model that was saved, or choose another checkpoint folder"
+    if not isinstance(saved, dict):
+        raise CheckpointMismatch(f"{name!r} is a module, but no module was saved as it in step {step}; {remedy}")
+    for key, value in own.items():
+        if key not in saved:
+            raise CheckpointMismatch(f"parameter {key!r} of {name!r} is not in the checkpoint of step {step}; {remedy}")
+        other = saved[key]
+        if not isinstance(value, torch.Tensor) and not isinstance(other, torch.Tensor):
+            continue
+        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+            raise CheckpointMismatch(
+                f"{key!r} of {name!r} is a {type(other).__name__} in the checkpoint of step {step} but a "
+                f"{type(value).__name__} in this run; {remedy}"
+            )
+        if value.shape != other.shape:
+            raise CheckpointMismatch(
+                f"parameter {key!r} of {name!r} has shape {tuple(other.shape)} in the checkpoint of step "
+                f"{step} but {tuple(value.shape)} in this run; {remedy}"
+            )
+        if value.dtype != other.dtype:
+            raise CheckpointMismatch(
+                f"parameter {key!r} of {name!r} has dtype {other.dtype} in the checkpoint of step {step} "
+                f"but {value.dtype} in this run; {remedy}"
+            )
+    for key in saved:
+        if key not in own:
+            raise CheckpointMismatch(
+                f"the checkpoint of step {step} has a parameter {key!r} of {name!r}, this run's has none; {remedy}"
+            )
+
+
+def _check_optimizer(name: str, own: Mapping[str, Any], saved: Any, step: int) -> None:
+    try:
+        before = [len(group["params"]) for group in saved["param_groups"]]
+    except (TypeError, KeyError):
+        raise CheckpointMismatch(
+            f"{name!r} is an optimizer, but no optimizer was saved as it in step {step}; register it under "
+            "the name that it was saved as"
+        ) from None
+    now = [len(group["params"]) for group in own["param_groups"]]
+    if before != now:
+        raise CheckpointMismatch(
+            f"{name!r} has parameter groups of {before} parameters in the checkpoint of step {step} but of "
+            f"{now} in this run; build the optimizer as it was when saved"
+        )

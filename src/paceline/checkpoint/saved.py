@@ -1,0 +1,130 @@
+"""A saved checkpoint as every rank knows it: the manifest and the state's nodes; only rank 0 reads files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint import codec, documents, exchange, manifest, tensorfile, verify
+from paceline.checkpoint.manifest import File, Manifest
+from paceline.errors import CheckpointError
+from paceline.world import World
+
+RANK_ROLE = "rank"
+GENERATORS = "rng"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint; ``objects`` has an entry per shared object, ``ranks`` per rank one per own object."""
+
+    path: Path
+    manifest: Manifest
+    objects: Mapping[str, Any]
+    ranks: Sequence[Mapping[str, Any]]
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self.manifest.step
+
+    @classmethod
+    def open(cls, world: World, path: Path, found: Manifest | None) -> Saved:
+        """The checkpoint `path`, which rank 0 has verified and `found` is the manifest of; on every rank.
+
+        Raises:
+            CheckpointError: if ``state.json`` is malformed, which its SHA-256 does not rule out.
+        """
+
+        def read() -> Any:
+            assert found is not None, "rank 0 has verified it"
+            try:
+                state = documents.parse(verify.read_document(path / manifest.STATE))
+            except (ValueError, verify.Damaged) as error:
+                raise _malformed(path, error) from None
+            return {"manifest": found.render().decode("ascii"), "state": state}
+
+        answer = exchange.decide(world, read)
+        known = manifest.parse(answer["manifest"].encode("ascii"))
+        state = answer["state"]
+        try:
+            objects, ranks = state["objects"], state["ranks"]
+            if any(type(entry) is not dict for entry in (objects, *ranks)):
+                raise ValueError("it has an entry that is no JSON object")
+            for entry in [*objects.values(), *(entry for rank in ranks for entry in rank.values())]:
+                if set(entry) != {"state", "metadata", "buckets"}:
+                    raise ValueError("an object's entry has other keys than it should")
+            if any(GENERATORS not in rank for rank in ranks):
+                raise ValueError("a rank's random generators are missing")
+            if len(ranks) != known.world_size:
+                raise ValueError(f"it has {len(ranks)} ranks, the manifest says {known.world_size}")
+        except (ValueError, TypeError, KeyError) as error:
+            raise _malformed(path, error) from None
+        return cls(path, known, objects, ranks)
+
+    def outline(self, name: str) -> Any:
+        """The state of the shared object `name`, with meta tensors: shapes and dtypes but no data.
+
+        Raises:
+            CheckpointError: if its node is malformed.
+        """
+        file = self.manifest.file(name)
+        tensors = {} if file is None else {key: spec.empty("meta") for key, spec in file.tensors.items()}
+        try:
+            return codec.decode(self.objects[name]["state"], tensors)
+        except ValueError as error:
+            raise _malformed(self.path, error) from None
+
+    def tensors(self, world: World, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of the shared object `name`, on the CPU of every rank.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 cannot read them.
+        """
+        file = self.manifest.file(name)
+        return {} if file is None else exchange.broadcast_tensors(world, file.tensors, self._read(world, file))
+
+    def rank_tensors(self, world: World) -> dict[str, torch.Tensor]:
+        """The tensors of this rank's own state, on its CPU. Every rank calls this.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 cannot read them.
+        """
+        mine: dict[str, torch.Tensor] = {}
+        for rank in range(world.size):
+            file = self.manifest.file(RANK_ROLE, rank)
+            if file is None:
+                continue
+            tensors = self._read(world, file)
+            if rank == world.rank:
+                mine = tensors if rank == 0 else exchange.receive_tensors(0, file.tensors)
+            elif world.rank == 0:
+                exchange.send_tensors(rank, file.tensors, tensors)
+        return mine
+
+    def _read(self, world: World, file: File) -> dict[str, torch.Tensor]:
+        """The tensors of `file` on rank 0, nothing on the others."""
+        tensors: dict[str, torch.Tensor] = {}
+
+        def read() -> None:
+            try:
+                tensors.update(tensorfile.read(self.path / file.path, file.tensors))
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"rank 0 cannot read {self.path / file.path} ({error}); restore again, and another "
+                    "checkpoint is used if this one is damaged"
+                ) from error
+
+        exchange.decide(world, read)
+        return tensors
+
+
+def _malformed(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path / manifest.STATE} is malformed though its checksum is right ({error}); Paceline did not "
+        "write it: find out who did, or remove the folder to use the one before"
+    )

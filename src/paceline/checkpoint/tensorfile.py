@@ -1,0 +1,133 @@
+"""Safetensors files: written in a stream, so that bytes are hashed as they pass; read by the safetensors
+library.
+
+The format (https://github.com/huggingface/safetensors): 8 bytes length of the header, the header as JSON with
+dtype, shape and offsets per tensor, then the tensors' bytes, row-major and little-endian, without holes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+PIECE = 4 * 2**20  # bytes handed to the hash and to the file at a time
+CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+NAMES = {code: name for name, code in CODES.items()}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A stored tensor's shape and dtype, by torch's name (``"float32"``); complex ones count as reals."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def empty(self, device: str = "cpu") -> torch.Tensor:
+        """A tensor of that kind with undefined values."""
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensor takes."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as it is stored: on the CPU, contiguous; complex as pairs of reals in a last dimension."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.cpu().contiguous()
+
+
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """The spec under which `tensor` is stored."""
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    if dtype.is_complex:
+        shape, dtype = (*shape, 2), dtype.to_real()
+    return Spec(shape, str(dtype).removeprefix("torch."))
+
+
+def pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file with `tensors`, in pieces; one tensor at a time is copied to the CPU."""
+    specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
+    # Wide dtypes first, as the library does, so that every tensor is aligned when the file is mapped.
+    names = sorted(specs, key=lambda name: (-getattr(torch, specs[name].dtype).itemsize, name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        spec = specs[name]
+        end = offset + spec.nbytes
+        header[name] = {"dtype": CODES[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield from _bytes_of(stored(tensors[name]))
+
+
+def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The memory of `tensor`, without NumPy, which torch does not require."""
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return
+    view = memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr()))
+    for start in range(0, size, PIECE):
+        yield view[start : start + PIECE]
+
+
+def read_specs(path: Path) -> dict[str, Spec]:
+    """Names and specs of the tensors that the file `path` holds.
+
+    Raises:
+        ValueError: if it is no safetensors file, or has a dtype that checkpoints do not use.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no dict
+            found = {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(f"it is no safetensors file ({error})") from None
+    if unknown := [code for _, code in found.values() if code not in NAMES]:
+        raise ValueError(f"it has tensors of the dtype {unknown[0]}")
+    return {name: Spec(tuple(shape), NAMES[code]) for name, (shape, code) in found.items()}
+
+
+def read(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Tensors of the file `path` by name, on the CPU, in memory of their own.
+
+    Raises:
+        ValueError: if it is no safetensors file.
+        OSError: if it cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            # Cloned: the library maps the file, and a tensor must outlive the pruning of its checkpoint.
+            return {name: file.get_tensor(name).clone() for name in names}
+    except SafetensorError as error:
+        raise ValueError(f"it is no safetensors file ({error})") from None

@@ -1,0 +1,79 @@
+"""Writes one checkpoint into a temporary folder: the files, then the manifest that lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint import documents, manifest, storage, tensorfile
+from paceline.checkpoint.capture import Capture
+from paceline.checkpoint.manifest import File, Manifest
+from paceline.checkpoint.saved import RANK_ROLE
+from paceline.checkpoint.storage import Storage
+
+
+class Draft:
+    """The checkpoint of `step`, while it is being written. As a context manager: removed if the block raises.
+
+    Raises:
+        OSError: from every method, if the disk does not take it.
+    """
+
+    def __init__(self, store: Storage, step: int, world_size: int) -> None:
+        self._storage = store
+        self._step = step
+        self._world_size = world_size
+        self._files: list[File] = []
+        self._objects: dict[str, Any] = {}
+        self._ranks: list[Mapping[str, Any]] = []
+        self._folder = store.start(step)
+
+    def add_shared(self, capture: Capture) -> None:
+        """Write the tensors of an object that all ranks share; its node is kept for ``state.json``."""
+        ((name, node),) = capture.nodes.items()
+        self._objects[name] = node
+        self._add_tensors(name, None, capture)
+
+    def add_own(self, rank: int, capture: Capture) -> None:
+        """Write the tensors that `rank` has of its own; its nodes are kept. To be called in order of ranks."""
+        self._ranks.append(capture.nodes)
+        self._add_tensors(RANK_ROLE, rank, capture)
+
+    def commit(self) -> Path:
+        """Write ``state.json`` and the manifest and give the folder its name; then the checkpoint is durable.
+
+        Raises:
+            ValueError: if there are more plain values than ``state.json`` may hold.
+        """
+        state = {"step": self._step, "objects": self._objects, "ranks": self._ranks}
+        size, digest = storage.write_file(self._folder / manifest.STATE, [documents.render(state)])
+        self._files.append(File(manifest.STATE, size, digest, "state", None, {}, {}))
+        found = Manifest(self._step, self._world_size, str(torch.__version__), _paceline_version(), tuple(self._files))
+        storage.write_file(self._folder / manifest.NAME, [found.render()])
+        return self._storage.commit(self._folder, self._step)
+
+    def _add_tensors(self, role: str, rank: int | None, capture: Capture) -> None:
+        if not capture.tensors:
+            return
+        path = f"{role}.safetensors" if rank is None else f"{role}-{rank:05d}.safetensors"
+        size, digest = storage.write_file(self._folder / path, tensorfile.pieces(capture.tensors))
+        specs = {name: tensorfile.spec_of(tensor) for name, tensor in capture.tensors.items()}
+        self._files.append(File(path, size, digest, role, rank, specs, dict(capture.aliases)))
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None:
+            self._storage.abandon(self._folder)
+
+
+def _paceline_version() -> str:
+    try:
+        return metadata.version("paceline")
+    except metadata.PackageNotFoundError:
+        return "unknown"

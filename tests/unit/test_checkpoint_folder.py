@@ -1,0 +1,317 @@
+"""The folder: one run at a time, nothing foreign, whole checkpoints only, whatever fails in between."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from paceline.checkpoint import Checkpointer
+from paceline.errors import CheckpointError, UsageError
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def open_with(folder: Path, fill: float = 0.0, keep: int = 3, size: int = 1000) -> tuple[Checkpointer, nn.Module]:
+    checkpointer = Checkpointer(folder, keep)
+    model = checkpointer.register("model", nn.Linear(size, 1))
+    nn.init.constant_(model.weight, fill)
+    return checkpointer, model
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    checkpointer, _ = open_with(tmp_path, keep=2)
+    for step in (5, 10, 15, 20):
+        checkpointer.save(step)
+    assert names(tmp_path) == ["step-00000015", "step-00000020"]
+
+
+def test_a_save_never_prunes_itself_or_later_steps(tmp_path: Path) -> None:
+    checkpointer, _ = open_with(tmp_path, keep=1)
+    checkpointer.save(20)
+    checkpointer.save(10)
+    assert checkpointer.steps() == [10, 20]
+    checkpointer.save(30)
+    assert checkpointer.steps() == [30]
+
+
+def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
+    checkpointer, model = open_with(tmp_path, fill=1.0)
+    checkpointer.save(1)
+    nn.init.constant_(model.weight, 2.0)
+    checkpointer.save(1)
+    nn.init.constant_(model.weight, 3.0)
+    assert checkpointer.restore() == 1
+    assert model.weight.mean().item() == 2.0
+    assert names(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True])
+def test_keep_is_at_least_one(tmp_path: Path, keep: Any) -> None:
+    with pytest.raises(UsageError, match="keep must be"):
+        Checkpointer(tmp_path, keep)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"file/runs cannot be used: Not a directory; choose"):
+        Checkpointer(tmp_path / "file" / "runs")
+    with pytest.raises(UsageError, match="cannot be used: File exists"):
+        Checkpointer(tmp_path / "file")
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_with_the_reason() -> None:
+    with pytest.raises(UsageError, match="/proc/self/task"):
+        Checkpointer("/proc/self/task")
+
+
+@pytest.mark.parametrize("entry", ["notes.txt", "step-1", "step-000000001", ".hidden"])
+def test_a_foreign_folder_is_refused_and_left_alone(tmp_path: Path, entry: str) -> None:
+    (tmp_path / entry).mkdir()
+    (tmp_path / ".writing-step-00000001").mkdir()
+    with pytest.raises(UsageError, match=f"holds '{entry}', which is no checkpoint"):
+        Checkpointer(tmp_path)
+    assert len(names(tmp_path)) == 2
+
+
+def test_a_second_run_on_the_folder_is_refused(tmp_path: Path) -> None:
+    script = f"from paceline.checkpoint import Checkpointer; Checkpointer({str(tmp_path)!r})"
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(UsageError, match=f"another run is using the checkpoint folder {tmp_path} "):
+            Checkpointer(tmp_path)
+        other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert "another run is using" in other.stderr
+        checkpointer.save(1)
+    Checkpointer(tmp_path).close()
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_forked_worker_that_outlives_the_run_does_not_keep_the_folder(tmp_path: Path) -> None:
+    script = f"""
+import os, time
+from paceline.checkpoint import Checkpointer
+checkpointer = Checkpointer({str(tmp_path)!r})
+if (worker := os.fork()) == 0:
+    os.close(1)
+    time.sleep(60)
+print(worker, flush=True)
+os._exit(0)
+"""
+    first = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    worker = int(first.stdout)
+    try:
+        os.kill(worker, 0)
+        deadline = time.monotonic() + 10  # the worker may not have come to close its descriptor yet
+        while True:
+            try:
+                Checkpointer(tmp_path).close()
+                break
+            except UsageError:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_forked_worker_does_not_give_the_lock_away(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: other threads are alive
+            worker = os.fork()
+        if worker == 0:
+            os._exit(0)
+        os.waitpid(worker, 0)
+        with pytest.raises(UsageError, match="another run"):
+            Checkpointer(tmp_path)
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+    checkpointer, _ = open_with(tmp_path)
+    checkpointer.save(1)
+    checkpointer.close()
+    for left in (".writing-step-00000002", ".deleted-step-00000000", ".replaced-step-00000001"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".probe").write_bytes(b"")
+    Checkpointer(tmp_path).close()
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_save_killed_between_its_two_renames_loses_nothing(tmp_path: Path) -> None:
+    checkpointer, model = open_with(tmp_path, fill=1.0)
+    checkpointer.save(1).rename(tmp_path / ".replaced-step-00000001")
+    checkpointer.close()
+    checkpointer, model = open_with(tmp_path)
+    assert checkpointer.restore() == 1
+    assert model.weight.mean().item() == 1.0
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.1])
+def test_kill_9_in_the_midst_of_saving_leaves_the_earlier_intact(tmp_path: Path, delay: float) -> None:
+    script = f"""
+import torch
+from paceline.checkpoint import Checkpointer
+checkpointer = Checkpointer({str(tmp_path)!r}, keep=1)
+model = checkpointer.register("model", torch.nn.Linear(500_000, 1))
+step = 0
+while True:
+    step += 1
+    torch.nn.init.constant_(model.weight, step)
+    checkpointer.save(step)
+    print(step, flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(delay)
+    process.kill()
+    done = len(process.stdout.read().split()) + 1
+    process.wait()
+    process.stdout.close()
+    checkpointer, model = open_with(tmp_path, size=500_000)
+    step = checkpointer.restore()
+    assert step >= done
+    assert model.weight.min().item() == model.weight.max().item() == step
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file may grow beyond `size` bytes: writing fails with a real EFBIG, as a full disk does with ENOSPC."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("size", [0, 4096, 39_000])
+def test_a_failed_write_is_reported_and_loses_nothing(tmp_path: Path, size: int) -> None:
+    checkpointer, model = open_with(tmp_path, fill=1.0, keep=1, size=10_000)
+    checkpointer.save(1)
+    with largest_file(size), pytest.raises(CheckpointError, match=r"step 2 to .*step-00000002: File too large"):
+        checkpointer.save(2)
+    assert names(tmp_path) == ["step-00000001"]
+    nn.init.constant_(model.weight, 2.0)
+    assert checkpointer.restore() == 1
+    assert model.weight.mean().item() == 1.0
+    checkpointer.save(2)
+    assert names(tmp_path) == ["step-00000002"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(tmp_path)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a file system needs root")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path) -> None:
+    checkpointer, model = open_with(small_disk, fill=1.0, keep=1, size=35_000)
+    checkpointer.save(1)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"step 2 .*No space left on device"):
+            checkpointer.save(2)
+        with pytest.raises(CheckpointError, match=r"step 1 .*No space left on device"):
+            checkpointer.save(1)
+    assert names(small_disk) == ["step-00000001"]
+    nn.init.constant_(model.weight, 2.0)
+    assert checkpointer.restore() == 1
+    assert model.weight.mean().item() == 1.0
+    checkpointer.close()
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:
+    """Let the `call`-th call of ``os.<function>`` or ``Path.<function>`` fail as on a full disk."""
+    owner: Any = os if hasattr(os, function) and function == "fsync" else Path
+    original, calls = getattr(owner, function), [0]
+
+    def failing(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, function, failing)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
+@pytest.mark.parametrize(
+    ("function", "call"), [*(("fsync", call) for call in range(1, 7)), ("rename", 1), ("rename", 2)]
+)
+def test_a_failed_fsync_or_rename_is_reported_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int, again: bool
+) -> None:
+    if (function, call, again) == ("rename", 2, False):
+        return  # the second rename belongs to pruning then, and a failure to prune fails no save
+    checkpointer, model = open_with(tmp_path, fill=1.0, keep=1)
+    checkpointer.save(1)
+    with monkeypatch.context() as patch:
+        fail_at(patch, function, call)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            checkpointer.save(1 if again else 2)
+    assert names(tmp_path) == ["step-00000001"]
+    nn.init.constant_(model.weight, 2.0)
+    assert checkpointer.restore() == 1
+    assert model.weight.mean().item() == 1.0
+    checkpointer.save(3)
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_every_file_and_both_folders_are_synced_before_anything_is_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer, _ = open_with(tmp_path, keep=1)
+    checkpointer.save(1)
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def record_fsync(descriptor: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def record_rename(self: Path, target: Path) -> Path:
+        events.append(f"{self.name} -> {target.name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "rename", record_rename)
+    checkpointer.save(2)
+    assert events == [
+        "model.safetensors",
+        "rank-00000.safetensors",
+        "state.json",
+        "manifest.json",
+        ".writing-step-00000002",
+        ".writing-step-00000002 -> step-00000002",
+        tmp_path.name,
+        "step-00000001 -> .deleted-step-00000001",
+    ]
+
+
+def test_a_folder_that_vanished_is_an_error(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "runs")
+    (tmp_path / "runs").rmdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpointer.steps()
+    with pytest.raises(CheckpointError, match="No such file"):
+        checkpointer.save(1)

@@ -1,0 +1,327 @@
+"""One process: what is saved comes back bit-equal, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from paceline.checkpoint import Checkpointer
+from paceline.errors import CheckpointError, CheckpointMismatch, NoCheckpoint, UsageError
+
+
+class Tied(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(words)))
+
+
+class Holder:
+    """Any state, kept as it is."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Run:
+    """A model in training with all that comes along."""
+
+    def __init__(self, folder: Path, seed: int, keep: int = 3) -> None:
+        torch.manual_seed(seed)
+        self.model = Tied()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
+        self.steps = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 5])
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        self.average = Holder({"average": torch.zeros(3, dtype=torch.bfloat16), "best": float("inf")})
+        self.checkpointer = Checkpointer(folder, keep)
+        for name in ("model", "optimizer", "schedule", "steps", "scaler", "average"):
+            self.checkpointer.register(name, getattr(self, name))
+
+    def step(self) -> float:
+        words = torch.randint(0, 10, (8,))
+        loss = nn.functional.cross_entropy(self.model(words), words)
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        self.steps.step()
+        return loss.item()
+
+    def states(self) -> dict[str, Any]:
+        names = ("model", "optimizer", "schedule", "steps", "scaler", "average")
+        return {name: copy.deepcopy(getattr(self, name).state_dict()) for name in names}
+
+
+def equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(equal, left, right))
+    return bool(left == right) and type(left) is type(right)
+
+
+def test_a_resumed_run_continues_bit_equal(tmp_path: Path) -> None:
+    run = Run(tmp_path, seed=1)
+    for _ in range(3):
+        run.step()
+    path = run.checkpointer.save(3)
+    saved = run.states()
+    ahead = [run.step() for _ in range(4)]
+    run.checkpointer.close()
+
+    other = Run(tmp_path, seed=2)
+    assert other.checkpointer.latest() == path == tmp_path / "step-00000003"
+    assert other.checkpointer.restore() == 3
+    for name, state in saved.items():
+        assert equal(other.states()[name], state), name
+    assert other.model.head.weight is other.model.embed.weight
+    assert [other.step() for _ in range(4)] == ahead
+    assert equal(other.states(), run.states())
+
+
+def test_the_generators_of_python_numpy_and_torch_continue(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0)
+        ahead = random.random(), numpy.random.rand(), torch.rand(3)
+        checkpointer.restore()
+        again = random.random(), numpy.random.rand(), torch.rand(3)
+    assert ahead[:2] == again[:2]
+    assert torch.equal(ahead[2], again[2])
+
+
+def test_files_are_plain_safetensors_with_tied_weights_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, seed=1)
+    path = run.checkpointer.save(120)
+    assert path.name == "step-00000120"
+    tensors = load_file(path / "model.safetensors")
+    assert "head.weight" not in tensors
+    assert torch.equal(tensors["embed.weight"], run.model.embed.weight)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["aliases"] == {"model.safetensors": {"head.weight": "embed.weight"}}
+    model = next(file for file in manifest["files"] if file["role"] == "model")
+    assert model["tensors"]["embed.weight"] == {
+        "shape": [10, 6],
+        "dtype": "float32",
+        "slice": [[0, 10], [0, 6]],
+    }
+
+
+def test_equal_states_are_saved_as_equal_bytes(tmp_path: Path) -> None:
+    run = Run(tmp_path, seed=1)
+    first = {file.name: file.read_bytes() for file in run.checkpointer.save(5).iterdir()}
+    second = {file.name: file.read_bytes() for file in run.checkpointer.save(5).iterdir()}
+    assert first == second
+
+
+def test_a_wrapped_or_compiled_module_is_saved_without_prefix(tmp_path: Path) -> None:
+    model = nn.DataParallel(nn.Linear(2, 2))
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.register("model", model)
+        checkpointer.register("compiled", compiled)
+        path = checkpointer.save(1)
+    assert set(load_file(path / "model.safetensors")) == {"weight", "bias"}
+    assert set(load_file(path / "compiled.safetensors")) == {"weight", "bias"}
+
+
+class Wrapper(nn.Module):
+    """Has buckets, as a data-parallel wrapper does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.layout = [["linear.bias"], ["linear.weight"]]
+
+    def bucket_layout(self) -> list[list[str]]:
+        return self.layout
+
+    def load_bucket_layout(self, layout: list[list[str]]) -> None:
+        self.layout = layout
+
+
+def test_the_bucket_layout_comes_back(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        wrapper = checkpointer.register("model", Wrapper())
+        checkpointer.save(1)
+        wrapper.layout = []
+        checkpointer.restore()
+    assert wrapper.layout == [["linear.bias"], ["linear.weight"]]
+
+
+def test_a_modules_version_and_extra_state_come_back(tmp_path: Path) -> None:
+    class Versioned(nn.Linear):
+        _version = 7
+        seen: Any = None
+
+        def get_extra_state(self) -> Any:
+            return {"calls": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state
+
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+            self.seen = metadata.get("version")
+            super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+    with Checkpointer(tmp_path) as checkpointer:
+        model = checkpointer.register("model", Versioned(2, 2))
+        checkpointer.save(1)
+        checkpointer.restore()
+    assert (model.seen, model.extra) == (7, {"calls": 3})
+
+
+def save_one(folder: Path, **objects: Any) -> None:
+    with Checkpointer(folder) as checkpointer:
+        for name, object in objects.items():
+            checkpointer.register(name, object)
+        checkpointer.save(4)
+
+
+WRONG_MODELS = [
+    (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 6)), r"'1.weight'.*\(5, 4\).*step 4.*\(6, 4\)"),
+    (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5).double()), r"'1.weight'.*torch.float32.*torch.float64"),
+    (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.PReLU()), r"'2.weight' of 'model' is not in"),
+    (nn.Sequential(nn.Linear(3, 4)), r"has a parameter '1.weight'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG_MODELS)
+def test_another_model_is_refused_by_the_first_parameter_that_differs(
+    tmp_path: Path, wrong: nn.Module, message: str
+) -> None:
+    save_one(tmp_path, other=Holder({"a": 1}), model=nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))
+    before = copy.deepcopy(wrong.state_dict())
+    with Checkpointer(tmp_path) as checkpointer:
+        other = checkpointer.register("other", Holder({"a": 2}))
+        checkpointer.register("model", wrong)
+        with pytest.raises(CheckpointMismatch, match=message):
+            checkpointer.restore()
+    assert other.state == {"a": 2}
+    assert equal(wrong.state_dict(), before)
+
+
+def test_an_optimizer_with_other_groups_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save_one(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters()))
+    with Checkpointer(tmp_path) as checkpointer:
+        fresh = checkpointer.register("model", nn.Linear(2, 2))
+        checkpointer.register("optimizer", torch.optim.SGD([fresh.weight]))
+        before = fresh.weight.detach().clone()
+        with pytest.raises(CheckpointMismatch, match=r"groups of \[2\] parameters .* \[1\]"):
+            checkpointer.restore()
+    assert torch.equal(fresh.weight, before)
+
+
+def test_missing_and_extra_names_are_refused(tmp_path: Path) -> None:
+    save_one(tmp_path, model=nn.Linear(2, 2), schedule=Holder({}))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.register("model", nn.Linear(2, 2))
+        with pytest.raises(CheckpointMismatch, match="'schedule', which is not registered"):
+            checkpointer.restore()
+        checkpointer.register("schedule", Holder({}))
+        checkpointer.register("scaler", Holder({}))
+        with pytest.raises(CheckpointMismatch, match="'scaler' is registered but not"):
+            checkpointer.restore()
+
+
+def test_a_refusal_by_the_object_itself_is_passed_through(tmp_path: Path) -> None:
+    refusal = CheckpointMismatch("the data set has another fingerprint")
+
+    class Refusing(Holder):
+        def load_state_dict(self, state: Any) -> None:
+            raise refusal
+
+    class Failing(Holder):
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError("position")
+
+    save_one(tmp_path, data=Holder({}))
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.register("data", Refusing({}))
+        with pytest.raises(CheckpointMismatch) as caught:
+            checkpointer.restore()
+        assert caught.value is refusal
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.register("data", Failing({}))
+        with pytest.raises(CheckpointMismatch, match=r"'data' does not take its state of step 4.*position"):
+            checkpointer.restore()
+
+
+def test_an_empty_folder_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "new") as checkpointer:
+        assert checkpointer.latest() is None
+        assert checkpointer.steps() == []
+        with pytest.raises(NoCheckpoint, match=r"no checkpoint in .*new to resume from; check the path"):
+            checkpointer.restore()
+
+
+def test_what_cannot_be_encoded_is_refused_when_registered(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(UsageError, match=r"scheduler\.state_dict\(\)\['lr_lambdas'\]\[0\] is a builtins.func"):
+            checkpointer.register("scheduler", Holder({"lr_lambdas": [lambda step: step]}))
+        checkpointer.register("scheduler", Holder({}))
+
+
+def test_what_becomes_unencodable_later_fails_the_save_by_name(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        holder = checkpointer.register("holder", Holder({"a": 1}))
+        checkpointer.save(1)
+        holder.state = {"a": {1}}
+        with pytest.raises(CheckpointError, match=r"step 2 .*holder\.state_dict\(\)\['a'\] is a builtins.set"):
+            checkpointer.save(2)
+        holder.state = {"a": 1}
+        checkpointer.save(2)
+        assert checkpointer.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["", "Model", "a-b", "../x", "state", "rank", "rng", 3])
+def test_a_malformed_or_reserved_name_is_refused(tmp_path: Path, name: Any) -> None:
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(UsageError, match="cannot be the name"):
+        checkpointer.register(name, Holder({}))
+
+
+def test_a_name_is_given_once_and_to_something_with_a_state(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.register("model", Holder({}))
+        with pytest.raises(UsageError, match="already"):
+            checkpointer.register("model", Holder({}))
+        with pytest.raises(UsageError, match="a list, does not have both"):
+            checkpointer.register("list", [])  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, 10**18])
+def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(UsageError, match="step must be"):
+        checkpointer.save(step)
+
+
+def test_a_closed_checkpointer_refuses_to_work(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.close()
+    checkpointer.close()
+    with pytest.raises(UsageError, match="closed"):
+        checkpointer.save(1)
