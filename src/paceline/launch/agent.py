@@ -1,0 +1,251 @@
+"""torchelastic's agent for one host: a loopback store per start, and failures told apart.
+
+What torchelastic does: the environment of the ranks, their processes, logs, restarts. What is different here:
+every (re)start gets a store of its own that listens on loopback only; ranks end with the launcher; failures
+are ordered by cause; and signals are acted on between two looks at the ranks, never in the middle of a start.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import wait
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events.api import Event, EventSource
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from paceline.launch import failure, record
+from paceline.launch.failure import End
+from paceline.launch.files import RankFiles
+from paceline.launch.signals import SPARE, Caught, Stopped
+from paceline.launch.store import LOOPBACK, loopback_store
+
+INTERRUPT_GRACE_S = 1.0  # after Ctrl-C everything has to be gone within 2 s
+FAILURE_GRACE_S = 3.0  # after a failure the others have to be gone within 5 s
+SETTLE_S = 0.3  # how long other ranks may still fail by themselves
+CAUSE_S = 1.0  # the same, while only consequences have been seen
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """One host needs no rendezvous: each start gets a fresh store, so no rank meets a dead one's address."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    def get_backend(self) -> str:
+        """Name of this rendezvous."""
+        return "paceline-loopback"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks are clients of the launcher's store; no rank serves one."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """A fresh store; the agent drops the one before when it takes this one."""
+        store = loopback_store()
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
+
+    def is_closed(self) -> bool:
+        """Never: the launcher is the only participant."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to close."""
+
+    def num_nodes_waiting(self) -> int:
+        """No other host ever joins."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """The job's name, in the ranks' ``TORCHELASTIC_RUN_ID``."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Nothing outlives the store."""
+        return True
+
+
+class Agent(LocalElasticAgent):
+    """Starts the ranks, watches them, ends them.
+
+    Single host, so that a rank's local and global numbers agree. Must run in the thread that created it: the
+    kernel ends ranks when the thread that started them ends.
+    """
+
+    #: how the ranks of the present life ended, by rank; filled as they end
+    ends: dict[int, End]
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        files: RankFiles,
+        caught: Caught,
+        environment: Mapping[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(spec, files, shutdown_timeout=0)
+        self.ends = {}
+        self.grace = 30.0
+        self.interval = 0.1
+        self._files = files
+        self._caught = caught
+        self._environment = environment
+        self._say = say
+        self._watched: dict[int, int] = {}  # rank -> pidfd, readable when the rank has ended
+        self._signalled: set[int] = set()  # ranks that the launcher itself told to end
+
+    # start
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._close_watched()
+        self.ends, self._signalled = {}, set()
+        name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+        before = os.environ.get(name)
+        os.environ[name] = SPARE.name
+        try:
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+        if hasattr(os, "pidfd_open"):
+            with suppress(OSError):  # an old kernel: then the ranks are looked at in turns
+                for rank, pid in pids.items():
+                    self._watched[rank] = os.pidfd_open(pid)
+        return pids
+
+    def _set_local_rank_env(self, worker_env: dict[str, str | None], local_rank: int, spec: WorkerSpec) -> None:
+        super()._set_local_rank_env(worker_env, local_rank, spec)
+        for name, value in self._environment.items():
+            worker_env.setdefault(name, value)
+
+    def _construct_event(self, state: str, source: EventSource, *arguments: Any, **options: Any) -> Event:
+        """An event without the host's full name: looking that up can block for seconds."""
+        return Event(f"torchelastic.worker.status.{state}", source=source)
+
+    # watch
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._obey()
+        self._look(self.interval)
+        size = worker_group.spec.local_world_size
+        if not any(end.code for end in self.ends.values()):
+            if len(self.ends) < size:
+                return RunResult(state=WorkerState.HEALTHY)
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(range(size)))
+        self._settle()
+        self._obey()  # who sent us SIGTERM may have sent it to the ranks as well
+        self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
+        self._obey()
+        ends = self.outcome()
+        if failure.usage(ends) is not None:
+            self._remaining_restarts = 0  # the same mistake would be made again
+        elif self._remaining_restarts > 0:
+            limit = worker_group.spec.max_restarts
+            number = limit - self._remaining_restarts + 1
+            self._say(f"{failure.headline(ends)}; starting all ranks again (restart {number} of {limit})")
+        return RunResult(
+            state=WorkerState.FAILED,
+            failures={end.rank: ProcessFailure(end.rank, 0, end.code, "") for end in failure.failures(ends)},
+        )
+
+    def outcome(self) -> list[End]:
+        """How each rank that has ended did so, with what it told."""
+        return [End(end.rank, end.code, end.at, end.stopped, self._told(end.rank)) for end in self.ends.values()]
+
+    def _told(self, rank: int) -> record.Record | None:
+        return record.read(self._files.errors[rank])
+
+    def _look(self, timeout: float) -> None:
+        """Note which ranks have ended; wait up to `timeout` seconds for the next one."""
+        running = self._running()
+        if all(rank in self._watched for rank in running):
+            wait([self._watched[rank] for rank in running], timeout)
+        else:
+            time.sleep(min(timeout, 0.05))
+        for rank in running:
+            code = self._handlers()[rank].proc.poll()
+            if code is not None:
+                self.ends[rank] = End(rank, code, time.time(), rank in self._signalled)
+
+    def _settle(self) -> None:
+        """Let ranks that fail together fail, and wait for the cause while only consequences have shown."""
+        begin = time.monotonic()
+        while self._running() and not self._caught.received:
+            failed = failure.failures(self.outcome())
+            raised = [self._told(rank) for rank in self._running()]
+            if failure.usage(self.outcome()) is not None or any(note and note.usage for note in raised):
+                return
+            known = any(end.suspicion == 0 for end in failed) or any(raised)
+            if time.monotonic() - begin > (SETTLE_S if known else CAUSE_S):
+                return
+            self._look(0.02)
+
+    def _running(self) -> list[int]:
+        return [rank for rank in self._handlers() if rank not in self.ends]
+
+    def _handlers(self) -> dict[int, Any]:
+        return self._pcontext.subprocess_handlers if self._pcontext is not None else {}  # type: ignore[attr-defined]
+
+    # end
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
+        if self._pcontext is not None:
+            # Its ranks are gone; this ends the threads that copy their output.
+            self._pcontext.close(signal.SIGKILL, 1)
+        self._close_watched()
+
+    def _obey(self) -> None:
+        """If the launcher was told to end, end the ranks, in a second after Ctrl-C, and then itself."""
+        if not self._caught.received:
+            return
+        number = self._caught.received[0]
+        if number == signal.SIGINT:
+            self._end_ranks(signal.SIGTERM, INTERRUPT_GRACE_S, quiet=True)
+        else:
+            self._end_ranks(number, self.grace)
+        raise Stopped(number)
+
+    def _end_ranks(self, number: signal.Signals, grace: float, quiet: bool = False) -> None:
+        """Signal the ranks that still run; kill them after `grace` seconds, or when another signal comes."""
+        running, received = self._running(), len(self._caught.received)
+        failed = [rank for rank, end in self.ends.items() if end.code != 0]
+        self._signalled.update(running)
+        for rank in running:
+            self._signal(rank, number)
+        deadline = time.monotonic() + grace
+        while self._running() and time.monotonic() < deadline and len(self._caught.received) == received:
+            self._look(0.05)
+        stubborn = self._running()
+        # A rank's own children are in its process group; they go too, also those of a rank that just failed.
+        for rank in {*running, *failed}:
+            self._signal(rank, signal.SIGKILL)
+        deadline = time.monotonic() + FAILURE_GRACE_S
+        while self._running() and time.monotonic() < deadline:
+            self._look(0.05)
+        if stubborn and not quiet and len(self._caught.received) == received:
+            names = ", ".join(map(str, stubborn))
+            self._say(f"rank {names} did not end within {grace:.0f} s after {number.name} and was killed")
+
+    def _signal(self, rank: int, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            if sys.platform == "win32":
+                self._handlers()[rank].proc.send_signal(number)
+            else:
+                os.killpg(self._handlers()[rank].proc.pid, number)
+
+    def _close_watched(self) -> None:
+        for descriptor in self._watched.values():
+            os.close(descriptor)
+        self._watched = {}

@@ -1,0 +1,48 @@
+"""Python imports this at the start of a rank, before the script, which stays exactly what the user wrote.
+
+It removes itself from the path, so that neither the script nor its children see it, lets the user's own
+``sitecustomize`` run, and then has uncaught exceptions recorded for the launcher.
+"""
+
+import os
+import sys
+
+
+def _leave() -> None:
+    """Take this folder out of the path and the environment, and import who else has this name."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    if here in sys.path:
+        sys.path.remove(here)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if paths[0] == here:
+        del paths[0]
+        if paths:
+            os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+        else:
+            del os.environ["PYTHONPATH"]
+    ours = sys.modules.pop(__name__)
+    try:
+        __import__(__name__)
+    except ImportError as error:
+        sys.modules[__name__] = ours
+        if error.name != __name__:
+            raise
+
+
+def _install() -> None:
+    """Load ``record.py`` by its path: importing paceline would import torch."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    name = "_paceline_record"
+    spec = spec_from_file_location(name, os.path.join(folder, "record.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = record = module_from_spec(spec)  # dataclasses look their module up there
+    spec.loader.exec_module(record)
+    record.install()
+
+
+if __name__ == "sitecustomize":  # not when tools import every module of the package
+    _leave()
+    _install()

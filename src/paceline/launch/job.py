@@ -1,0 +1,172 @@
+"""A job on this host: how many ranks of which command, and what became of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from paceline.errors import UsageError
+from paceline.launch import failure
+from paceline.launch.agent import Agent, LoopbackRendezvous
+from paceline.launch.files import Logs, RankFiles
+from paceline.launch.report import LAUNCHER
+from paceline.launch.signals import FORWARDED, Caught, Stopped
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start on this host.
+
+    Args:
+        command: the program and its arguments, passed on verbatim; run once per rank.
+        nproc: number of ranks.
+        max_restarts: how many times all ranks are started again after one failed.
+        env: added to the ranks' environment, where torchrun's contract (``RANK``, …) leaves room.
+        grace: seconds that ranks have to end after SIGTERM to the launcher.
+        interval: seconds between two looks at the ranks, where the kernel does not report their end.
+        run_id: ``TORCHELASTIC_RUN_ID`` of the ranks; by default a random one.
+        logs: where the ranks' output goes; by default where the launcher's goes.
+        signals: the signals to the launcher that end the job.
+        worker_spec: more fields of torchelastic's ``WorkerSpec``.
+
+    Raises:
+        UsageError: if there is no command, or a number is out of range.
+    """
+
+    command: Sequence[str]
+    nproc: int
+    max_restarts: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+    grace: float = 30.0
+    interval: float = 0.1
+    run_id: str = ""
+    logs: Logs = field(default_factory=Logs)
+    signals: Sequence[signal.Signals] = FORWARDED
+    worker_spec: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise UsageError("there is no command to run; name a script")
+        for name, value, least in (
+            ("nproc", self.nproc, 1),
+            ("max_restarts", self.max_restarts, 0),
+            ("shutdown_timeout", self.grace, 0),
+        ):
+            if value < least:
+                raise UsageError(f"{name}={value} is less than {least}; give {least} or more")
+        if self.interval <= 0:
+            raise UsageError(f"monitor_interval={self.interval} is not positive; give seconds, such as 0.1")
+
+
+def launch(job: Job) -> int:
+    """Start the ranks and wait for them. On stderr: notes, restarts, and at the end who failed first.
+
+    Returns:
+        0 if every rank succeeded, 2 if a rank reported a :class:`UsageError` through ``rank_main``, 130 after
+        Ctrl-C, 128 + n after another signal n, else 1.
+    """
+    if sys.platform != "linux":
+        say(f"note: on {sys.platform} ranks outlive a launcher that is killed with SIGKILL; on Linux they end")
+    spec = WorkerSpec(
+        **{"role": "default", **job.worker_spec},
+        local_world_size=job.nproc,
+        entrypoint=sys.executable,
+        args=tuple(escaped(tied(job.command))),
+        rdzv_handler=LoopbackRendezvous(job.run_id or uuid.uuid4().hex),
+        max_restarts=job.max_restarts,
+        monitor_interval=0.001,  # torchelastic's sleep between two looks; our looks wait by themselves
+    )
+    with Caught(job.signals) as caught, RankFiles(job.logs) as files:
+        agent = Agent(spec, files, caught, rank_environment(job), say)
+        agent.grace, agent.interval = job.grace, job.interval
+        try:
+            result = agent.run()
+        except Stopped as stop:
+            return farewell(stop.number)
+        ends = agent.outcome()
+    if not result.is_failed():
+        return 0
+    mistake = failure.usage(ends)
+    say(f"error: {mistake}" if mistake is not None else failure.report(ends))
+    return 2 if mistake is not None else 1
+
+
+def farewell(number: signal.Signals) -> int:
+    """Say that a signal ended the launcher; the exit code for it."""
+    say("interrupted" if number == signal.SIGINT else f"terminated by {number.name}")
+    return 128 + number
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """Arguments for this Python that run `command` in a process that ends with this one."""
+    return ["-I", "-S", str(HERE / "child.py"), str(os.getpid()), *command]
+
+
+def escaped(arguments: Sequence[str]) -> list[str]:
+    """`arguments` such that torchelastic's ``${local_rank}`` substitution leaves them as they are."""
+    return [argument.replace("$", "$$") for argument in arguments]
+
+
+def rank_environment(job: Job) -> dict[str, str]:
+    """What ranks of one host get besides torchrun's contract; the user's own settings win."""
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores() // job.nproc)),
+        # Nothing has to be reachable from outside; both would pick the interface of the host's name.
+        **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
+    }
+    environment = {name: value for name, value in defaults.items() if name not in os.environ}
+    environment.update(job.env)
+    environment[LAUNCHER] = str(os.getpid())
+    environment["PYTHONPATH"] = hooked(environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
+    return environment
+
+
+def hooked(path: str) -> str:
+    """`path` with the folder in front whose ``sitecustomize`` records uncaught exceptions."""
+    return os.pathsep.join([str(HERE / "hook"), *([path] if path else [])])
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def resolve_nproc(wanted: str | int) -> tuple[int, str | None]:
+    """The number of ranks, and a remark for the user if there is one.
+
+    Args:
+        wanted: a number; ``"gpu"``; ``"cpu"``, which is one per core; or ``"auto"``, which is GPUs if there
+            are any, else cores.
+
+    Raises:
+        UsageError: if it is none of these, less than 1, or ``"gpu"`` where there is none.
+    """
+    gpus, available = torch.cuda.device_count(), cores()
+    named = {"auto": gpus or available, "gpu": gpus, "cpu": available}
+    try:
+        count = named[wanted] if isinstance(wanted, str) and wanted in named else int(wanted)
+    except ValueError:
+        raise UsageError(f"--nproc={wanted!r} is neither a number nor auto, gpu or cpu") from None
+    if wanted == "gpu" and count == 0:
+        raise UsageError("--nproc=gpu, but this host has no GPU that torch can use; give a number, or cpu")
+    if count < 1:
+        raise UsageError(f"--nproc={wanted} is less than 1; give the number of ranks to start, or auto")
+    if count > available and count > gpus:
+        return count, f"note: {count} ranks on {available} cores: they take turns, which gains no speed"
+    return count, None
+
+
+def say(text: str) -> None:
+    """One message of the launcher's, on stderr."""
+    print(text, file=sys.stderr, flush=True)

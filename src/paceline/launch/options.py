@@ -1,0 +1,191 @@
+"""The command line of ``paceline run``: torchrun's own options, plus ``--nproc``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from typing import Any, NoReturn
+
+from paceline.errors import UsageError
+from paceline.launch.files import Logs
+from paceline.launch.job import Job, launch, resolve_nproc, say
+
+ABOUT = """Start a script as N ranks that train together, as torchrun does.
+
+On one host nothing listens beyond loopback, ranks end with the launcher however it dies, and the rank that
+failed first is named. All of torchrun's options are understood; what comes after the script is the script's.
+With --nnodes, or a rendezvous on another host, torchrun's own launcher does the work."""
+
+LOOPBACKS = ("", "localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1")
+# What one host has no use for: the store is ours, on a free port, and ranks are commands, not functions.
+UNUSED = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port", "local_addr", "start_method")
+
+
+def parser() -> ArgumentParser:
+    """torchrun's parser, with ``--nproc``, and mistakes as :class:`UsageError`."""
+    from torch.distributed.run import get_args_parser
+
+    made: ArgumentParser = get_args_parser()
+    made.prog, made.description, made.formatter_class = "paceline run", ABOUT, RawDescriptionHelpFormatter
+    made.add_argument(
+        "--nproc",
+        dest="nproc_per_node",
+        default=SUPPRESS,
+        metavar="N",
+        help="Number of ranks on this host: a number, gpu, cpu, or auto (GPUs if there are any, else cores).",
+    )
+
+    def refuse(message: str) -> NoReturn:
+        if "training_script" in message:
+            message = "there is no script to run; use: paceline run [options] script.py [its arguments]"
+        raise UsageError(message)
+
+    made.error = refuse  # type: ignore[method-assign]
+    return made
+
+
+def start(arguments: Sequence[str]) -> int:
+    """Do what ``paceline run`` with these `arguments` asks for; the exit code.
+
+    Raises:
+        UsageError: for a mistake in the arguments, before anything is started.
+    """
+    options = parser().parse_args(list(arguments))
+    nproc, note = resolve_nproc(options.nproc_per_node)
+    command = rank_command(options)
+    if several_hosts(options):
+        from paceline.launch.hosts import launch_hosts
+
+        return launch_hosts(options, command, nproc)
+    job = single_host(options, command, nproc)
+    for remark in (note, unused(options)):
+        if remark:
+            say(remark)
+    return launch(job)
+
+
+def rank_command(options: Namespace) -> list[str]:
+    """What each rank runs, checked to exist."""
+    script = options.training_script
+    if options.run_path:
+        raise UsageError("--run-path is not supported; leave it out")
+    if options.logs_specs:
+        raise UsageError("--logs-specs is not supported; use --log-dir, --redirects and --tee")
+    if options.no_python:
+        if options.module:
+            raise UsageError("--no-python and --module contradict each other; give one of them")
+        if shutil.which(script) is None:
+            raise UsageError(f"the command {script!r} is not found, or may not be executed")
+        return [script, *options.training_script_args]
+    interpreter = os.environ.get("PYTHON_EXEC", sys.executable)
+    if options.module:
+        top = script.partition(".")[0]
+        if interpreter == sys.executable and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+            raise UsageError(f"there is no module {top!r} to run; is it installed, or in this folder?")
+        return [interpreter, "-u", "-m", script, *options.training_script_args]
+    if not os.path.exists(script):
+        raise UsageError(f"the script {script!r} does not exist")
+    return [interpreter, "-u", script, *options.training_script_args]
+
+
+def several_hosts(options: Namespace) -> bool:
+    """Whether the options describe more than this host.
+
+    Raises:
+        UsageError: if ``--nnodes`` is malformed.
+    """
+    try:
+        low, _, high = options.nnodes.partition(":")
+        least, most = int(low), int(high or low)
+    except ValueError:
+        raise UsageError(f"--nnodes={options.nnodes!r} is neither a number nor MIN:MAX") from None
+    if not 1 <= least <= most:
+        raise UsageError(f"--nnodes={options.nnodes} must satisfy 1 <= MIN <= MAX")
+    if most == 1 and options.node_rank != 0:
+        raise UsageError(f"--node-rank={options.node_rank}, but --nnodes is 1; give the number of hosts")
+    if options.standalone:
+        return False
+    host = options.rdzv_endpoint.rpartition(":")[0] or options.rdzv_endpoint
+    return (
+        most > 1
+        or options.rdzv_backend not in ("static", "c10d")
+        or host.strip("[]") not in LOOPBACKS
+        or options.master_addr.strip("[]") not in LOOPBACKS
+    )
+
+
+def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
+    """The job that the options describe."""
+    grace = options.shutdown_timeout
+    if grace is None:
+        name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+        grace = _number(name, os.environ.get(name, "30"))
+    only = options.local_ranks_filter
+    logs = Logs(
+        options.log_dir,
+        options.redirects,
+        options.tee,
+        frozenset(_number("--local-ranks-filter", part) for part in only.split(",")) if only else frozenset(),
+    )
+    return Job(
+        command,
+        nproc,
+        max_restarts=options.max_restarts,
+        grace=grace,
+        interval=options.monitor_interval,
+        run_id="" if options.rdzv_id == "none" or options.standalone else options.rdzv_id,
+        logs=logs,
+        signals=[_signal(name.strip()) for name in options.signals_to_handle.split(",")],
+        worker_spec=_worker_spec(options),
+    )
+
+
+def _worker_spec(options: Namespace) -> dict[str, Any]:
+    spec: dict[str, Any] = {
+        "role": options.role,
+        "virtual_local_rank": options.virtual_local_rank,
+        "event_log_handler": options.event_log_handler,
+    }
+    filters = {"stdout": options.duplicate_stdout_filters, "stderr": options.duplicate_stderr_filters}
+    for stream, wanted in filters.items():
+        if wanted and not options.log_dir:
+            raise UsageError(f"--duplicate-{stream}-filters needs a folder; give one with --log-dir")
+        spec[f"duplicate_{stream}_filters"] = wanted or None
+    if options.numa_binding:
+        from torch.numa.binding import AffinityMode, NumaOptions
+
+        spec["numa_options"] = NumaOptions(affinity_mode=AffinityMode(options.numa_binding))
+    return spec
+
+
+def unused(options: Namespace) -> str | None:
+    """A remark that names the options that were given but mean nothing on one host."""
+    made = parser()
+    # --standalone says that all of these are to be chosen by the launcher.
+    given = [name for name in UNUSED if getattr(options, name) != made.get_default(name)]
+    if not given or options.standalone:
+        return None
+    names = ", ".join("--" + name.replace("_", "-") for name in given)
+    return f"note: {names}: not used on one host; every start gets a store of its own on a free loopback port"
+
+
+def _signal(name: str) -> signal.Signals:
+    try:
+        number = signal.Signals[name]
+    except KeyError:
+        raise UsageError(f"--signals-to-handle names {name!r}, which is no signal here") from None
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise UsageError(f"--signals-to-handle names {name}, which no process can handle")
+    return number
+
+
+def _number(name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise UsageError(f"{name}: {value!r} is not a whole number") from None

@@ -1,0 +1,62 @@
+"""How a rank of ours ends: what it raises reaches the launcher, and its exit never waits for a lost peer."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+
+from paceline.errors import UsageError
+from paceline.launch import record
+
+LAUNCHER = "PACELINE_LAUNCHER"  # set for ranks by our launcher, which prints usage errors for all of them
+
+
+def rank_main(function: Callable[[], None]) -> None:
+    """Run `function` as a rank's whole work; returns only if it succeeds.
+
+    A :class:`UsageError` becomes one line, printed once by ``paceline``, and exit code 2. Anything else is
+    printed with its traceback, reported to the launcher, and exit code 1. Both leave without the
+    interpreter's own shutdown, which can hang or abort in a process group that has lost a rank.
+    """
+    try:
+        function()
+    except UsageError as error:
+        code = _usage(error)
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            raise
+        code = stop.code if isinstance(stop.code, int) else 1
+        if not isinstance(stop.code, int):
+            print(stop.code, file=sys.stderr)
+    except BaseException as error:
+        _tell(record.of(error))
+        traceback.print_exc()
+        code = 1
+    else:
+        return
+    _leave(code)
+
+
+def _usage(error: UsageError) -> int:
+    _tell(record.of(error, usage=True))
+    if LAUNCHER not in os.environ:
+        print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def _tell(note: record.Record) -> None:
+    path = os.environ.get(record.FILE)
+    if path:
+        record.write(path, note)
+
+
+def _leave(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,60 @@
+"""Signals to the launcher, kept until the launcher can act on them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+# The one that torchelastic may handle in its own way, by raising wherever it strikes: nobody sends it.
+SPARE = signal.SIGURG
+
+# timeout(1) and others signal the process and then its group: that is one request to end, not two.
+ECHO_S = 0.2
+
+
+class Stopped(Exception):
+    """The launcher was told to end, and its ranks have ended."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"stopped by {number.name}")
+        self.number = number
+
+
+class Caught:
+    """While entered, signals are noted instead of raised, so that none strikes between two ranks' starts.
+
+    A signal that the parent had ignored (``nohup``) stays ignored, SIGINT excepted: shells ignore it for
+    background jobs, which ``kill -INT`` ought to end all the same. Without effect outside the main thread.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals] = FORWARDED) -> None:
+        self.received: list[signal.Signals] = []
+        self._signals = signals
+        self._last = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Caught:
+        if threading.current_thread() is threading.main_thread():
+            self._before[SPARE] = signal.getsignal(SPARE)
+            for number in self._signals:
+                if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.received or now - self._last > ECHO_S:
+            self.received.append(signal.Signals(number))
+            self._last = now

@@ -1,0 +1,138 @@
+"""The ``paceline`` command in tests: real processes with a hard timeout, gone when the test ends.
+
+    done = paceline(folder, "run", "--nproc", "2", "script.py")      until it ends
+    with Running(folder, "run", …) as job:                           while it runs
+        job.wait_for("ready-0", "ready-1")
+
+Commands run in `folder` with a temporary directory of their own, which has to be empty when they are done.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+TIMEOUT_S = 90.0
+
+
+def script(folder: Path, text: str, name: str = "script.py") -> str:
+    """Write a script into `folder`; its name."""
+    (folder / name).write_text(text)
+    return name
+
+
+def paceline(
+    folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "paceline"), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end; checks that it left no temporary file."""
+    with Running(folder, *arguments, program=program, **environment) as job:
+        code = job.wait()
+        return subprocess.CompletedProcess(arguments, code, job.stdout, job.stderr)
+
+
+class Running:
+    """A `paceline` command that runs until the block ends."""
+
+    def __init__(
+        self, folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "paceline"), **environment: str
+    ) -> None:
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(exist_ok=True)
+        self._out, self._err = (folder / "stdout").open("w+"), (folder / "stderr").open("w+")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PET_"))}
+        self.process = subprocess.Popen(
+            [sys.executable, *program, *arguments],
+            cwd=folder,
+            env={**clean, "TMPDIR": str(self.temporary), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._err,
+        )
+
+    @property
+    def stdout(self) -> str:
+        return (self.folder / "stdout").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    @property
+    def leftovers(self) -> list[str]:
+        return sorted(os.listdir(self.temporary))
+
+    def wait(self, timeout: float = TIMEOUT_S) -> int:
+        """The exit code; fails when the command takes longer than `timeout` seconds."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end after {timeout} s\n{self.stdout}\n{self.stderr}") from None
+        assert self.leftovers == []
+        return code
+
+    def wait_for(self, *names: str) -> None:
+        """Return when the ranks have written the files `names` into the folder."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not all((self.folder / name).exists() for name in names):
+            assert self.process.poll() is None, f"ended early\n{self.stdout}\n{self.stderr}"
+            assert time.monotonic() < deadline, f"no {names} after {TIMEOUT_S} s\n{self.stderr}"
+            time.sleep(0.02)
+
+    def family(self) -> list[int]:
+        """Process ids of the launcher and everything below it."""
+        return [self.process.pid, *descendants(self.process.pid)]
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pid in reversed(self.family()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+        self._out.close()
+        self._err.close()
+
+
+def descendants(parent: int) -> list[int]:
+    """Process ids of all children, grandchildren, …, that live."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                after_name = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            children.setdefault(int(after_name[1]), []).append(int(entry))
+    found, todo = [], [parent]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def gone_after(pids: list[int], limit: float) -> float:
+    """Seconds until all of `pids` are gone; fails after `limit`."""
+    begin = time.monotonic()
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() - begin < limit, f"after {limit} s still there: {list(filter(alive, pids))}"
+        time.sleep(0.02)
+    return time.monotonic() - begin

@@ -1,0 +1,141 @@
+"""The command line: help, refusals, and what ``paceline train`` starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import cli
+from paceline.errors import UsageError
+from paceline.launch import job as launching
+
+
+@dataclass(frozen=True)
+class Config:
+    """Stands in for the digits recipe's configuration."""
+
+    epochs: int = 20
+    batch_size: int = 64
+    lr: float = 0.125
+    seed: int = 0
+    accumulate: int = 1
+    checkpoint_dir: str | None = None
+    checkpoint_every: int = 10
+    resume: bool = False
+    json: str | None = None
+    backend: str | None = None
+
+    def check(self) -> None:
+        if self.epochs < 1:
+            raise UsageError(f"epochs={self.epochs} is less than 1; give 1 or more")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[launching.Job]:
+    """The jobs that would have been launched."""
+    jobs: list[launching.Job] = []
+    monkeypatch.setattr(cli, "config_class", lambda recipe: Config)
+    monkeypatch.setattr(launching, "launch", lambda job: jobs.append(job) or 0)
+    return jobs
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code
+
+
+REFUSED = {
+    "unknown command": (["foo"], "foo"),
+    "unknown option": (["--foo"], "--foo"),
+    "unknown recipe": (["train", "foo"], "unknown recipe 'foo'; known recipes: digits"),
+    "unknown recipe option": (["train", "digits", "--foo"], "--foo"),
+    "no number": (["train", "digits", "--epochs", "many"], "'--epochs'"),
+    "refused by the recipe": (["train", "digits", "--epochs", "0"], "epochs=0 is less than 1"),
+    "no ranks": (["train", "digits", "--nproc", "0"], "--nproc=0 is less than 1"),
+    "no script": (["run"], "there is no script to run"),
+    "missing script": (["run", "nope.py"], "the script 'nope.py' does not exist"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    started: list[launching.Job],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+    assert started == []
+
+
+def test_train_starts_the_recipe_with_only_what_was_asked(
+    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(monkeypatch, "train", "digits", "--nproc", "2", "--batch-size", "32", "--resume") == 0
+    [job] = started
+    assert job.nproc == 2
+    assert list(job.command[:-1]) == [sys.executable, "-u", "-m", "paceline.recipes", "digits"]
+    assert json.loads(job.command[-1]) == {**asdict(Config()), "batch_size": 32, "resume": True}
+
+
+def test_ctrl_c_says_how_to_continue(
+    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launching, "launch", lambda job: 130)
+    assert run(monkeypatch, "train", "digits", "--nproc", "1", "--checkpoint-dir", "points") == 130
+    assert "points are kept; to continue" in capsys.readouterr().err
+    assert run(monkeypatch, "train", "digits", "--nproc", "1") == 130
+    assert capsys.readouterr().err == ""
+
+
+HELP = {
+    "top": ([], ["run", "train", "--version"]),
+    "train": (["train"], ["digits"]),
+    "digits": (["train", "digits", "--help"], ["--batch-size", "--checkpoint-dir", "--nproc", "0.125"]),
+    "run": (["run", "--help"], ["--nproc", "--max-restarts", "--rdzv-endpoint", "loopback"]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), HELP.values(), ids=HELP)
+def test_help_names_what_there_is(
+    arguments: list[str],
+    words: list[str],
+    started: list[launching.Job],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(monkeypatch, *arguments) == 0
+    out, err = capsys.readouterr()
+    assert [word for word in words if word not in out] == []
+    assert "completion" not in out
+    assert err == ""
+
+
+def test_python_m_paceline_is_the_command(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "--version"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == f"paceline {version('paceline')}\n"

@@ -1,0 +1,131 @@
+"""How a job ends from outside: launcher killed, Ctrl-C, SIGTERM. And what it has open while it runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from processes import Running, gone_after, script
+
+# Rank 0 waits in a collective that the other never joins.
+BLOCKED = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+open("ready-" + os.environ["RANK"], "w").close()
+if dist.get_rank() == 0:
+    dist.all_reduce(torch.ones(1))
+time.sleep(120)
+"""
+STUBBORN = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: open("told-" + os.environ["RANK"], "w").close())
+open("ready-" + os.environ["RANK"], "w").close()
+while True:
+    time.sleep(0.1)
+"""
+SLACK_S = 1.5  # on a machine that is busy with other tests
+READY = ("ready-0", "ready-1")
+
+
+def listening(pids: list[int]) -> list[str]:
+    """Addresses, in /proc's hexadecimal, on which one of the processes listens."""
+    mine = set()
+    for pid in pids:
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            try:
+                mine.add(os.readlink(entry.path))
+            except FileNotFoundError:
+                continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            _, address, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in mine:
+                found.append(address.partition(":")[0])
+    return found
+
+
+def test_nothing_listens_beyond_loopback_and_sigkill_of_the_launcher_ends_blocked_ranks(tmp_path: Path) -> None:
+    name = script(tmp_path, BLOCKED)
+    with Running(tmp_path, "run", "--nproc", "2", name) as job:
+        job.wait_for(*READY)
+        family = job.family()
+        assert len(family) == 3
+        addresses = listening(family)
+        assert addresses
+        loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+        assert set(addresses) <= loopback
+        job.process.kill()
+        gone_after(family[1:], 5 + SLACK_S)
+        assert job.leftovers == []
+
+
+def test_ctrl_c_ends_stubborn_ranks_within_two_seconds_with_code_130(tmp_path: Path) -> None:
+    name = script(tmp_path, STUBBORN)
+    with Running(tmp_path, "run", "--nproc", "2", name) as job:
+        job.wait_for(*READY)
+        ranks = job.family()[1:]
+        job.process.send_signal(signal.SIGINT)
+        assert gone_after(ranks, 10) < 2 + SLACK_S
+        assert job.wait() == 130
+        assert job.stderr == "interrupted\n"
+
+
+def test_sigterm_is_passed_on_and_waited_for_and_a_second_one_forces(tmp_path: Path) -> None:
+    name = script(tmp_path, STUBBORN)
+    with Running(tmp_path, "run", "--nproc", "2", name) as job:
+        job.wait_for(*READY)
+        job.process.send_signal(signal.SIGTERM)
+        job.wait_for("told-0", "told-1")
+        time.sleep(1.2)
+        assert job.process.poll() is None
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143
+        assert job.stderr == "terminated by SIGTERM\n"
+
+
+def test_ranks_that_outstay_the_grace_are_killed_and_named(tmp_path: Path) -> None:
+    name = script(tmp_path, STUBBORN)
+    with Running(tmp_path, "run", "--nproc", "2", "--shutdown-timeout", "1", name) as job:
+        job.wait_for(*READY)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143
+        assert "rank 0, 1 did not end within 1 s after SIGTERM" in job.stderr
+
+
+@pytest.mark.parametrize("failing", ["raise ValueError('early')", "import sys; sys.exit(5)"])
+def test_after_a_failure_stubborn_ranks_are_gone_within_five_seconds(tmp_path: Path, failing: str) -> None:
+    name = script(
+        tmp_path,
+        "import os, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    while not os.path.exists('ready-0'): time.sleep(0.02)\n"
+        "    open('failing', 'w').close()\n"
+        f"    {failing}\n" + STUBBORN,
+    )
+    with Running(tmp_path, "run", "--nproc", "2", name) as job:
+        job.wait_for("failing")
+        assert gone_after(job.family()[1:], 10) < 5 + SLACK_S
+        assert job.wait() == 1
+        assert "rank 1 failed first (exit code" in job.stderr
+
+
+def test_children_of_a_rank_end_with_it(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        "import subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '120'])\n"
+        "open('child', 'w').write(str(child.pid))\n"
+        "open('ready-0', 'w').close()\n"
+        "time.sleep(120)\n",
+    )
+    with Running(tmp_path, "run", name) as job:
+        job.wait_for("ready-0")
+        child = int((tmp_path / "child").read_text())
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 130
+        gone_after([child], 2)

@@ -1,0 +1,143 @@
+"""torchrun's options, understood or refused, before anything starts."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.launch import job, options
+from paceline.launch.job import Job, resolve_nproc
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("")
+    return "script.py"
+
+
+def parse(*arguments: str) -> options.Namespace:
+    return options.parser().parse_args(list(arguments))
+
+
+REFUSED = {
+    "no script": ([], "there is no script to run"),
+    "only options": (["--nproc", "2"], "there is no script to run"),
+    "missing script": (["nope.py"], "the script 'nope.py' does not exist"),
+    "missing module": (["-m", "nope.deep"], "there is no module 'nope'"),
+    "missing program": (["--no-python", "nope"], "the command 'nope' is not found"),
+    "two kinds": (["--no-python", "-m", "sh"], "contradict each other"),
+    "no ranks": (["--nproc", "0", "script.py"], "--nproc=0 is less than 1"),
+    "negative ranks": (["--nproc=-1", "script.py"], "--nproc=-1 is less than 1"),
+    "no number": (["--nproc", "x", "script.py"], "--nproc='x' is neither a number nor auto"),
+    "restarts": (["--max-restarts", "-1", "script.py"], "max_restarts=-1 is less than 0"),
+    "restarts, no number": (["--max_restarts", "x", "script.py"], "--max-restarts"),
+    "unknown option": (["--bogus", "script.py"], "--bogus"),
+    "hosts": (["--nnodes", "two", "script.py"], "--nnodes='two'"),
+    "hosts, reversed": (["--nnodes", "3:2", "script.py"], "--nnodes=3:2"),
+    "a second host of one": (["--node-rank", "1", "script.py"], "--node-rank=1, but --nnodes is 1"),
+    "redirects": (["--redirects", "7", "script.py"], "--redirects='7' is neither"),
+    "redirects to nowhere": (["--redirects", "3", "script.py"], "needs a folder"),
+    "log folder": (["--log-dir", "script.py", "script.py"], "is a file"),
+    "filters to nowhere": (["--duplicate-stdout-filters", "a", "script.py"], "needs a folder"),
+    "rank filter": (["--local-ranks-filter", "0,x", "script.py"], "'x' is not a whole number"),
+    "signal": (["--signals-to-handle", "SIGNOPE", "script.py"], "'SIGNOPE', which is no signal"),
+    "uncatchable": (["--signals-to-handle", "SIGKILL", "script.py"], "no process can handle"),
+    "run path": (["--run-path", "script.py"], "--run-path is not supported"),
+    "logs specs": (["--logs-specs", "mine", "script.py"], "--logs-specs is not supported"),
+    "interval": (["--monitor-interval", "0", "script.py"], "monitor_interval=0.0 is not positive"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_refused_before_anything_starts(
+    script: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "launch", lambda job: pytest.fail("started"))
+    with pytest.raises(UsageError) as refused:
+        options.start(arguments)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+HOSTS = {
+    "nothing": ([], False),
+    "standalone": (["--standalone"], False),
+    "one host": (["--nnodes", "1"], False),
+    "one host as a range": (["--nnodes=1:1"], False),
+    "local rendezvous": (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"], False),
+    "local master": (["--master_addr", "127.0.0.1", "--master_port", "29501"], False),
+    "two hosts": (["--nnodes", "2"], True),
+    "elastic": (["--nnodes=1:4"], True),
+    "remote master": (["--master-addr", "node-0"], True),
+    "remote rendezvous": (["--rdzv-endpoint", "node-0:29400"], True),
+    "another backend": (["--rdzv-backend", "etcd-v2"], True),
+    "an IPv6 master": (["--master-addr", "[2001:db8::1]"], True),
+}
+
+
+@pytest.mark.parametrize(("arguments", "several"), HOSTS.values(), ids=HOSTS)
+def test_other_hosts_are_recognised(arguments: list[str], several: bool) -> None:
+    assert options.several_hosts(parse(*arguments, "script.py")) is several
+
+
+def test_options_that_mean_nothing_on_one_host_are_named() -> None:
+    assert options.unused(parse("--nproc", "2", "script.py")) is None
+    assert options.unused(parse("--standalone", "script.py")) is None
+    note = options.unused(parse("--master_port", "29501", "--start-method=fork", "script.py"))
+    assert note is not None
+    assert note.startswith("note: --master-port, --start-method: not used on one host")
+
+
+def test_options_reach_the_job(script: str) -> None:
+    parsed = parse(
+        *("--nproc", "3", "--max-restarts", "2", "--rdzv-id", "job-7", "--shutdown-timeout", "5"),
+        *("--signals-to-handle", "SIGTERM,SIGUSR1", "--role", "rider", "--tee", "0:1,1:2", script, "-a"),
+    )
+    made = options.single_host(parsed, options.rank_command(parsed), 3)
+    assert list(made.command)[1:] == ["-u", "script.py", "-a"]
+    assert (made.nproc, made.max_restarts, made.run_id, made.grace) == (3, 2, "job-7", 5)
+    assert made.signals == [signal.SIGTERM, signal.SIGUSR1]
+    assert (made.worker_spec["role"], made.logs.tee) == ("rider", "0:1,1:2")
+
+
+def test_nproc_defaults_to_torchruns_one_and_takes_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse("script.py").nproc_per_node == "1"
+    assert parse("--nproc", "4", "script.py", "--nproc", "9").nproc_per_node == "4"
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "6")
+    assert parse("script.py").nproc_per_node == "6"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "count", "noted"),
+    [
+        ("auto", 0, 2, False),
+        ("auto", 8, 8, False),
+        ("gpu", 4, 4, False),
+        ("cpu", 4, 2, False),
+        ("2", 0, 2, False),
+        (4, 0, 4, True),
+        ("4", 4, 4, False),
+    ],
+)
+def test_nproc(wanted: str | int, gpus: int, count: int, noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "cores", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    resolved, note = resolve_nproc(wanted)
+    assert (resolved, bool(note)) == (count, noted)
+    if note:
+        assert note.startswith("note: 4 ranks on 2 cores")
+
+
+def test_gpus_are_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(UsageError, match="no GPU"):
+        resolve_nproc("gpu")
+
+
+def test_a_job_needs_a_command() -> None:
+    with pytest.raises(UsageError, match="no command"):
+        Job([], 1)

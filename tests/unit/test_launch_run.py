@@ -1,0 +1,168 @@
+"""``paceline run``: what ranks get, and what a failed run says. Scripts avoid torch where they can, for speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from processes import paceline, script
+
+ALL_REDUCE = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(4) * (dist.get_rank() + 1)
+dist.all_reduce(value)
+open(f"sum-{dist.get_rank()}", "w").write(str(value.tolist()))
+if sys.argv[1:] == ["fail"] and dist.get_rank() == 1:
+    raise ValueError("the data is wrong")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_get_torchruns_environment_and_the_arguments_verbatim(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        "import json, os, sys\n"
+        "json.dump([dict(os.environ), sys.argv, sys.path, __name__, __file__],"
+        " open('rank-' + os.environ['RANK'], 'w'))\n",
+    )
+    extra = ["--help", "--nproc", "7", "--", "a b", "a$$b${local_rank}", "-x"]
+    done = paceline(tmp_path, "run", "--nproc", "2", "--max-restarts", "1", name, *extra, PYTHONPATH="/nowhere")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    seen = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(2)]
+    cores = len(os.sched_getaffinity(0))
+    for rank, (environment, arguments, path, module, file) in enumerate(seen):
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "1",
+            "OMP_NUM_THREADS": str(max(1, cores // 2)),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": "/nowhere",
+        }
+        assert {name: environment[name] for name in expected} == expected
+        assert environment["MASTER_PORT"] == seen[0][0]["MASTER_PORT"]
+        assert arguments == [name, *extra]
+        assert not [entry for entry in path if "launch" in entry]
+        assert (module, os.path.basename(file)) == ("__main__", name)
+
+
+def test_the_users_own_settings_win(tmp_path: Path) -> None:
+    name = script(tmp_path, "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['GLOO_SOCKET_IFNAME'])")
+    done = paceline(tmp_path, "run", name, OMP_NUM_THREADS="3", GLOO_SOCKET_IFNAME="eth7")
+    assert (done.returncode, done.stdout) == (0, "3 eth7\n")
+
+
+@pytest.mark.parametrize("launcher", ["paceline", "torchrun"])
+def test_a_plain_script_runs_under_paceline_and_torchrun_alike(tmp_path: Path, launcher: str) -> None:
+    name = script(tmp_path, ALL_REDUCE)
+    if launcher == "paceline":
+        done = paceline(tmp_path, "run", "--nproc_per_node=2", name)
+        assert done.returncode == 0, done.stderr
+    else:
+        subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", name],
+            cwd=tmp_path,
+            env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+            timeout=90,
+            check=True,
+        )
+    assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["[3.0, 3.0, 3.0, 3.0]"] * 2
+
+
+def test_the_cause_is_named_with_its_traceback_not_the_peer_that_lost_its_connection(tmp_path: Path) -> None:
+    name = script(tmp_path, ALL_REDUCE)
+    done = paceline(tmp_path, "run", "--nproc", "2", name, "fail")
+    assert done.returncode == 1
+    head, _, rest = done.stderr.partition("error: ")[2].partition("\n")
+    assert head == "rank 1 failed first (exit code 1: ValueError: the data is wrong)"
+    assert 'rank 1 |     raise ValueError("the data is wrong")' in rest
+    assert "rank 0 failed too" not in rest
+
+
+def test_ranks_that_fail_together_are_both_reported(tmp_path: Path) -> None:
+    name = script(tmp_path, "import os\nraise RuntimeError('wrong on ' + os.environ['RANK'])")
+    done = paceline(tmp_path, "run", "--nproc", "2", name)
+    report = done.stderr.partition("error: ")[2]
+    assert done.returncode == 1
+    assert "failed first" in report
+    assert "failed too" in report
+    assert "rank 0 | RuntimeError: wrong on 0" in report
+    assert "rank 1 | RuntimeError: wrong on 1" in report
+
+
+def test_a_signal_is_named(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)\n",
+    )
+    done = paceline(tmp_path, "run", "--nproc", "2", name)
+    assert done.returncode == 1
+    assert done.stderr == "error: rank 1 failed first (signal SIGSEGV)\nstopped because of that: rank 0\n"
+
+
+def test_a_restart_gets_a_fresh_store_and_can_succeed(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        "import os, sys\n"
+        "from torch.distributed import TCPStore\n"
+        "store = TCPStore('127.0.0.1', int(os.environ['MASTER_PORT']), is_master=False)\n"
+        "life = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "open('life-' + life, 'w').write(os.environ['MASTER_PORT'] + ' ' + str(store.check(['mark'])))\n"
+        "store.set('mark', 'set')\n"
+        "sys.exit(3 if life == '0' else 0)\n",
+    )
+    done = paceline(tmp_path, "run", "--max-restarts", "2", name)
+    assert done.returncode == 0
+    assert done.stderr == "rank 0 failed first (exit code 3); starting all ranks again (restart 1 of 2)\n"
+    (port, had), (new_port, has) = ((tmp_path / f"life-{life}").read_text().split() for life in range(2))
+    assert (had, has) == ("False", "False")
+    assert port != new_port
+
+
+def test_restarts_end_and_the_last_failure_is_reported(tmp_path: Path) -> None:
+    name = script(tmp_path, "import os; 1 / int(os.environ['TORCHELASTIC_RESTART_COUNT']) - 1; {}['key']")
+    done = paceline(tmp_path, "run", "--max-restarts", "1", name)
+    assert done.returncode == 1
+    assert "ZeroDivisionError: division by zero); starting all ranks again (restart 1 of 1)" in done.stderr
+    assert "error: rank 0 failed first (exit code 1: KeyError: 'key')" in done.stderr
+
+
+def test_a_module_and_another_program_can_be_run(tmp_path: Path) -> None:
+    script(tmp_path, "import os, sys; print('module', sys.argv[1:])", "hello_ranks.py")
+    done = paceline(tmp_path, "run", "-m", "hello_ranks", "--now")
+    assert (done.returncode, done.stdout) == (0, "module ['--now']\n"), done.stderr
+    done = paceline(tmp_path, "run", "--no-python", "sh", "-c", "echo shell $RANK")
+    assert (done.returncode, done.stdout) == (0, "shell 0\n"), done.stderr
+
+
+def test_a_users_own_sitecustomize_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    script(tmp_path / "site", "import sys; sys.flavour = 'mine'", "sitecustomize.py")
+    name = script(tmp_path, "import sys; print(sys.flavour); raise OSError('still recorded')")
+    done = paceline(tmp_path, "run", name, PYTHONPATH=str(tmp_path / "site"))
+    assert done.stdout == "mine\n"
+    assert "rank 0 | OSError: still recorded" in done.stderr
+
+
+def test_tee_shows_and_keeps_the_output_by_rank(tmp_path: Path) -> None:
+    name = script(tmp_path, "import os; print('out of', os.environ['RANK'])")
+    done = paceline(tmp_path, "run", "--nproc", "2", "--tee", "3", "--role", "rider", name)
+    assert sorted(done.stdout.splitlines()) == ["[rider0]:out of 0", "[rider1]:out of 1"]
+    done = paceline(tmp_path, "run", "--nproc", "2", "--redirects", "1", "--log-dir", "logs", name)
+    assert done.stdout == ""
+    kept = sorted(path.read_text() for path in (tmp_path / "logs").rglob("stdout.log"))
+    assert kept == ["out of 0\n", "out of 1\n"]
