@@ -8,7 +8,9 @@
     │   └── CheckpointMismatch          the checkpoint belongs to another model, data set or configuration
     ├── CheckpointError    RuntimeError a checkpoint cannot be written, read or trusted
     │   └── NoCheckpoint   UsageError   there is no valid checkpoint to resume from
+    ├── DataError          RuntimeError a sample or batch could not be loaded; names rank, worker and sample
     ├── DesyncError        RuntimeError ranks differ in what must be equal everywhere
+    ├── CommunicationError RuntimeError a collective failed: a peer ended, or did not come in time
     ├── NonFiniteGradient  ArithmeticError  a gradient holds NaN or Inf; names ranks and parameters
     └── LaunchError        RuntimeError a rank ended badly; names rank, exit code or signal
 
@@ -39,8 +41,7 @@ class MissingExtra(UsageError, ImportError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{purpose} needs the package {package!r}, which is not installed; "
-            f"run: pip install 'paceline[{extra}]'"
+            f"{purpose} needs the package {package!r}, which is not installed; run: pip install 'paceline[{extra}]'"
         )
 
 
@@ -56,8 +57,16 @@ class NoCheckpoint(CheckpointError, UsageError):
     """There is no valid checkpoint to resume from."""
 
 
+class DataError(PacelineError, RuntimeError):
+    """A sample or a batch could not be loaded, or a DataLoader worker died."""
+
+
 class DesyncError(PacelineError, RuntimeError):
     """Ranks differ in what must be equal everywhere, such as the number of optimizer steps."""
+
+
+class CommunicationError(PacelineError, RuntimeError):
+    """A collective failed: a peer ended, or did not come in time."""
 
 
 class NonFiniteGradient(PacelineError, ArithmeticError):

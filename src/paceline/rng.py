@@ -28,7 +28,7 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-class set_seed:  # noqa: N801  a function to its callers
+class set_seed:
     """Seed this rank's generators so that dropout and augmentation differ by rank.
 
     Used as a context manager, the generators are the same on every rank inside the block, which is where the

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from paceline.errors import WorldError
 
@@ -141,7 +142,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         if "RANK" in os.environ:
             dist.init_process_group(chosen, timeout=timeout)
         else:
-            dist.init_process_group(chosen, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(chosen, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     except (ValueError, AttributeError) as error:
         raise WorldError(f"backend {chosen!r} cannot be used: {error}") from error
     return current()

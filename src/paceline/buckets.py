@@ -1,0 +1,97 @@
+"""The bucket: a flat tensor that holds the gradients of neighbouring parameters, reduced as one.
+
+Assignment of parameters to buckets is a function of plain values, so that every rank computes the same one. Bucketing
+and its overlap with backward follow Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training", VLDB 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+MIB = 2**20
+FIRST_CAPACITY = MIB
+"""Bytes of the first bucket to be launched: small, so that communication starts early in backward."""
+CAPACITY = 25 * MIB
+"""Bytes of every other bucket."""
+
+
+def assign(
+    sizes: Sequence[int], kinds: Sequence[Hashable], order: Sequence[int], capacities: Sequence[int]
+) -> list[list[int]]:
+    """Cut `order` into buckets of one kind each.
+
+    Args:
+        sizes: bytes of each parameter's gradient.
+        kinds: what a bucket cannot mix, (dtype, device), for each parameter.
+        order: indices of all parameters in the expected order of arrival during backward.
+        capacities: bytes of the first, second, … bucket; the last one holds for all that follow. A bucket is
+            closed by the parameter that fills it, so it may be larger by one parameter.
+
+    Returns:
+        Parameter indices of each bucket, in the order in which the buckets become complete, which is the order
+        of launch.
+    """
+    buckets: list[list[int]] = []
+    open_buckets: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    for index in order:
+        kind = kinds[index]
+        bucket = open_buckets.setdefault(kind, [])
+        bucket.append(index)
+        filled[kind] = filled.get(kind, 0) + sizes[index]
+        if filled[kind] >= capacities[min(len(buckets), len(capacities) - 1)]:
+            buckets.append(open_buckets.pop(kind))
+            del filled[kind]
+    position = {index: at for at, index in enumerate(order)}
+    return buckets + sorted(open_buckets.values(), key=lambda bucket: position[bucket[-1]])
+
+
+def arrival_order(observed: Sequence[int], count: int) -> list[int]:
+    """All `count` parameters in the `observed` order of arrival; those never seen follow, in reverse order.
+
+    A parameter that arrived more than once (reentrant checkpointing) counts where it came last.
+    """
+    last = {index: at for at, index in enumerate(observed)}
+    seen = sorted(last, key=last.__getitem__)
+    return seen + [index for index in reversed(range(count)) if index not in last]
+
+
+@dataclass
+class Bucket:
+    """A flat gradient buffer and where each parameter's gradient lies in it."""
+
+    indices: list[int]
+    """Parameters, by their index in the reducer."""
+    flat: Tensor
+    """All gradients, one after the other, without gaps."""
+    views: list[Tensor] = field(default_factory=list)
+    """``flat`` seen as each parameter's gradient: same shape, and same strides where those are dense."""
+
+    @classmethod
+    def allocate(cls, indices: list[int], parameters: Sequence[Tensor]) -> Bucket:
+        """A zeroed bucket for `indices` of `parameters`, which share dtype and device."""
+        first = parameters[indices[0]]
+        total = sum(parameters[i].numel() for i in indices)
+        flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+        views, offset = [], 0
+        for i in indices:
+            parameter = parameters[i]
+            piece = flat[offset : offset + parameter.numel()]
+            views.append(_shaped_like(parameter, piece))
+            offset += parameter.numel()
+        return cls(indices, flat, views)
+
+
+def _shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:
+    """`piece` with the parameter's shape, and its strides (channels-last) if they cover memory without gaps."""
+    expected = 1
+    for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if extent != 1 and stride != expected:
+            return piece.view(parameter.shape)
+        expected *= extent
+    return piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())

@@ -1,0 +1,127 @@
+"""What the wrapper's arguments mean, checked before anything else happens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.buckets import CAPACITY, FIRST_CAPACITY, MIB
+from paceline.errors import UsageError, WorldError
+
+
+def refuse_unsupported(**given: Any) -> None:
+    """Raise for arguments of torch's that change what is computed and are not supported yet.
+
+    Raises:
+        UsageError: names the first one that is set.
+    """
+    for name, value in given.items():
+        if value:
+            raise UsageError(f"DistributedDataParallel({name}={value!r}) is not supported by Paceline; leave it out")
+
+
+def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
+    """Bucket capacities in bytes: first, second, …; the last one holds for all further buckets.
+
+    Raises:
+        UsageError: for a capacity that is not a positive number, or if both are given.
+    """
+    if cap_mb is not None and cap_mb_list is not None:
+        raise UsageError("give bucket_cap_mb or bucket_cap_mb_list, not both")
+    asked = [cap_mb] if cap_mb is not None else list(cap_mb_list or [])
+    for value in asked:
+        if not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"a bucket's capacity must be a number of MiB > 0, not {value!r}")
+    sizes = [max(1, int(value * MIB)) for value in asked]
+    if cap_mb_list:
+        return tuple(sizes)
+    capacity = sizes[0] if sizes else CAPACITY
+    return (min(FIRST_CAPACITY, capacity), capacity)
+
+
+def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+    """The ranks to average over.
+
+    Raises:
+        WorldError: without a process group.
+        UsageError: if both arguments are given.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise UsageError("give process_group or device_mesh, not both")
+    if not dist.is_initialized():
+        raise WorldError("there is no process group yet; call paceline.init() before DistributedDataParallel")
+    if device_mesh is not None:
+        group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+        return group
+    return process_group if process_group is not None else dist.distributed_c10d._get_default_group()
+
+
+def trained_parameters(module: nn.Module, ignored: set[str]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters to be averaged, each once however often it is shared, in the module's order.
+
+    Raises:
+        UsageError: if there is none, or they live on devices of different kinds.
+    """
+    trained = [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+    if not trained:
+        raise UsageError(
+            "the module has no parameter that requires a gradient, so there is nothing to average; use the bare module"
+        )
+    devices = sorted({str(parameter.device) for _, parameter in trained})
+    if len(devices) > 1:
+        raise UsageError(
+            f"the module's parameters live on several devices ({', '.join(devices)}); move the module to one "
+            "device, one rank per GPU"
+        )
+    return trained
+
+
+def check_devices(
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    device: torch.device,
+) -> torch.device | None:
+    """Where inputs have to be moved: the one device of `device_ids`, if any.
+
+    Raises:
+        UsageError: for more than one device id, or one on which the module does not live.
+    """
+    ids = list(device_ids or [])
+    if not ids:
+        if output_device is not None and device.type == "cpu":
+            raise UsageError(f"output_device={output_device!r} is given for a module on the CPU; leave it out")
+        return None
+    wanted = [torch.device("cuda", one) if isinstance(one, int) else torch.device(one) for one in ids]
+    if wanted != [device]:
+        raise UsageError(
+            f"device_ids={ids} but the module's parameters are on {device}; give one rank one device, the module's "
+            "own, or leave device_ids out"
+        )
+    return device
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """All tensors in a forward's output, through tuples, lists, mappings, dataclasses and plain objects."""
+    found: list[Tensor] = []
+    stack, seen = [output], set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | set | frozenset):
+            stack.extend(value)
+        elif isinstance(value, dict):
+            stack.extend(value.values())
+        elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module) and id(value) not in seen:
+            seen.add(id(value))
+            stack.extend(vars(value).values())
+    return found

@@ -1,0 +1,156 @@
+"""The control block: what ranks tell each other in every synchronized backward besides the gradients.
+
+One float64 vector, summed over the ranks in one collective of its own:
+
+    [ presence × P | non-finite × P | late × P | status of rank 0 | status of rank 1 | … ]
+
+Per parameter, a count of ranks; per rank, the fields of :class:`Status`, each rank filling only its own part.
+Float64 holds whole numbers exactly up to 2**53. Everything here is a function of plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import DesyncError, NonFiniteGradient
+
+UNWEIGHTED, WEIGHTED = 1, 2  # bits of Status.weighting
+
+
+@dataclass
+class Status:
+    """What one rank reports of itself."""
+
+    forwards: int = 0
+    """Forwards in training mode outside ``no_sync``, since the wrapper was made."""
+    optimizer_steps: int = 0
+    """Optimizer steps over this model's parameters."""
+    epoch: int = -1
+    """The watched sampler's epoch; -1 without one."""
+    position: int = -1
+    """The watched sampler's position in the epoch."""
+    weight: float = 0.0
+    """Sum of ``model.weight(w)`` since the last synchronization."""
+    weighting: int = 0
+    """Bits ``UNWEIGHTED``, ``WEIGHTED``: how backwards ran since the last synchronization."""
+    non_finite: int = 0
+    """How many of this rank's own gradients hold NaN or Inf, where that is looked for."""
+    aborted: bool = False
+    """Whether an exception ended this rank's backward before its end."""
+
+
+_EQUAL = {
+    "forwards": (
+        "forward passes in training mode",
+        "run every forward on all ranks, evaluate under model.eval() or torch.no_grad(), and call "
+        "model.sync_gradients() on a rank that has no data",
+    ),
+    "optimizer_steps": ("optimizer steps", "call optimizer.step() on all ranks in the same steps"),
+    "epoch": ("as the sampler's epoch", "call set_epoch() alike on all ranks"),
+    "position": ("as the sampler's position", "consume the same number of batches on all ranks"),
+}
+_KINDS: list[Any] = [type(field.default) for field in fields(Status)]
+
+
+class ControlBlock:
+    """One rank's block: filled during backward, summed, then read."""
+
+    def __init__(self, names: Sequence[str], rank: int, size: int, device: torch.device) -> None:
+        self.names = names
+        self.rank, self.size, self.count = rank, size, len(names)
+        self.vector = torch.zeros(3 * self.count + size * len(_KINDS), dtype=torch.float64, device=device)
+        self._everywhere = torch.full((self.count,), float(size), dtype=torch.float64, device=device)
+
+    def fill(self, absent: list[int], non_finite: list[int], late: list[int], status: Status) -> Tensor:
+        """Write this rank's part; returns the vector to be summed over the ranks."""
+        status = replace(status, non_finite=len(non_finite))
+        self.vector.zero_()
+        self.vector[: self.count] = 1
+        for section, indices, value in ((0, absent, 0.0), (1, non_finite, 1.0), (2, late, 1.0)):
+            if indices:
+                self.vector[[section * self.count + index for index in indices]] = value
+        start = 3 * self.count + self.rank * len(_KINDS)
+        self.vector[start : start + len(_KINDS)] = torch.tensor(astuple(status), dtype=torch.float64)
+        return self.vector
+
+    def absent_everywhere(self) -> list[int]:
+        """Parameters for which no rank had a gradient."""
+        presence = self.vector[: self.count]
+        if torch.equal(presence, self._everywhere):
+            return []
+        return (presence == 0).nonzero().flatten().tolist()
+
+    def late(self) -> list[int]:
+        """Parameters of which at least one rank has a late delta."""
+        return self._marked(2)
+
+    def statuses(self) -> list[Status]:
+        """What every rank reported, in the order of ranks."""
+        rows = self.vector[3 * self.count :].view(self.size, len(_KINDS)).tolist()
+        return [Status(*(kind(value) for kind, value in zip(_KINDS, row, strict=True))) for row in rows]
+
+    def _marked(self, section: int) -> list[int]:
+        marks = self.vector[section * self.count : (section + 1) * self.count]
+        return marks.nonzero().flatten().tolist()
+
+    def check(self, statuses: Sequence[Status]) -> None:
+        """Raise, on every rank alike, if ranks differ in what must be equal or a gradient is not finite.
+
+        Raises:
+            DesyncError: ranks differ; names what, the values and the ranks.
+            NonFiniteGradient: NaN or Inf in a gradient; names parameters.
+        """
+        if aborted := [rank for rank, status in enumerate(statuses) if status.aborted]:
+            if self.rank not in aborted:
+                raise DesyncError(
+                    f"rank {self.rank}: backward was ended by an exception on {_ranks(aborted)}, so the gradients "
+                    "of this step are not whole; see that rank's own error"
+                )
+            return
+        for name, (noun, remedy) in _EQUAL.items():
+            values = [getattr(status, name) for status in statuses]
+            if len(set(values)) > 1:
+                raise DesyncError(f"ranks differ: {_who_has(values, noun)}; {remedy}")
+        modes = [status.weighting for status in statuses]
+        if any(mode & UNWEIGHTED for mode in modes) and any(mode & WEIGHTED for mode in modes):
+            without = [rank for rank, mode in enumerate(modes) if mode & UNWEIGHTED]
+            raise DesyncError(
+                f"ranks differ: {_ranks(without)} ran backward outside model.weight(), the others inside; "
+                "weigh every micro-batch on every rank, or none"
+            )
+        if bad := self._marked(1):
+            where = [rank for rank, status in enumerate(statuses) if status.non_finite]
+            shown = ", ".join(repr(self.names[index]) for index in bad[:5]) + (", …" if len(bad) > 5 else "")
+            raise NonFiniteGradient(
+                f"the gradient holds NaN or Inf on {_ranks(where)}, in {shown} ({len(bad)} of {self.count} "
+                "parameters); no optimizer step was taken, look at this batch's loss and at the learning rate"
+            )
+
+
+def scale_of(statuses: Sequence[Status]) -> float:
+    """What sums over ranks are multiplied with: 1/N, or 1/Σw where micro-batches were weighted.
+
+    If all weights are zero there is nothing to learn from, and the gradient is zero.
+    """
+    if any(status.weighting & WEIGHTED for status in statuses):
+        total = sum(status.weight for status in statuses)
+        return 1.0 / total if total else 0.0
+    return 1.0 / len(statuses)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _who_has(values: Sequence[float], noun: str) -> str:
+    """«rank 0 has 3, ranks 1, 2 have 2 optimizer steps»."""
+    groups: dict[float, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    parts = [f"{_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value:g}" for value, ranks in groups.items()]
+    return f"{', '.join(parts)} {noun}"

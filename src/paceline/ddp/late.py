@@ -1,0 +1,52 @@
+"""Late deltas: gradients that arrive for a parameter whose bucket was launched already.
+
+That happens where backward accumulates more than once into a parameter (reentrant checkpointing) or into one that was
+not expected. The parameters concerned are the same on every rank, as the control block says so; one more reduction of
+these alone makes the average whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.ddp.channel import Channel
+
+
+@dataclass
+class LateReduction:
+    """One launched reduction: the deltas of `indices`, flat and one after the other."""
+
+    indices: list[int]
+    flat: Tensor
+    work: dist.Work
+
+
+def launch_late(
+    indices: Sequence[int], mine: Mapping[int, Tensor], views: Sequence[Tensor], channel: Channel
+) -> list[LateReduction]:
+    """Launch the sums of the deltas of `indices`, of which this rank holds `mine`; one for each dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index in indices:
+        kinds.setdefault((views[index].dtype, views[index].device), []).append(index)
+    launched = []
+    for same in kinds.values():
+        parts = [mine[index] if index in mine else torch.zeros_like(views[index]) for index in same]
+        flat = torch.cat([part.detach().reshape(-1) for part in parts])
+        launched.append(LateReduction(same, flat, channel.all_reduce(flat)))
+    return launched
+
+
+def settle_late(launched: Sequence[LateReduction], views: Sequence[Tensor], scale: float, channel: Channel) -> None:
+    """Wait for the sums and add them, scaled, to the averages in `views`."""
+    for reduction in launched:
+        channel.wait(reduction.work, "all-reduce of late gradients")
+        offset = 0
+        for index in reduction.indices:
+            view = views[index]
+            view.add_(reduction.flat[offset : offset + view.numel()].view(view.shape), alpha=scale)
+            offset += view.numel()

@@ -1,0 +1,103 @@
+"""The ledger: what this rank has done, as it tells the others in the control block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+from torch.optim.optimizer import Optimizer
+
+from paceline.ddp.control import UNWEIGHTED, WEIGHTED, Status
+from paceline.errors import UsageError
+
+
+class Positioned(Protocol):
+    """Something with a place in the data that has to be the same on every rank, such as a sampler."""
+
+    epoch: int
+    position: int
+
+
+class Ledger:
+    """Counts forwards and optimizer steps, adds up weights, and notices backwards that ran without one."""
+
+    forwards_since_sync: int
+    """Counted forwards since the last synchronized backward."""
+
+    def __init__(self) -> None:
+        self.forwards_since_sync = 0
+        self.sampler: Positioned | None = None
+        self.status = Status()
+        self._inside = 0
+        self._unclaimed = 0
+
+    def report(self, *, aborted: bool = False) -> Status:
+        """The rank's status as of now."""
+        if self.sampler is None:
+            return replace(self.status, aborted=aborted)
+        return replace(self.status, aborted=aborted, epoch=self.sampler.epoch, position=self.sampler.position)
+
+    def synchronized(self) -> None:
+        """A step has been synchronized: weights and pending forwards are used up."""
+        self.forwards_since_sync = 0
+        self.status.weight, self.status.weighting, self._unclaimed = 0, 0, 0
+
+    # -- forwards and steps -------------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        """A forward counts from now on."""
+        self.status.forwards += 1
+        self.forwards_since_sync += 1
+
+    def take_back_forward(self) -> Callable[[], None]:
+        """A function that takes the last forward back, once: its backward turned out to be local."""
+        pending = [1]
+
+        def take_back() -> None:
+            if pending:
+                pending.pop()
+                self.status.forwards -= 1
+                self.forwards_since_sync = max(0, self.forwards_since_sync - 1)
+
+        return take_back
+
+    def count_step(self, parameters: set[int], optimizer: Optimizer, *_: object) -> None:
+        """A hook for every optimizer: counts a step if it trains one of `parameters`, given by ``id``."""
+        firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
+        if any(id(parameter) in parameters for parameter in firsts):
+            self.status.optimizer_steps += 1
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def weigh(self, weight: float) -> Iterator[None]:
+        """A micro-batch of `weight`; one whose block raises does not count.
+
+        Raises:
+            UsageError: if `weight` is negative or no finite number.
+        """
+        weight = float(weight)
+        if not math.isfinite(weight) or weight < 0:
+            raise UsageError(f"model.weight() takes a finite number >= 0, such as a count of tokens, not {weight!r}")
+        self.status.weight += weight
+        self.status.weighting |= WEIGHTED
+        self._inside += 1
+        self._unclaimed += 1
+        try:
+            yield
+        except BaseException:
+            if self.status.weighting:  # else a synchronization inside the block has used it already
+                self.status.weight -= weight
+            raise
+        finally:
+            self._inside -= 1
+
+    def backward_began(self) -> None:
+        """A backward begins; it belongs to the block around it, or to one that was left before it."""
+        if self._unclaimed:
+            self._unclaimed -= 1
+        elif not self._inside:
+            self.status.weighting |= UNWEIGHTED

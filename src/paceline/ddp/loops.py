@@ -1,0 +1,142 @@
+"""What a plain training loop needs beside the wrapper: accumulation, clipping, and metrics over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.ddp.wrapper import DistributedDataParallel
+from paceline.errors import UsageError
+
+Batch = TypeVar("Batch")
+
+
+def accumulate(model: DistributedDataParallel, batches: Iterable[Batch], every: int) -> Iterator[Batch]:
+    """Go through `batches` in windows of `every`; only the last of each window synchronizes gradients.
+
+    The last window may be short; it synchronizes, too, so no batch is lost. Weigh each micro-batch
+    (``model.weight``), and a short window is averaged over what it holds::
+
+        for x, y in accumulate(model, loader, every=4):
+            with model.weight(len(y)):
+                F.cross_entropy(model(x), y, reduction="sum").backward()
+            if model.do_sync:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Args:
+        model: the wrapper; ``model.do_sync`` tells whether a window ends with the batch just given.
+        batches: any iterable. One that says itself when it gives its last batch (``at_last``, as
+            :class:`paceline.data.DataLoader` does) is not asked for a batch in advance.
+        every: micro-batches per window, >= 1.
+
+    Raises:
+        UsageError: if `every` is less than 1.
+    """
+    if every < 1:
+        raise UsageError(f"accumulate(every={every}): a window holds at least 1 micro-batch")
+    pairs = _reported(batches) if hasattr(batches, "at_last") else _looked_ahead(batches)
+    try:
+        for count, (batch, last) in enumerate(pairs, start=1):
+            model.require_backward_grad_sync = last or count % every == 0
+            yield batch
+    finally:
+        model.enable_grad_sync()
+
+
+def _reported(batches: Any) -> Iterator[tuple[Any, bool]]:
+    for batch in batches:
+        yield batch, batches.at_last
+
+
+def _looked_ahead(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    iterator = iter(batches)
+    for current in iterator:
+        for following in iterator:
+            yield current, False
+            current = following
+        yield current, True
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the averaged gradients so that their norm is at most `max_norm`; returns the norm before.
+
+    Gradients are equal on every rank after a synchronized backward, so each rank finds the same norm without
+    communication.
+
+    Args:
+        parameters: the model, or parameters as for ``torch.nn.utils.clip_grad_norm_``.
+        max_norm: the largest norm allowed.
+        norm_type: p of the p-norm.
+        error_if_nonfinite: raise ``RuntimeError`` if the norm is NaN or Inf.
+
+    Raises:
+        UsageError: in the middle of an accumulation window, where gradients are still local to each rank.
+    """
+    if isinstance(parameters, DistributedDataParallel) and not parameters.do_sync:
+        raise UsageError(
+            "clip_grad_norm_ was called before the gradients were synchronized; clip when model.do_sync is true, "
+            "just before optimizer.step()"
+        )
+    tensors = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite)
+
+
+def gather_for_metrics(value: Any) -> Any:
+    """Every rank's `value`, concatenated along dimension 0 in the order of ranks, on every rank.
+
+    Ranks may hold different numbers of rows; every row is there exactly once. With slices of a
+    :class:`paceline.data.GlobalBatchSampler` the result is in the order of the global batch.
+
+    Args:
+        value: a tensor of at least one dimension, or a tuple, list or dict of them (nested); ``None`` on a rank that
+            has no rows.
+
+    Returns:
+        The same structure, on the CPU of every rank; ``None`` if no rank had rows.
+
+    Raises:
+        UsageError: for a value that is no tensor, or a tensor without dimensions.
+    """
+    value = _rows_on_cpu(value)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return _concatenated([part for part in everyone if part is not None])
+
+
+def _rows_on_cpu(value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if value.dim() == 0:
+            raise UsageError("gather_for_metrics takes tensors with rows, not a scalar; use value.unsqueeze(0)")
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _rows_on_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rows_on_cpu(item) for item in value]
+    raise UsageError(
+        f"gather_for_metrics takes tensors, or tuples, lists and dicts of them, not {type(value).__name__}"
+    )
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    if not parts:
+        return None
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, dict):
+        return {key: _concatenated([part[key] for part in parts]) for key in first}
+    return [_concatenated(list(items)) for items in zip(*parts, strict=True)]

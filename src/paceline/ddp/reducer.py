@@ -1,0 +1,390 @@
+"""The reducer: averages gradients over the ranks while backward is still running.
+
+    output hook ──► begin ──► gradient arrives ──► bucket complete ──► launch ─┐   (every bucket, in order)
+                                                                               │
+    p.grad is the bucket's view ◄── publish ◄── second pass ◄── wait ◄─────────┴── end of backward: launch
+                                                                                   the rest, control block last
+
+Every synchronized backward launches every bucket exactly once and in the same order on every rank, whatever part of
+the model the rank used; a rank without a gradient contributes zero. So unused parameters can neither hang nor raise,
+and the autograd graph is never searched for them. Buckets and hooks follow Li et al., "PyTorch Distributed:
+Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.buckets import CAPACITY, FIRST_CAPACITY, Bucket, arrival_order, assign
+from paceline.ddp.arrivals import Arrivals
+from paceline.ddp.channel import Channel
+from paceline.ddp.control import ControlBlock, Status, scale_of
+from paceline.ddp.late import launch_late, settle_late
+from paceline.ddp.ledger import Ledger
+from paceline.errors import CommunicationError, UsageError
+from paceline.events import Recorder
+
+
+class Phase(Enum):
+    """Where the reducer is: idle → backward → settling → idle; from the two in the middle also aborted or broken."""
+
+    IDLE = "no synchronized backward is under way"
+    BACKWARD = "gradients arrive, complete buckets are launched"
+    SETTLING = "everything is launched, results are waited for"
+    ABORTED = "an exception ended backward; what the other ranks count on is still owed"
+    BROKEN = "a collective failed"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Capacities of the first, second, … bucket in bytes, and whether gradients are checked for NaN and Inf."""
+
+    capacities: tuple[int, ...] = (FIRST_CAPACITY, CAPACITY)
+    check_finite: bool = False
+
+
+class GraphTask:
+    """Lives as long as autograd's graph task does, whose callbacks hold the only reference."""
+
+
+class Reducer:
+    """Owns the buckets of one wrapper and carries each synchronized backward from its start to its end."""
+
+    sync_enabled: bool
+    """False inside ``no_sync``: a backward that starts now stays local."""
+    exposed_seconds: float
+    """Time waited for communication at the end of backwards, in seconds, since the wrapper was made."""
+
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        channel: Channel,
+        ledger: Ledger,
+        options: Options,
+        recorder: Recorder,
+    ) -> None:
+        self.names = [name for name, _ in named_parameters]
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self.sync_enabled = True
+        self.exposed_seconds = 0.0
+        self.buckets: list[Bucket] = []
+        self._channel, self._ledger, self._options, self._recorder = channel, ledger, options, recorder
+        self._control = ControlBlock(self.names, channel.rank, channel.size, torch.device("cpu"))
+        self._phase = Phase.IDLE
+        self._aborted = False
+        self._order_known = False
+        self._accumulate_nodes = [_accumulate_node(parameter) for parameter in self.parameters]
+        self._arrivals = Arrivals(self.parameters, self._hooked)
+        self._use_layout(self._assign(range(len(self.parameters) - 1, -1, -1)))
+        self._arrivals.begin(clear=True)
+
+    # -- buckets ------------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> list[list[int]]:
+        """Parameter indices of every bucket, in the order of launch."""
+        return [bucket.indices for bucket in self.buckets]
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes of gradient that this rank hands to communication in one synchronized backward."""
+        return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
+
+    def restore_layout(self, layout: list[list[int]]) -> None:
+        """Take over a checkpoint's layout instead of observing the order of arrival.
+
+        Raises:
+            UsageError: if it does not hold every parameter exactly once, in buckets of one dtype each.
+        """
+        held = sorted(index for indices in layout for index in indices)
+        kinds = [{self._kind(index) for index in indices} for indices in layout]
+        if held != list(range(len(self.parameters))) or any(len(kind) != 1 for kind in kinds):
+            raise UsageError(
+                f"the bucket layout holds {len(held)} parameters in a way that does not fit this model of "
+                f"{len(self.parameters)}; it was saved from another model"
+            )
+        self._order_known = True
+        self._arrivals.observed = []
+        self._use_layout(layout)
+
+    def _kind(self, index: int) -> tuple[torch.dtype, torch.device]:
+        return self.parameters[index].dtype, self.parameters[index].device
+
+    def _assign(self, order: Sequence[int]) -> list[list[int]]:
+        sizes = [parameter.numel() * parameter.element_size() for parameter in self.parameters]
+        kinds = [self._kind(index) for index in range(len(self.parameters))]
+        return assign(sizes, kinds, order, self._options.capacities)
+
+    def _use_layout(self, layout: list[list[int]]) -> None:
+        """Allocate buckets for `layout`; gradients that lie in the old ones move along."""
+        old = {id(view) for bucket in self.buckets for view in bucket.views}
+        self.buckets = [Bucket.allocate(indices, self.parameters) for indices in layout]
+        self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
+        for bucket in self.buckets:
+            for index, view in zip(bucket.indices, bucket.views, strict=True):
+                self._views[index] = view
+                gradient = self.parameters[index].grad
+                if gradient is not None and id(gradient) in old:
+                    self.parameters[index].grad = view.copy_(gradient)
+        self._arrivals.use_layout(layout, order_known=self._order_known)
+
+    # -- 1. backward starts -------------------------------------------------------------------------------------
+
+    def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+        """Hook the outputs of a forward: the first sign of its backward, before any gradient of ours is there.
+
+        `on_local` is called if that backward turns out to be local, inside ``no_sync``.
+        """
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(partial(self._output_hook, on_local))
+
+    def _output_hook(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
+        if self._phase in (Phase.BACKWARD, Phase.SETTLING) or not self._accumulates():
+            return
+        self.settle_aborted()
+        self._ledger.backward_began()
+        if not self.sync_enabled:
+            on_local()
+            return
+        self._begin()
+        self._queue_finish()
+
+    def _accumulates(self) -> bool:
+        """Whether the running graph task is a backward for our parameters, not ``autograd.grad``."""
+        if torch.autograd._is_checkpoint_valid():
+            # A plain backward(). Which parameters it reaches is not asked: all of them may be hidden in reentrant
+            # checkpoints, and a rank that uses none contributes zero.
+            return any(parameter.requires_grad for parameter in self.parameters)
+        try:
+            return any(map(torch._C._will_engine_execute_node, self._accumulate_nodes))
+        except RuntimeError:  # torch's answer while autograd.grad runs with respect to one of our parameters
+            return False
+
+    def _begin(self) -> None:
+        self._phase = Phase.BACKWARD
+        self._works: list[dist.Work] = []
+        self._absent: list[int] = []
+        self._non_finite: list[int] = []
+        self._held: dict[int, Tensor] = {}
+        self._clear = all(parameter.grad is None for parameter in self.parameters)
+        self._arrivals.begin(clear=self._clear)
+        self._finishing = self._finish()
+
+    def _queue_finish(self) -> None:
+        """Have autograd run the end of backward, part by part.
+
+        Between the parts the callbacks of other wrappers run. So all wrappers launch everything before one of them
+        waits, and ranks that end their wrappers in different order do not wait for each other in a circle.
+        """
+        task = GraphTask()
+        self._task = weakref.ref(task, self._task_gone)
+        queue_callback(partial(self._advance_and_queue, task))
+
+    def _advance_and_queue(self, task: GraphTask) -> None:
+        if self._advance():
+            queue_callback(partial(self._advance_and_queue, task))
+
+    @torch.no_grad()
+    def _advance(self) -> bool:
+        return next(self._finishing, False)
+
+    # -- 2. gradients arrive ------------------------------------------------------------------------------------
+
+    def _hooked(self, index: int, _parameter: Tensor) -> None:
+        """A gradient was accumulated into parameter `index`."""
+        if not self.sync_enabled:
+            return
+        if self._phase not in (Phase.BACKWARD, Phase.SETTLING):
+            # Forward went past the wrapper (model.module.loss(…)): begin here. Gradients that came unnoticed
+            # before are found at the end, as nothing is launched that has not been seen.
+            self.settle_aborted()
+            self._begin()
+            self._queue_finish()
+        self._arrivals.arrived(index)
+        while len(self._works) < len(self.buckets) and self._arrivals.complete(len(self._works)):
+            self._launch(self.buckets[len(self._works)])
+
+    @torch.no_grad()
+    def _launch(self, bucket: Bucket) -> None:
+        """Move the gradients in, free the parameters' own, and hand the bucket to communication."""
+        with self._recorder.span("launch"):
+            sources, targets = [], []
+            for index, view in zip(bucket.indices, bucket.views, strict=True):
+                gradient = self.parameters[index].grad
+                if gradient is None:
+                    self._absent.append(index)
+                    view.zero_()
+                    continue
+                if gradient is not view:
+                    self._expect_dense(index, gradient)
+                    sources.append(gradient)
+                    targets.append(view)
+                    if not self._clear:
+                        self._held[index] = gradient
+                self.parameters[index].grad = None
+            if sources:
+                torch._foreach_copy_(targets, sources)
+            if self._options.check_finite and not torch.isfinite(bucket.flat.sum()):
+                pairs = zip(bucket.indices, bucket.views, strict=True)
+                self._non_finite += [index for index, view in pairs if not torch.isfinite(view).all()]
+            self._works.append(self._channel.all_reduce(bucket.flat))
+
+    def _expect_dense(self, index: int, gradient: Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"rank {self._channel.rank}: parameter {self.names[index]!r} has a {gradient.layout} gradient, which "
+                "buckets cannot hold; build its layer with sparse=False"
+            )
+
+    # -- 3. end of backward -------------------------------------------------------------------------------------
+
+    def _finish(self) -> Iterator[bool]:
+        """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
+        try:
+            mine_late = self._launch_rest()
+            yield True
+            statuses = self._wait()
+            late = launch_late(self._control.late(), mine_late, self._views, self._channel)
+            order = None if self._order_known else self._launch_order()
+            if late or order:
+                yield True
+                settle_late(late, self._views, scale_of(statuses), self._channel)
+        except Exception:
+            self._phase = Phase.BROKEN
+            raise
+        self._publish()
+        if order:
+            self._adopt_order(*order)
+        self._phase = Phase.IDLE
+        self._control.check(statuses)
+
+    def _launch_rest(self) -> dict[int, Tensor]:
+        """Launch what is left, then the control block; returns this rank's late deltas by parameter."""
+        early = len(self._works)
+        for bucket in self.buckets[early:]:
+            self._launch(bucket)
+        late: dict[int, Tensor] = {}
+        for bucket in self.buckets[:early]:
+            for index in bucket.indices:
+                if (gradient := self.parameters[index].grad) is not None:
+                    late[index] = gradient
+        # A late gradient is a present one, too: its parameter must not end as None.
+        self._absent = [index for index in self._absent if index not in late]
+        block = self._control.fill(
+            self._absent, self._non_finite, list(late), self._ledger.report(aborted=self._aborted)
+        )
+        self._works.append(self._channel.all_reduce(block))
+        self._phase = Phase.SETTLING
+        return late
+
+    def _wait(self) -> list[Status]:
+        """Wait for everything launched, and scale the sums."""
+        with self._recorder.span("wait"):
+            start = time.perf_counter()
+            for at, work in enumerate(self._works):
+                what = f"all-reduce of gradient bucket {at}" if at < len(self.buckets) else "exchange of control blocks"
+                self._channel.wait(work, what)
+            self.exposed_seconds += time.perf_counter() - start
+        statuses = self._control.statuses()
+        torch._foreach_mul_([bucket.flat for bucket in self.buckets], scale_of(statuses))
+        return statuses
+
+    def _launch_order(self) -> tuple[Tensor, dist.Work]:
+        """Send rank 0's order of arrival to all, as a sum to which only rank 0 contributes."""
+        order = torch.zeros(len(self.parameters), dtype=torch.int64)
+        if self._channel.rank == 0 and self._arrivals.observed:
+            order += torch.tensor(arrival_order(self._arrivals.observed, len(order))) + 1
+        return order, self._channel.all_reduce(order)
+
+    def _adopt_order(self, order: Tensor, work: dist.Work) -> None:
+        """Rebuild the buckets in rank 0's order; all zeros say that it had no data, so try again next time."""
+        self._channel.wait(work, "exchange of the order of arrival")
+        if order.any():
+            self._order_known = True
+            self._use_layout(self._assign((order - 1).tolist()))
+
+    def _publish(self) -> None:
+        """Show the averages: ``p.grad`` is the bucket's view, or None where no rank had a gradient."""
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view
+        for index in self._control.absent_everywhere():
+            self.parameters[index].grad = None
+        self._arrivals.end(self._absent)
+        self._held = {}
+        self._ledger.synchronized()
+
+    # -- without a backward, and after one that failed ----------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Average what ``p.grad`` holds now, without a backward; a parameter without gradient counts as zero."""
+        self.settle_aborted()
+        self._begin()
+        while self._advance():
+            pass
+
+    def _task_gone(self, _: object) -> None:
+        """Autograd dropped the graph task. If backward has not come to its end, an exception ended it."""
+        if self._phase not in (Phase.BACKWARD, Phase.SETTLING):
+            return
+        self._owes_launch = self._phase is Phase.BACKWARD
+        self._phase = Phase.ABORTED
+        for index, parameter in enumerate(self.parameters):
+            if self._clear:
+                parameter.grad = None
+            elif index in self._held:
+                parameter.grad = self._held[index]
+
+    def settle_aborted(self) -> None:
+        """Take part in what the other ranks wait for since this rank's backward was ended by an exception.
+
+        They learn of it from the control block, and raise; here the exception has been seen already.
+
+        Raises:
+            CommunicationError: if a collective has failed before, or fails now.
+        """
+        if self._phase is Phase.BROKEN:
+            raise CommunicationError(
+                f"rank {self._channel.rank}: a collective of this model has failed before, so ranks no longer agree on "
+                "the step; start again from the last checkpoint"
+            )
+        if self._phase is not Phase.ABORTED:
+            return
+        gradients = [parameter.grad for parameter in self.parameters]
+        self._phase = Phase.BACKWARD if self._owes_launch else Phase.SETTLING
+        self._aborted = self._owes_launch
+        try:
+            for parameter in self.parameters:
+                parameter.grad = None
+            while self._advance():
+                pass
+        finally:
+            self._aborted = False
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        self._arrivals.close()
+
+
+def _accumulate_node(parameter: nn.Parameter) -> Any:
+    """The autograd node that accumulates into `parameter`."""
+    with torch.enable_grad():
+        alias: Any = parameter.expand_as(parameter)
+    return alias.grad_fn.next_functions[0][0]
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Have autograd call `callback` at the end of the running graph task."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,88 @@
+"""Equal replicas at the start: the same parameters by name, shape and dtype, then the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from paceline.ddp.channel import Channel
+from paceline.errors import ReplicaMismatch, UsageError
+from paceline.fingerprint import tensor_digest
+
+InitSync = Literal[True, False, "verify"]
+Named = Sequence[tuple[str, Tensor]]
+
+
+def check_init_sync(value: object) -> InitSync:
+    """`value` if it is one of the three that exist.
+
+    Raises:
+        UsageError: otherwise.
+    """
+    if value is True or value is False or value == "verify":
+        return value
+    raise UsageError(f"init_sync must be True, False or 'verify', not {value!r}")
+
+
+def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
+    """Compare what the replicas are made of, then broadcast rank 0's values, or verify that they are equal.
+
+    Args:
+        channel: reaches all ranks, each of which calls this.
+        tensors: parameters and buffers by name.
+        init_sync: ``True`` to broadcast, ``"verify"`` to compare, ``False`` for neither.
+
+    Raises:
+        ReplicaMismatch: on every rank, naming the first parameter that differs and on which ranks.
+    """
+    if init_sync is False:
+        return
+    _compare(channel, [(name, _description(tensor)) for name, tensor in tensors])
+    if init_sync == "verify":
+        _compare(channel, [(name, _Value(tensor_digest(tensor).hex())) for name, tensor in tensors])
+    else:
+        channel.broadcast([tensor.data for _, tensor in tensors])
+
+
+class _Value(str):
+    """A digest; said to be `other values` rather than printed."""
+
+
+def _description(tensor: Tensor) -> str:
+    # Strides too: a bucket holds the gradient in the parameter's own memory layout.
+    gradient = "" if tensor.requires_grad else ", no gradient"
+    strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}{strides}{gradient}"
+
+
+def _compare(channel: Channel, mine: list[tuple[str, str]]) -> None:
+    everyone = channel.all_gather_object(mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ReplicaMismatch(_first_difference(everyone[0], theirs, rank))
+
+
+def _first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int) -> str:
+    """One sentence on where rank `rank` differs from rank 0."""
+    remedy = "build the same model on every rank"
+    here, there = dict(reference), dict(theirs)
+    for name, what in reference:
+        if name not in there:
+            return f"{name!r} is in the model of rank 0 but not on rank {rank}; {remedy}"
+        if there[name] != what:
+            if isinstance(what, _Value):
+                return (
+                    f"{name!r} has other values on rank {rank} than on rank 0; seed all ranks alike, load the same "
+                    "checkpoint everywhere, or use init_sync=True to broadcast rank 0's"
+                )
+            return f"{name!r} has {there[name]} on rank {rank} but {what} on rank 0; {remedy}"
+    for name in there:
+        if name not in here:
+            return f"{name!r} is in the model of rank {rank} but not on rank 0; {remedy}"
+    at = next(at for at, (a, b) in enumerate(zip(reference, theirs, strict=True)) if a != b)
+    return (
+        f"parameter {at} is {theirs[at][0]!r} on rank {rank} but {reference[at][0]!r} on rank 0, so the order "
+        f"differs; {remedy}"
+    )

@@ -1,0 +1,66 @@
+"""A world of one: nothing to reduce, and nothing paid for it unless micro-batches are weighted."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from paceline.ddp.control import UNWEIGHTED, WEIGHTED, scale_of
+from paceline.ddp.ledger import Ledger
+from paceline.ddp.reducer import GraphTask, queue_callback
+from paceline.errors import DesyncError
+
+
+class SoloReducer:
+    """The reducer's twin for one rank: ``model.weight(w)`` still means Σ gradient / Σ w over micro-batches."""
+
+    exposed_seconds = 0.0
+    bytes_per_step = 0
+
+    def __init__(self, parameters: Sequence[nn.Parameter], ledger: Ledger) -> None:
+        self.sync_enabled = True
+        self._parameters, self._ledger = parameters, ledger
+        self._task: weakref.ref[GraphTask] | None = None
+
+    def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+        """Hook the outputs of a forward, in case its micro-batch is weighted."""
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(self._output_hook)
+
+    def _output_hook(self, _gradient: Tensor) -> None:
+        under_way = self._task is not None and self._task() is not None
+        if under_way or not torch.autograd._is_checkpoint_valid():
+            return
+        self._ledger.backward_began()
+        if self.sync_enabled and self._ledger.status.weighting:
+            task = GraphTask()
+            self._task = weakref.ref(task)
+            queue_callback(partial(self._end, task))
+
+    def _end(self, _task: GraphTask) -> None:
+        self._task = None
+        self.synchronize()
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Scale the gradients to the mean over the weights."""
+        weighting = self._ledger.status.weighting
+        if weighting == WEIGHTED | UNWEIGHTED:
+            raise DesyncError(
+                "some micro-batches of this step ran inside model.weight() and some outside; weigh all or none"
+            )
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if weighting & WEIGHTED and gradients:
+            torch._foreach_mul_(gradients, scale_of([self._ledger.status]))
+        self._ledger.synchronized()
+
+    def settle_aborted(self) -> None:
+        """Nobody waits for a rank that is alone."""
+
+    def close(self) -> None:
+        """There are no hooks to take off."""

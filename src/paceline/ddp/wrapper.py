@@ -1,0 +1,346 @@
+"""``DistributedDataParallel``: a module that trains as one replica among many.
+
+A step, as the data flows: ``forward`` syncs buffers and hooks its outputs; backward hands complete buckets to
+communication while it runs; at its end ``p.grad`` is the average over the ranks; the optimizer steps. The middle part
+is :mod:`paceline.ddp.reducer`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Joinable
+from torch.distributed.utils import _to_kwargs
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from paceline.ddp.arguments import (
+    capacities,
+    check_devices,
+    choose_group,
+    refuse_unsupported,
+    tensors_in,
+    trained_parameters,
+)
+from paceline.ddp.channel import Channel
+from paceline.ddp.ledger import Ledger, Positioned
+from paceline.ddp.reducer import Options, Reducer
+from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
+from paceline.ddp.solo import SoloReducer
+from paceline.errors import CheckpointMismatch, UsageError
+from paceline.events import Recorder
+from paceline.modules import unwrap
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """Replicates `module` over the ranks of a process group and averages gradients during backward.
+
+    A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass so that frameworks that ask
+    for that class find it; none of its machinery is used. Every argument of torch's is taken, in torch's order. Those
+    that choose what is always so here change nothing: ``find_unused_parameters``, ``gradient_as_bucket_view``,
+    ``static_graph``, ``batched_grad_copy``, ``check_reduction``. Those not supported yet are refused.
+
+    Gradients equal those of one process on the whole global batch: for a mean loss and equal slices as torch's do, and
+    for slices of any size with :meth:`weight` around a summed loss. A parameter for which no rank has a gradient keeps
+    ``grad is None``.
+
+    Args:
+        module: the module to replicate, on its device already; the same on every rank.
+        device_ids: for a module on one GPU, that GPU; inputs are moved there. ``None`` for the CPU.
+        broadcast_buffers: broadcast rank 0's buffers before every forward in training mode (default), or not.
+        init_sync: ``True`` broadcasts rank 0's parameters and buffers, after checking that names, shapes and dtypes
+            are equal everywhere; ``"verify"`` raises unless the values are equal, too; ``False`` does neither.
+        process_group: the ranks to average over; by default all.
+        bucket_cap_mb: bucket capacity in MiB.
+        bucket_cap_mb_list: capacity of the first, second, … bucket to be launched, in MiB.
+        forward_sync_buffers: torch's new name for `broadcast_buffers`; wins over it.
+        check_finite: raise :class:`~paceline.errors.NonFiniteGradient`, on every rank in the same step, if a rank's
+            gradient holds NaN or Inf. Costs one read of the gradients. Leave it off with a GradScaler.
+        recorder: records the spans of each step while it is on.
+
+    Raises:
+        UsageError: for arguments that are wrong or not supported.
+        ReplicaMismatch: if the models differ between ranks; names the parameter and the rank.
+        WorldError: without a process group; call :func:`paceline.init` first.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: list[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: InitSync = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        check_finite: bool = False,
+        recorder: Recorder | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
+        Joinable.__init__(self)
+        refuse_unsupported(
+            dim=dim,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+        )
+        init_sync = check_init_sync(init_sync)
+        options = Options(capacities(bucket_cap_mb, bucket_cap_mb_list), check_finite)
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        trained = trained_parameters(module, ignored)
+        self.device = trained[0][1].device
+        self._input_device = check_devices(device_ids, output_device, self.device)
+        self.process_group = choose_group(process_group, device_mesh)
+
+        self.module = module
+        self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.gradient_as_bucket_view, self.mixed_precision = gradient_as_bucket_view, None
+        sync = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.forward_sync_buffers = sync is not False
+        named = [*module.named_parameters(), *module.named_buffers()]
+        replicated = [(name, tensor) for name, tensor in named if name not in ignored]
+        self._frozen = [
+            (name, p) for name, p in module.named_parameters() if not p.requires_grad and name not in ignored
+        ]
+        self._replicated_buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
+        self._ledger = Ledger()
+        self.register_load_state_dict_pre_hook(_accept_bare_keys)  # type: ignore[no-untyped-call]
+
+        if dist.get_world_size(self.process_group) == 1:
+            self._channel: Channel | None = None
+            self._reducer: Reducer | SoloReducer = SoloReducer([p for _, p in trained], self._ledger)
+            return
+        self._channel = Channel(self.process_group, self.device)
+        make_equal(self._channel, replicated, init_sync)
+        self._reducer = Reducer(trained, self._channel, self._ledger, options, recorder or Recorder())
+        hook = register_optimizer_step_post_hook(partial(self._ledger.count_step, {id(p) for _, p in trained}))
+        # When the wrapper goes, the module is the user's alone again, without hooks or a channel.
+        weakref.finalize(self, _release, self._reducer, self._channel, hook).atexit = False
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward; in training mode after syncing buffers, with its outputs hooked for backward."""
+        if self._input_device is not None:
+            moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        if not (self.training and torch.is_grad_enabled()):
+            return self.module(*inputs, **kwargs)
+        on_local = self._begin_forward() if self._channel is not None else _nothing
+        output = self.module(*inputs, **kwargs)
+        self._reducer.watch(tensors_in(output), on_local)
+        return output
+
+    def _begin_forward(self) -> Callable[[], None]:
+        """Before a training forward: what has to happen on all ranks. Returns what undoes its count."""
+        if torch._C._current_graph_task_id() == -1:  # not while a checkpoint is recomputed inside backward
+            self._reducer.settle_aborted()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"parameter {name!r} was frozen when DistributedDataParallel was made and requires a gradient now, "
+                    "which would not be averaged; wrap the module again after unfreezing"
+                )
+        if not self.do_sync:
+            return _nothing
+        self._ledger.forward()
+        if self.sync_buffers():
+            return _nothing  # the broadcast has happened, so this forward counts whatever its backward does
+        return self._ledger.take_back_forward()
+
+    def sync_buffers(self) -> bool:
+        """Broadcast rank 0's buffers, as every training forward does; returns whether there are any to sync.
+
+        Call it on all ranks before an evaluation or a comparison in which ranks should agree on running statistics.
+        Through ``.data``, so that autograd's version counters do not see it: two forwards may precede a backward.
+        """
+        if self._channel is None or not (self.forward_sync_buffers and self._replicated_buffers):
+            return False
+        self._channel.broadcast([buffer.data for buffer in self._replicated_buffers])
+        return True
+
+    # -- when to synchronize ------------------------------------------------------------------------------------
+
+    @property
+    def do_sync(self) -> bool:
+        """Whether a backward that starts now is synchronized."""
+        return self._reducer.sync_enabled
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """torch's name for :attr:`do_sync`, which frameworks read and set."""
+        return self._reducer.sync_enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, enabled: bool) -> None:
+        self._reducer.sync_enabled = enabled
+
+    def enable_grad_sync(self) -> None:
+        """Synchronize gradients in the backwards that start from now on."""
+        self._reducer.sync_enabled = True
+
+    def disable_grad_sync(self) -> None:
+        """Accumulate gradients locally in the backwards that start from now on."""
+        self._reducer.sync_enabled = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards that start inside the block accumulate locally; the next one outside reduces the sum.
+
+        It is read when backward starts, so it may surround forward and backward, or backward alone.
+        """
+        before = self.do_sync
+        self.disable_grad_sync()
+        try:
+            yield
+        finally:
+            self._reducer.sync_enabled = before
+
+    def sync_gradients(self) -> None:
+        """Average what ``p.grad`` holds, now and without a backward.
+
+        For a rank that has no data in a step in which the others run a backward, and after micro-batches that were all
+        run under :meth:`no_sync`. A parameter without a gradient counts as zero. A rank that ran no forward since
+        the last synchronization also takes part in the broadcast of buffers that a forward begins with.
+
+        Raises:
+            DesyncError: if ranks differ in what must be equal everywhere.
+            CommunicationError: if a rank ended or did not come.
+        """
+        if self._channel is not None:
+            self._reducer.settle_aborted()
+            if self._ledger.forwards_since_sync == 0:
+                self._ledger.forward()
+                self.sync_buffers()
+        self._reducer.synchronize()
+
+    def weight(self, weight: float) -> AbstractContextManager[None]:
+        """Surround a micro-batch whose loss is a *sum*, with the number of samples or tokens it sums over.
+
+        The gradient becomes Σ gradient / Σ weight over all ranks and micro-batches since the last synchronization,
+        which is the mean loss's gradient over the whole global batch however unevenly it is spread::
+
+            with model.weight(len(y)):
+                F.cross_entropy(model(x), y, reduction="sum").backward()
+
+        Set gradients to None (or zero) between weighted steps, as usual; an average that is kept is summed again.
+
+        Raises:
+            UsageError: if `weight` is negative or no finite number.
+        """
+        self._reducer.settle_aborted()  # which uses up the weights counted so far, so before this one is
+        return self._ledger.weigh(weight)
+
+    def watch(self, sampler: Positioned) -> None:
+        """Compare the sampler's epoch and position across ranks in every synchronized backward."""
+        self._ledger.sampler = sampler
+
+    # -- what it costs ------------------------------------------------------------------------------------------
+
+    @property
+    def gradient_bytes_per_step(self) -> int:
+        """Bytes of gradient that this rank hands to communication in one synchronized backward."""
+        return self._reducer.bytes_per_step
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time that backwards have waited for communication at their end, in seconds, since the wrapper was made."""
+        return self._reducer.exposed_seconds
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def bucket_layout(self) -> list[list[str]]:
+        """Names of the parameters in each bucket, in the order of launch; empty in a world of one."""
+        if not isinstance(self._reducer, Reducer):
+            return []
+        names = self._reducer.names
+        return [[names[index] for index in indices] for indices in self._reducer.layout]
+
+    def load_bucket_layout(self, layout: list[list[str]]) -> None:
+        """Rebuild the buckets as :meth:`bucket_layout` gave them; on all ranks alike.
+
+        A layout from a world of one says nothing, and a world of one needs none.
+
+        Raises:
+            CheckpointMismatch: if it names a parameter that this model does not train.
+        """
+        if not layout or not isinstance(self._reducer, Reducer):
+            return
+        index_of = {name: index for index, name in enumerate(self._reducer.names)}
+        for name in (name for names in layout for name in names):
+            if name not in index_of:
+                raise CheckpointMismatch(
+                    f"the bucket layout names {name!r}, which this model does not train; load it into the model it "
+                    "was saved from"
+                )
+        self._reducer.restore_layout([[index_of[name] for name in names] for names in layout])
+
+    def __getstate__(self) -> NoReturn:
+        raise UsageError(
+            "a DistributedDataParallel cannot be copied or pickled, as its buckets and channel belong to this process; "
+            "copy paceline.unwrap(model) and wrap the copy"
+        )
+
+    # -- torch's members that are not supported yet -------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
+        """Not supported yet.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError("communication hooks are not supported by Paceline yet; leave register_comm_hook out")
+
+    def join(self, *_: Any, **__: Any) -> NoReturn:
+        """Not supported yet.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "join() is not supported by Paceline yet; use paceline.data.GlobalBatchSampler, which gives every rank the "
+            "same number of batches, and model.sync_gradients() for an empty one"
+        )
+
+
+def _nothing() -> None:
+    """For a forward that cannot be taken back."""
+
+
+def _release(reducer: Reducer, channel: Channel, hook: Any) -> None:
+    hook.remove()
+    reducer.close()
+    channel.close()
+
+
+def _accept_bare_keys(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Let ``load_state_dict`` take keys without ``module.``, as checkpoints and ``unwrap(model)`` write them."""
+    expected = set(unwrap(model).state_dict())
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        bare = key[len(prefix) :]
+        if bare in expected and f"{prefix}module.{bare}" not in state_dict:
+            state_dict[f"{prefix}module.{bare}"] = state_dict.pop(key)

@@ -1,0 +1,1 @@
+"""Recipes: whole training programs that come with Paceline, one file each."""

@@ -1,0 +1,166 @@
+"""The digits recipe: a small convolutional network on scikit-learn's handwritten digits.
+
+1,797 grey images of 8 × 8 pixels, of which a fifth is held out. Seconds on two cores, so it is the first thing to run.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import MissingExtra, UsageError
+from paceline.recipes.report import Report, print_report, report_of, write_json
+from paceline.rng import set_seed
+from paceline.train import Evaluation, TrainConfig, Trainer
+from paceline.world import World, init
+
+HELD_OUT = 0.2
+LABEL_SMOOTHING = 0.1  # 1,437 images are learnt by heart otherwise: 0.97 instead of 0.99 on the held-out ones
+
+
+@dataclass(frozen=True)
+class DigitsConfig:
+    """The options of ``paceline train digits``."""
+
+    epochs: int = 20
+    batch_size: int = 32
+    lr: float = 0.05
+    seed: int = 0
+    accumulate: int = 1
+    checkpoint_dir: str | None = None
+    checkpoint_every: int | None = None
+    resume: bool = False
+    json: str | None = None
+    backend: str | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot work, before any rank starts.
+
+        Raises:
+            UsageError: names the option, its value and the remedy.
+            MissingExtra: if scikit-learn is not installed.
+        """
+        for name in ("epochs", "batch_size", "accumulate"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if self.batch_size % self.accumulate:
+            raise UsageError(
+                f"--batch-size {self.batch_size} is the whole step's batch and must be a multiple of --accumulate "
+                f"{self.accumulate}"
+            )
+        if not self.lr > 0:
+            raise UsageError(f"--lr must be greater than 0, not {self.lr}")
+        if self.seed < 0:
+            raise UsageError(f"--seed must be at least 0, not {self.seed}")
+        if self.checkpoint_dir is None and self.resume:
+            raise UsageError("--resume needs --checkpoint-dir, the folder to resume from")
+        if self.checkpoint_dir is None and self.checkpoint_every is not None:
+            raise UsageError("--checkpoint-every needs --checkpoint-dir, the folder to write to")
+        if self.checkpoint_every is not None and self.checkpoint_every < 1:
+            raise UsageError(f"--checkpoint-every must be at least 1, not {self.checkpoint_every}")
+        if self.json is not None and not Path(self.json).absolute().parent.is_dir():
+            raise UsageError(f"--json {self.json}: the folder {Path(self.json).absolute().parent} does not exist")
+        if find_spec("sklearn") is None:
+            raise MissingExtra("scikit-learn", "digits", "the digits recipe")
+
+    def to_json(self) -> str:
+        """The options as one argument for the ranks."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> DigitsConfig:
+        """What :meth:`to_json` made."""
+        return cls(**json.loads(text))
+
+
+class DigitsNet(nn.Sequential):
+    """Three convolutions and a linear layer, 30,634 parameters: (batch, 1, 8, 8) to (batch, 10) logits."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64 * 2 * 2, 10),
+        )
+
+
+def load_digits() -> tuple[TensorDataset, TensorDataset]:
+    """Training and held-out images: (n, 1, 8, 8) float32 in 0..1, and labels (n,) int64; the split never changes."""
+    from sklearn.datasets import load_digits as bundled
+    from sklearn.model_selection import train_test_split
+
+    images, labels = bundled(return_X_y=True)
+    parts = train_test_split(images, labels, test_size=HELD_OUT, random_state=0, stratify=labels)
+    train_x, test_x = (torch.tensor(part / 16.0, dtype=torch.float32).view(-1, 1, 8, 8) for part in parts[:2])
+    train_y, test_y = (torch.tensor(part, dtype=torch.int64) for part in parts[2:])
+    return TensorDataset(train_x, train_y), TensorDataset(test_x, test_y)
+
+
+def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
+    """Summed cross-entropy of a batch, with smoothed labels, and its number of samples."""
+    images, labels = _on_device_of(model, batch)
+    loss = F.cross_entropy(model(images), labels, reduction="sum", label_smoothing=LABEL_SMOOTHING)
+    return loss, len(labels)
+
+
+def summed_metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """How many of a batch are right, and their summed loss."""
+    images, labels = _on_device_of(model, batch)
+    logits = model(images)
+    right = (logits.argmax(1) == labels).sum()
+    return {"accuracy": right, "test_loss": F.cross_entropy(logits, labels, reduction="sum")}, len(labels)
+
+
+def _on_device_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    device = next(model.parameters()).device
+    return [part.to(device) for part in batch]
+
+
+def train_digits(config: DigitsConfig, world: World) -> Report:
+    """Train on this rank; the same report on every rank."""
+    train_data, test_data = load_digits()
+    with set_seed(config.seed):
+        net = DigitsNet().to(world.device)
+    model = DistributedDataParallel(net, check_finite=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    micro_batch = config.batch_size // config.accumulate
+    loader = DataLoader(train_data, batch_size=micro_batch, shuffle=True, seed=config.seed)
+    held_out = DataLoader(test_data, batch_size=256)
+    settings = TrainConfig(
+        epochs=config.epochs,
+        accumulate=config.accumulate,
+        warmup_steps=10,
+        decay="linear",
+        checkpoint_dir=config.checkpoint_dir,
+        checkpoint_every=config.checkpoint_every,
+        resume=config.resume,
+    )
+    evaluation = Evaluation(held_out, summed_metrics, ("accuracy", "test_loss"))
+    result = Trainer(model, optimizer, summed_loss, loader, settings, evaluation).fit()
+    return report_of(model, result, world)
+
+
+def main(text: str) -> None:
+    """A rank's work: train, and on rank 0 print the report."""
+    config = DigitsConfig.from_json(text)
+    with init(config.backend) as world:
+        report = train_digits(config, world)
+        if world.is_main:
+            print_report("digits", report)
+            write_json(config.json, report)

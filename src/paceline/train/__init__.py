@@ -1,0 +1,7 @@
+"""The trainer, for those who would rather not write the loop themselves."""
+
+from paceline.train.config import TrainConfig
+from paceline.train.evaluation import Evaluation, evaluate
+from paceline.train.trainer import Result, Trainer
+
+__all__ = ["Evaluation", "Result", "TrainConfig", "Trainer", "evaluate"]

@@ -1,0 +1,71 @@
+"""Evaluation in which every sample counts exactly once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from paceline.modules import unwrap
+
+Sums = Callable[[nn.Module, Any], tuple[dict[str, Tensor], int]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to evaluate on, and how.
+
+    ``sums(module, batch)`` gives, for one batch, the *sum* of each metric over its samples, as tensors without
+    dimensions, and the number of samples.
+    """
+
+    loader: DataLoader
+    sums: Sums
+    names: tuple[str, ...]
+    """The metrics' names, which every rank needs, also one whose slices are all empty."""
+
+
+@torch.no_grad()
+def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str, float]:
+    """The mean of each metric over all samples of the evaluation's loader; the same on every rank.
+
+    Runs the module without its wrapper, in eval mode, with rank 0's running statistics. Collective.
+
+    Raises:
+        UsageError: if ``sums`` gives other names than the evaluation's.
+    """
+    model.sync_buffers()
+    module = unwrap(model)
+    was_training = module.training
+    module.eval()
+    totals = torch.zeros(len(evaluation.names) + 1, dtype=torch.float64)
+    evaluation.loader.progress.restart()
+    try:
+        for batch in evaluation.loader:
+            if batch is None:
+                continue
+            sums, count = evaluation.sums(module, batch)
+            if set(sums) != set(evaluation.names):
+                raise UsageError(f"the evaluation gave {sorted(sums)}, but its names are {sorted(evaluation.names)}")
+            totals += torch.tensor([float(sums[name]) for name in evaluation.names] + [count], dtype=torch.float64)
+    finally:
+        module.train(was_training)
+    totals = all_sum(totals, model)
+    return {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
+
+
+def all_sum(values: Tensor, model: DistributedDataParallel) -> Tensor:
+    """The sum over the model's ranks of `values`, a small float64 vector on the CPU."""
+    if dist.get_world_size(model.process_group) > 1:
+        device = model.device if "gloo" not in str(dist.get_backend_config(model.process_group)) else values.device
+        moved = values.to(device)
+        dist.all_reduce(moved, group=model.process_group)
+        values = moved.cpu()
+    return values

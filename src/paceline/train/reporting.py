@@ -1,0 +1,113 @@
+"""What rank 0 shows and writes while training: progress on the terminal, metrics to files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from paceline.errors import MissingExtra, UsageError
+
+
+class MetricsLog:
+    """Writes metrics as JSON Lines and, if asked for, for TensorBoard; on rank 0 only.
+
+    Args:
+        file: JSON Lines file, or None. Lines of steps after `step`, which a resumed run repeats, are dropped.
+        tensorboard_dir: folder for TensorBoard, or None.
+        step: the step that the run begins at.
+
+    Raises:
+        UsageError: if the file cannot be written.
+        MissingExtra: if TensorBoard is asked for and not installed.
+    """
+
+    def __init__(self, file: str | None, tensorboard_dir: str | None, step: int) -> None:
+        self._file: TextIO | None = None
+        self._board: Any = None
+        if file is not None:
+            self._file = _reopen(Path(file), step)
+        if tensorboard_dir is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise MissingExtra("tensorboard", "tensorboard", "writing TensorBoard files") from None
+            self._board = SummaryWriter(tensorboard_dir, purge_step=step + 1 if step else None)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record `values` as of `step`."""
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, **values}) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Finish the files."""
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _reopen(path: Path, step: int) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text().splitlines() if step and path.exists() else []
+        kept = [line for line in lines if _step_of(line) <= step]
+        path.write_text("".join(line + "\n" for line in kept))
+        return path.open("a")
+    except OSError as error:
+        raise UsageError(f"metrics cannot be written to {path}: {error.strerror}; choose another file") from error
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # half a line, from a run that was killed
+
+
+class ProgressDisplay:
+    """A bar over all steps on a terminal; elsewhere a line for every epoch. Shows nothing unless `on`."""
+
+    def __init__(self, total_steps: int, step: int, *, on: bool) -> None:
+        console = Console(file=sys.stdout)
+        self._on, self._bar = on, None
+        if on and console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._task = self._bar.add_task("training", total=total_steps, completed=step)
+
+    def advance(self, epoch: int) -> None:
+        """One step further."""
+        if self._bar is not None:
+            self._bar.update(self._task, advance=1, description=f"epoch {epoch + 1}")
+
+    def epoch_ended(self, epoch: int, epochs: int, values: Mapping[str, float]) -> None:
+        """Say how the epoch went."""
+        if not self._on:
+            return
+        line = f"epoch {epoch + 1}/{epochs}  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)
+        else:
+            print(line, flush=True)
+
+    def __enter__(self) -> ProgressDisplay:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
