@@ -1,0 +1,46 @@
+# Every target sets up what it needs in .venv; nothing else on the machine is touched.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test check bench clean
+
+help:  ## show this help
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp a set of extras: installed once, and again when the pins or the package's metadata change.
+$(VENV)/.digits: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing Paceline and PyTorch into $(VENV) …"
+	$(PIP) -e '.[digits]'
+	@touch $@
+
+$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing Paceline, PyTorch and the tools for tests into $(VENV) …"
+	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.digits
+
+install: $(VENV)/.digits  ## install Paceline into .venv
+
+train: $(VENV)/.digits  ## train a digit classifier with two ranks, in seconds
+	$(BIN)/paceline train digits --nproc 2 $(ARGS)
+
+test: $(VENV)/.dev  ## run the whole test suite
+	$(BIN)/python -m pytest -n 2 -q $(ARGS)
+
+check: $(VENV)/.dev  ## lint, format, types and layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev  ## run the benchmarks; dated results go to benchmarks/results
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build src/*.egg-info

@@ -1,0 +1,23 @@
+"""Runs every benchmark with two ranks, one after the other. See each script for what it compares."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPTS = ("step_time.py",)
+
+
+def main() -> int:
+    here = Path(__file__).parent
+    for script in SCRIPTS:
+        print(f"== {script}", flush=True)
+        command = [sys.executable, "-m", "paceline", "run", "--nproc", "2", str(here / script), *sys.argv[1:]]
+        if code := subprocess.call(command):
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
