@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -66,9 +67,8 @@ def main() -> None:
             "paceline": step_of(workload, paceline.DistributedDataParallel),
         }
         for cap in options.bucket_cap_mb or ():
-            variants[f"paceline {cap:g} MiB"] = step_of(
-                workload, lambda module, cap=cap: paceline.DistributedDataParallel(module, bucket_cap_mb=cap)
-            )
+            wrap = partial(paceline.DistributedDataParallel, bucket_cap_mb=cap)
+            variants[f"paceline {cap:g} MiB"] = step_of(workload, wrap)
         trial = torch.tensor(take_turns({"bare": variants["bare"]}, 1, 1)["bare"])
         dist.all_reduce(trial, op=dist.ReduceOp.MAX)
         seconds = take_turns(variants, options.rounds, max(1, int(options.seconds / float(trial[0]))))

@@ -38,7 +38,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
-        return x + self.mlp(self.norm2(x))
+        mixed: Tensor = x + self.mlp(self.norm2(x))
+        return mixed
 
 
 class SmallGPT(nn.Module):
@@ -54,7 +55,8 @@ class SmallGPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, length) to logits (batch × length, vocabulary)."""
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x))).flatten(0, 1)
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits.flatten(0, 1)
 
 
 def mlp(width: int, layers: int) -> nn.Module:
