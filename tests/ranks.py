@@ -11,6 +11,7 @@ port, so tests run side by side.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import time
@@ -29,7 +30,9 @@ from paceline.world import World, init
 
 TIMEOUT_S = 120.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "paceline", "hypothesis", "pytest"])
+# torch._dynamo: torch's optimizers import it, which takes every rank a second and more.
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "paceline", "paceline.train", "hypothesis", "pytest"]
+_context.set_forkserver_preload(_PRELOADED)
 
 
 class RankFailed(AssertionError):
@@ -141,10 +144,13 @@ def _serve(rank: int, size: int, port: int, backend: str | None, timeout: float,
             if world is None:
                 # Shorter than the caller's, so that a hang ends with torch's message rather than with silence.
                 world = init(backend, timeout=timedelta(seconds=timeout * 0.8))
+            # A rank that hangs shows where, before the others' patience ends.
+            faulthandler.dump_traceback_later(timeout * 0.7)
             try:
                 answer: tuple[bool, Any] = (True, function(world, *arguments))
             except BaseException:
                 answer = (False, traceback.format_exc())
+            faulthandler.cancel_dump_traceback_later()
             try:
                 pipe.send(answer)
             except Exception:

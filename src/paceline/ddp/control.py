@@ -125,11 +125,16 @@ class ControlBlock:
             )
         if bad := self._marked(1):
             where = [rank for rank, status in enumerate(statuses) if status.non_finite]
-            shown = ", ".join(repr(self.names[index]) for index in bad[:5]) + (", …" if len(bad) > 5 else "")
-            raise NonFiniteGradient(
-                f"the gradient holds NaN or Inf on {_ranks(where)}, in {shown} ({len(bad)} of {self.count} "
-                "parameters); no optimizer step was taken, look at this batch's loss and at the learning rate"
-            )
+            raise non_finite(where, [self.names[index] for index in bad], self.count)
+
+
+def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFiniteGradient:
+    """The error of gradients that are not finite: on which ranks, of which of `count` parameters."""
+    shown = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
+    return NonFiniteGradient(
+        f"the gradient holds NaN or Inf on {_ranks(ranks)}, in {shown} ({len(names)} of {count} parameters); no "
+        "optimizer step was taken, look at this batch's loss and at the learning rate"
+    )
 
 
 def scale_of(statuses: Sequence[Status]) -> float:
@@ -147,10 +152,10 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _who_has(values: Sequence[float], noun: str) -> str:
+def _who_has(values: Sequence[int], noun: str) -> str:
     """«rank 0 has 3, ranks 1, 2 have 2 optimizer steps»."""
-    groups: dict[float, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)
-    parts = [f"{_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value:g}" for value, ranks in groups.items()]
+    parts = [f"{_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in groups.items()]
     return f"{', '.join(parts)} {noun}"

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
-from torch.optim.optimizer import Optimizer
-
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED, Status
 from paceline.errors import UsageError
 
@@ -22,13 +20,15 @@ class Positioned(Protocol):
 
 
 class Ledger:
-    """Counts forwards and optimizer steps, adds up weights, and notices backwards that ran without one."""
+    """Counts what the rank does, adds up weights, and notices backwards that ran without one."""
 
     forwards_since_sync: int
     """Counted forwards since the last synchronized backward."""
+    synchronizations: int
+    """Synchronized backwards since the wrapper was made."""
 
     def __init__(self) -> None:
-        self.forwards_since_sync = 0
+        self.forwards_since_sync = self.synchronizations = 0
         self.sampler: Positioned | None = None
         self.status = Status()
         self._inside = 0
@@ -43,9 +43,10 @@ class Ledger:
     def synchronized(self) -> None:
         """A step has been synchronized: weights and pending forwards are used up."""
         self.forwards_since_sync = 0
+        self.synchronizations += 1
         self.status.weight, self.status.weighting, self._unclaimed = 0, 0, 0
 
-    # -- forwards and steps -------------------------------------------------------------------------------------
+    # -- forwards -----------------------------------------------------------------------------------------------
 
     def forward(self) -> None:
         """A forward counts from now on."""
@@ -63,12 +64,6 @@ class Ledger:
                 self.forwards_since_sync = max(0, self.forwards_since_sync - 1)
 
         return take_back
-
-    def count_step(self, parameters: set[int], optimizer: Optimizer, *_: object) -> None:
-        """A hook for every optimizer: counts a step if it trains one of `parameters`, given by ``id``."""
-        firsts = (group["params"][0] for group in optimizer.param_groups if group["params"])
-        if any(id(parameter) in parameters for parameter in firsts):
-            self.status.optimizer_steps += 1
 
     # -- weights ------------------------------------------------------------------------------------------------
 

@@ -19,18 +19,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.buckets import CAPACITY, FIRST_CAPACITY, Bucket, arrival_order, assign
+from paceline.buckets import CAPACITY, FIRST_CAPACITY, Bucket, arrival_order
 from paceline.ddp.arrivals import Arrivals
+from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.channel import Channel
 from paceline.ddp.control import ControlBlock, Status, scale_of
 from paceline.ddp.late import launch_late, settle_late
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.storage import BucketSet
 from paceline.errors import CommunicationError, UsageError
 from paceline.events import Recorder
 
@@ -53,10 +54,6 @@ class Options:
     check_finite: bool = False
 
 
-class GraphTask:
-    """Lives as long as autograd's graph task does, whose callbacks hold the only reference."""
-
-
 class Reducer:
     """Owns the buckets of one wrapper and carries each synchronized backward from its start to its end."""
 
@@ -77,66 +74,27 @@ class Reducer:
         self.parameters = [parameter for _, parameter in named_parameters]
         self.sync_enabled = True
         self.exposed_seconds = 0.0
-        self.buckets: list[Bucket] = []
+        self.storage = BucketSet(self.names, self.parameters, options.capacities)
         self._channel, self._ledger, self._options, self._recorder = channel, ledger, options, recorder
         self._control = ControlBlock(self.names, channel.rank, channel.size, torch.device("cpu"))
         self._phase = Phase.IDLE
         self._aborted = False
         self._order_known = False
-        self._accumulate_nodes = [_accumulate_node(parameter) for parameter in self.parameters]
+        self._accumulators = Accumulators(self.parameters)
         self._arrivals = Arrivals(self.parameters, self._hooked)
-        self._use_layout(self._assign(range(len(self.parameters) - 1, -1, -1)))
+        self._arrivals.use_layout(self.storage.layout, order_known=False)
         self._arrivals.begin(clear=True)
 
-    # -- buckets ------------------------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> list[list[int]]:
-        """Parameter indices of every bucket, in the order of launch."""
-        return [bucket.indices for bucket in self.buckets]
-
-    @property
-    def bytes_per_step(self) -> int:
-        """Bytes of gradient that this rank hands to communication in one synchronized backward."""
-        return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
-
-    def restore_layout(self, layout: list[list[int]]) -> None:
-        """Take over a checkpoint's layout instead of observing the order of arrival.
+    def restore_layout(self, layout: list[list[str]]) -> None:
+        """Take over a checkpoint's layout, by parameter names, instead of observing the order of arrival.
 
         Raises:
-            UsageError: if it does not hold every parameter exactly once, in buckets of one dtype each.
+            CheckpointMismatch: if it does not fit this model.
         """
-        held = sorted(index for indices in layout for index in indices)
-        kinds = [{self._kind(index) for index in indices} for indices in layout]
-        if held != list(range(len(self.parameters))) or any(len(kind) != 1 for kind in kinds):
-            raise UsageError(
-                f"the bucket layout holds {len(held)} parameters in a way that does not fit this model of "
-                f"{len(self.parameters)}; it was saved from another model"
-            )
+        self.storage.use_named(layout)
         self._order_known = True
         self._arrivals.observed = []
-        self._use_layout(layout)
-
-    def _kind(self, index: int) -> tuple[torch.dtype, torch.device]:
-        return self.parameters[index].dtype, self.parameters[index].device
-
-    def _assign(self, order: Sequence[int]) -> list[list[int]]:
-        sizes = [parameter.numel() * parameter.element_size() for parameter in self.parameters]
-        kinds = [self._kind(index) for index in range(len(self.parameters))]
-        return assign(sizes, kinds, order, self._options.capacities)
-
-    def _use_layout(self, layout: list[list[int]]) -> None:
-        """Allocate buckets for `layout`; gradients that lie in the old ones move along."""
-        old = {id(view) for bucket in self.buckets for view in bucket.views}
-        self.buckets = [Bucket.allocate(indices, self.parameters) for indices in layout]
-        self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
-        for bucket in self.buckets:
-            for index, view in zip(bucket.indices, bucket.views, strict=True):
-                self._views[index] = view
-                gradient = self.parameters[index].grad
-                if gradient is not None and id(gradient) in old:
-                    self.parameters[index].grad = view.copy_(gradient)
-        self._arrivals.use_layout(layout, order_known=self._order_known)
+        self._arrivals.use_layout(self.storage.layout, order_known=True)
 
     # -- 1. backward starts -------------------------------------------------------------------------------------
 
@@ -150,7 +108,7 @@ class Reducer:
                 output.register_hook(partial(self._output_hook, on_local))
 
     def _output_hook(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
-        if self._phase in (Phase.BACKWARD, Phase.SETTLING) or not self._accumulates():
+        if self._phase in (Phase.BACKWARD, Phase.SETTLING) or not self._accumulators.are_meant():
             return
         self.settle_aborted()
         self._ledger.backward_began()
@@ -159,17 +117,6 @@ class Reducer:
             return
         self._begin()
         self._queue_finish()
-
-    def _accumulates(self) -> bool:
-        """Whether the running graph task is a backward for our parameters, not ``autograd.grad``."""
-        if torch.autograd._is_checkpoint_valid():
-            # A plain backward(). Which parameters it reaches is not asked: all of them may be hidden in reentrant
-            # checkpoints, and a rank that uses none contributes zero.
-            return any(parameter.requires_grad for parameter in self.parameters)
-        try:
-            return any(map(torch._C._will_engine_execute_node, self._accumulate_nodes))
-        except RuntimeError:  # torch's answer while autograd.grad runs with respect to one of our parameters
-            return False
 
     def _begin(self) -> None:
         self._phase = Phase.BACKWARD
@@ -212,8 +159,8 @@ class Reducer:
             self._begin()
             self._queue_finish()
         self._arrivals.arrived(index)
-        while len(self._works) < len(self.buckets) and self._arrivals.complete(len(self._works)):
-            self._launch(self.buckets[len(self._works)])
+        while len(self._works) < len(self.storage) and self._arrivals.complete(len(self._works)):
+            self._launch(self.storage.buckets[len(self._works)])
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
@@ -255,12 +202,12 @@ class Reducer:
             mine_late = self._launch_rest()
             yield True
             statuses = self._wait()
-            late = launch_late(self._control.late(), mine_late, self._views, self._channel)
+            late = launch_late(self._control.late(), mine_late, self.storage.views, self._channel)
             order = None if self._order_known else self._launch_order()
             if late or order:
                 yield True
-                settle_late(late, self._views, scale_of(statuses), self._channel)
-        except Exception:
+                settle_late(late, self.storage.views, scale_of(statuses), self._channel)
+        except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
             self._phase = Phase.BROKEN
             raise
         self._publish()
@@ -272,10 +219,10 @@ class Reducer:
     def _launch_rest(self) -> dict[int, Tensor]:
         """Launch what is left, then the control block; returns this rank's late deltas by parameter."""
         early = len(self._works)
-        for bucket in self.buckets[early:]:
+        for bucket in self.storage.buckets[early:]:
             self._launch(bucket)
         late: dict[int, Tensor] = {}
-        for bucket in self.buckets[:early]:
+        for bucket in self.storage.buckets[:early]:
             for index in bucket.indices:
                 if (gradient := self.parameters[index].grad) is not None:
                     late[index] = gradient
@@ -293,11 +240,11 @@ class Reducer:
         with self._recorder.span("wait"):
             start = time.perf_counter()
             for at, work in enumerate(self._works):
-                what = f"all-reduce of gradient bucket {at}" if at < len(self.buckets) else "exchange of control blocks"
+                what = f"all-reduce of gradient bucket {at}" if at < len(self.storage) else "exchange of control blocks"
                 self._channel.wait(work, what)
             self.exposed_seconds += time.perf_counter() - start
         statuses = self._control.statuses()
-        torch._foreach_mul_([bucket.flat for bucket in self.buckets], scale_of(statuses))
+        torch._foreach_mul_([bucket.flat for bucket in self.storage.buckets], scale_of(statuses))
         return statuses
 
     def _launch_order(self) -> tuple[Tensor, dist.Work]:
@@ -312,11 +259,12 @@ class Reducer:
         self._channel.wait(work, "exchange of the order of arrival")
         if order.any():
             self._order_known = True
-            self._use_layout(self._assign((order - 1).tolist()))
+            self.storage.assign_in((order - 1).tolist())
+            self._arrivals.use_layout(self.storage.layout, order_known=True)
 
     def _publish(self) -> None:
         """Show the averages: ``p.grad`` is the bucket's view, or None where no rank had a gradient."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        for parameter, view in zip(self.parameters, self.storage.views, strict=True):
             parameter.grad = view
         for index in self._control.absent_everywhere():
             self.parameters[index].grad = None
@@ -355,8 +303,8 @@ class Reducer:
         """
         if self._phase is Phase.BROKEN:
             raise CommunicationError(
-                f"rank {self._channel.rank}: a collective of this model has failed before, so ranks no longer agree on "
-                "the step; start again from the last checkpoint"
+                f"rank {self._channel.rank}: a step of this model has failed in the middle before, so ranks no longer "
+                "agree on where they are; start again from the last checkpoint"
             )
         if self._phase is not Phase.ABORTED:
             return
@@ -373,18 +321,13 @@ class Reducer:
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
 
+    def local_gradient(self) -> str | None:
+        """The name of a parameter whose gradient is this rank's own, not an average; None if there is none."""
+        for name, parameter, view in zip(self.names, self.parameters, self.storage.views, strict=True):
+            if parameter.grad is not None and parameter.grad is not view:
+                return name
+        return None
+
     def close(self) -> None:
         """Take the hooks off the parameters."""
         self._arrivals.close()
-
-
-def _accumulate_node(parameter: nn.Parameter) -> Any:
-    """The autograd node that accumulates into `parameter`."""
-    with torch.enable_grad():
-        alias: Any = parameter.expand_as(parameter)
-    return alias.grad_fn.next_functions[0][0]
-
-
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Have autograd call `callback` at the end of the running graph task."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,4 +1,4 @@
-"""A world of one: nothing to reduce, and nothing paid for it unless micro-batches are weighted."""
+"""A world of one: nothing to reduce, and nothing paid for it unless micro-batches are weighted or checked."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.ddp.control import UNWEIGHTED, WEIGHTED, scale_of
+from paceline.ddp.autograd import GraphTask, is_plain_backward, queue_callback
+from paceline.ddp.control import UNWEIGHTED, WEIGHTED, non_finite, scale_of
 from paceline.ddp.ledger import Ledger
-from paceline.ddp.reducer import GraphTask, queue_callback
 from paceline.errors import DesyncError
 
 
@@ -19,11 +19,12 @@ class SoloReducer:
     """The reducer's twin for one rank: ``model.weight(w)`` still means Σ gradient / Σ w over micro-batches."""
 
     exposed_seconds = 0.0
-    bytes_per_step = 0
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ledger: Ledger) -> None:
+    def __init__(self, trained: Sequence[tuple[str, nn.Parameter]], ledger: Ledger, check_finite: bool) -> None:
         self.sync_enabled = True
-        self._parameters, self._ledger = parameters, ledger
+        self._names = [name for name, _ in trained]
+        self._parameters, self._ledger = [parameter for _, parameter in trained], ledger
+        self._check_finite = check_finite
         self._task: weakref.ref[GraphTask] | None = None
 
     def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
@@ -34,10 +35,10 @@ class SoloReducer:
 
     def _output_hook(self, _gradient: Tensor) -> None:
         under_way = self._task is not None and self._task() is not None
-        if under_way or not torch.autograd._is_checkpoint_valid():
+        if under_way or not is_plain_backward():
             return
         self._ledger.backward_began()
-        if self.sync_enabled and self._ledger.status.weighting:
+        if self.sync_enabled and (self._check_finite or self._ledger.status.weighting):
             task = GraphTask()
             self._task = weakref.ref(task)
             queue_callback(partial(self._end, task))
@@ -58,6 +59,14 @@ class SoloReducer:
         if weighting & WEIGHTED and gradients:
             torch._foreach_mul_(gradients, scale_of([self._ledger.status]))
         self._ledger.synchronized()
+        if self._check_finite:
+            self._expect_finite()
+
+    def _expect_finite(self) -> None:
+        named = zip(self._names, self._parameters, strict=True)
+        present = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
+        if bad := [name for name, gradient in present if not torch.isfinite(gradient).all()]:
+            raise non_finite([0], bad, len(self._names))
 
     def settle_aborted(self) -> None:
         """Nobody waits for a rank that is alone."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline.ddp.arguments import (
     capacities,
@@ -28,12 +26,14 @@ from paceline.ddp.arguments import (
     tensors_in,
     trained_parameters,
 )
+from paceline.ddp.autograd import is_in_backward
 from paceline.ddp.channel import Channel
 from paceline.ddp.ledger import Ledger, Positioned
 from paceline.ddp.reducer import Options, Reducer
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
 from paceline.ddp.solo import SoloReducer
-from paceline.errors import CheckpointMismatch, UsageError
+from paceline.ddp.steps import StepGuard
+from paceline.errors import UsageError
 from paceline.events import Recorder
 from paceline.modules import unwrap
 
@@ -49,6 +49,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Gradients equal those of one process on the whole global batch: for a mean loss and equal slices as torch's do, and
     for slices of any size with :meth:`weight` around a summed loss. A parameter for which no rank has a gradient keeps
     ``grad is None``.
+
+    Call the wrapper, not ``model.module``: a backward through a part of the module that was called by itself is
+    synchronized only if it reaches a parameter that still has a hook. An optimizer step over gradients of which none
+    was averaged is refused.
 
     Args:
         module: the module to replicate, on its device already; the same on every rank.
@@ -132,14 +136,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
         if dist.get_world_size(self.process_group) == 1:
             self._channel: Channel | None = None
-            self._reducer: Reducer | SoloReducer = SoloReducer([p for _, p in trained], self._ledger)
+            self._reducer: Reducer | SoloReducer = SoloReducer(trained, self._ledger, check_finite)
             return
         self._channel = Channel(self.process_group, self.device)
         make_equal(self._channel, replicated, init_sync)
         self._reducer = Reducer(trained, self._channel, self._ledger, options, recorder or Recorder())
-        hook = register_optimizer_step_post_hook(partial(self._ledger.count_step, {id(p) for _, p in trained}))
+        guard = StepGuard(self._reducer, self._ledger)
         # When the wrapper goes, the module is the user's alone again, without hooks or a channel.
-        weakref.finalize(self, _release, self._reducer, self._channel, hook).atexit = False
+        weakref.finalize(self, _release, self._reducer, self._channel, guard).atexit = False
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -157,7 +161,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _begin_forward(self) -> Callable[[], None]:
         """Before a training forward: what has to happen on all ranks. Returns what undoes its count."""
-        if torch._C._current_graph_task_id() == -1:  # not while a checkpoint is recomputed inside backward
+        if not is_in_backward():  # not while a checkpoint is recomputed inside backward
             self._reducer.settle_aborted()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
@@ -264,7 +268,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     @property
     def gradient_bytes_per_step(self) -> int:
         """Bytes of gradient that this rank hands to communication in one synchronized backward."""
-        return self._reducer.bytes_per_step
+        return self._reducer.storage.nbytes if isinstance(self._reducer, Reducer) else 0
 
     @property
     def exposed_seconds(self) -> float:
@@ -275,10 +279,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def bucket_layout(self) -> list[list[str]]:
         """Names of the parameters in each bucket, in the order of launch; empty in a world of one."""
-        if not isinstance(self._reducer, Reducer):
-            return []
-        names = self._reducer.names
-        return [[names[index] for index in indices] for indices in self._reducer.layout]
+        return self._reducer.storage.named_layout() if isinstance(self._reducer, Reducer) else []
 
     def load_bucket_layout(self, layout: list[list[str]]) -> None:
         """Rebuild the buckets as :meth:`bucket_layout` gave them; on all ranks alike.
@@ -286,18 +287,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         A layout from a world of one says nothing, and a world of one needs none.
 
         Raises:
-            CheckpointMismatch: if it names a parameter that this model does not train.
+            CheckpointMismatch: if it does not fit this model.
         """
-        if not layout or not isinstance(self._reducer, Reducer):
-            return
-        index_of = {name: index for index, name in enumerate(self._reducer.names)}
-        for name in (name for names in layout for name in names):
-            if name not in index_of:
-                raise CheckpointMismatch(
-                    f"the bucket layout names {name!r}, which this model does not train; load it into the model it "
-                    "was saved from"
-                )
-        self._reducer.restore_layout([[index_of[name] for name in names] for names in layout])
+        if layout and isinstance(self._reducer, Reducer):
+            self._reducer.restore_layout(layout)
 
     def __getstate__(self) -> NoReturn:
         raise UsageError(
@@ -331,8 +324,8 @@ def _nothing() -> None:
     """For a forward that cannot be taken back."""
 
 
-def _release(reducer: Reducer, channel: Channel, hook: Any) -> None:
-    hook.remove()
+def _release(reducer: Reducer, channel: Channel, guard: StepGuard) -> None:
+    guard.close()
     reducer.close()
     channel.close()
 

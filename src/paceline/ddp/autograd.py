@@ -1,0 +1,53 @@
+"""What is asked of torch's autograd engine, some of which has no public name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class GraphTask:
+    """Lives as long as autograd's graph task does, whose callbacks hold the only reference."""
+
+
+class Accumulators:
+    """The autograd nodes that accumulate into some parameters."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._nodes = [_accumulate_node(parameter) for parameter in parameters]
+
+    def are_meant(self) -> bool:
+        """Whether the running graph task is a backward for these parameters, not ``autograd.grad``."""
+        if is_plain_backward():
+            # Which parameters it reaches is not asked: all of them may be hidden in reentrant checkpoints, and a
+            # rank that uses none contributes zero.
+            return any(parameter.requires_grad for parameter in self._parameters)
+        try:
+            return any(map(torch._C._will_engine_execute_node, self._nodes))
+        except RuntimeError:  # torch's answer while autograd.grad runs with respect to one of these parameters
+            return False
+
+
+def is_plain_backward() -> bool:
+    """Whether the running graph task is a ``backward()`` without ``inputs``."""
+    return bool(torch.autograd._is_checkpoint_valid())
+
+
+def is_in_backward() -> bool:
+    """Whether a graph task is running in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Have autograd call `callback` at the end of the running graph task, after those queued before it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _accumulate_node(parameter: nn.Parameter) -> Any:
+    with torch.enable_grad():
+        alias: Any = parameter.expand_as(parameter)
+    return alias.grad_fn.next_functions[0][0]

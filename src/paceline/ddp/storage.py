@@ -1,0 +1,89 @@
+"""All buckets of a wrapper: where each parameter's gradient lies, and in which order buckets are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.buckets import Bucket, assign
+from paceline.errors import CheckpointMismatch
+
+
+class BucketSet:
+    """Buckets for `parameters`, first assigned in reverse order, which is about that of backward.
+
+    Args:
+        names: the parameters' names.
+        parameters: in the module's order.
+        capacities: bytes of the first, second, … bucket; see :func:`paceline.buckets.assign`.
+    """
+
+    views: list[Tensor]
+    """For each parameter, its place in a bucket, shaped like its gradient."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], capacities: Sequence[int]) -> None:
+        self._names, self._parameters, self._capacities = names, parameters, capacities
+        self.buckets: list[Bucket] = []
+        self.assign_in(range(len(parameters) - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    @property
+    def layout(self) -> list[list[int]]:
+        """Parameter indices of every bucket, in the order of launch."""
+        return [bucket.indices for bucket in self.buckets]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
+
+    def assign_in(self, order: Sequence[int]) -> None:
+        """Make the buckets anew for parameters that arrive in `order`."""
+        sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
+        kinds = [self._kind(index) for index in range(len(self._parameters))]
+        self._use(assign(sizes, kinds, order, self._capacities))
+
+    def named_layout(self) -> list[list[str]]:
+        """The layout with names for indices."""
+        return [[self._names[index] for index in indices] for indices in self.layout]
+
+    def use_named(self, layout: list[list[str]]) -> None:
+        """Take over the layout that :meth:`named_layout` gave.
+
+        Raises:
+            CheckpointMismatch: if it does not hold every parameter exactly once, in buckets of one dtype each.
+        """
+        held = sorted(name for names in layout for name in names)
+        for name in held:
+            if name not in self._names:
+                raise CheckpointMismatch(
+                    f"the bucket layout names {name!r}, which this model does not train; load it into the model it "
+                    "was saved from"
+                )
+        index_of = {name: index for index, name in enumerate(self._names)}
+        indices = [[index_of[name] for name in names] for names in layout]
+        if held != sorted(self._names) or any(len({self._kind(index) for index in part}) != 1 for part in indices):
+            raise CheckpointMismatch(
+                f"the bucket layout holds {len(held)} parameters in a way that does not fit this model of "
+                f"{len(self._names)}; load it into the model it was saved from"
+            )
+        self._use(indices)
+
+    def _use(self, layout: list[list[int]]) -> None:
+        """Allocate buckets for `layout`; gradients that lie in the old ones move along."""
+        old = {id(view) for bucket in self.buckets for view in bucket.views}
+        self.buckets = [Bucket.allocate(indices, self._parameters) for indices in layout]
+        self.views = [torch.empty(0)] * len(self._parameters)
+        for bucket in self.buckets:
+            for index, view in zip(bucket.indices, bucket.views, strict=True):
+                self.views[index] = view
+                gradient = self._parameters[index].grad
+                if gradient is not None and id(gradient) in old:
+                    self._parameters[index].grad = view.copy_(gradient)
+
+    def _kind(self, index: int) -> tuple[torch.dtype, torch.device]:
+        return self._parameters[index].dtype, self._parameters[index].device

@@ -1,0 +1,158 @@
+"""Promise: a model with BatchNorm equals one process that runs the ranks' slices in turn, with buffers of slice 0."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.ddp import DistributedDataParallel
+from paceline.world import World
+from twins import INPUTS, OUTPUTS, Pools, global_batch, same_gradients, same_tensor, same_weights
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    with Pools() as pools:
+        yield pools
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(INPUTS, 6, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
+        self.last = nn.Linear(6, OUTPUTS, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).tanh())
+
+
+def buffers(module: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in module.buffers()]
+
+
+def put(module: nn.Module, values: list[Tensor]) -> None:
+    for buffer, value in zip(module.buffers(), values, strict=True):
+        buffer.data.copy_(value)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor, forwards: int) -> Tensor:
+    return sum(((model(x + k) - y) ** 2).mean() for k in range(forwards))  # type: ignore[return-value]
+
+
+def train(world: World, broadcast: bool, forwards: int) -> list[str]:
+    torch.manual_seed(0)
+    module = Normed()
+    twin = copy.deepcopy(module)
+    model = DistributedDataParallel(module, broadcast_buffers=broadcast)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (module, twin)]
+    twins = [buffers(twin) for _ in range(world.size)]  # each slice's own running statistics
+    for step in range(4):
+        x, y = global_batch(step, 5 * world.size)
+        slices = list(zip(x.tensor_split(world.size), y.tensor_split(world.size), strict=True))
+        loss_of(model, *slices[world.rank], forwards).backward()
+        outcome, seen_by_0 = [], []
+        for rank, (xs, ys) in enumerate(slices):
+            put(twin, twins[rank])
+            losses = []
+            for k in range(forwards):
+                if rank == 0:
+                    seen_by_0.append(buffers(twin))
+                elif broadcast:  # every forward starts from what rank 0 has by then
+                    put(twin, seen_by_0[k])
+                losses.append(((twin(xs + k) - ys) ** 2).mean())
+            (torch.stack(losses).sum() / world.size).backward()
+            outcome.append(buffers(twin))
+        twins = outcome
+        for mine, others in zip(module.buffers(), twins[world.rank], strict=True):
+            same_tensor(mine.double(), others.double(), 1e-9, f"buffer in step {step}")
+        same_gradients(module, twin)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same_weights(module, twin)
+    model.sync_buffers()
+    if broadcast:
+        for mine, first in zip(module.buffers(), twins[0], strict=True):
+            same_tensor(mine.double(), first.double(), 1e-9, "buffer after sync_buffers()")
+    return [str(buffer.tolist()) for buffer in module.buffers()]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_training_equals_the_slices_in_turn(pools: Pools, size: int, broadcast: bool, forwards: int) -> None:
+    """With two forwards before one backward, too, which buffers broadcast in place would break."""
+    results = pools.run(size, train, broadcast, forwards)
+    assert (len({str(result) for result in results}) == 1) == broadcast
+
+
+def evaluate_on_rank_0(world: World, mode: str) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Normed())
+    for step in range(3):
+        x, y = global_batch(10 * world.rank + step, 4)
+        loss_of(model, x, y, 1).backward()
+        if world.rank == 0:
+            for _ in range(step + 1):
+                if mode == "eval":
+                    model.eval()
+                    with torch.no_grad():
+                        model(x)
+                    model.train()
+                elif mode == "eval with grad":
+                    model.eval()
+                    assert model(x).requires_grad
+                    model.train()
+                else:
+                    with torch.no_grad():
+                        model(x)
+
+
+@pytest.mark.parametrize("mode", ["eval", "eval with grad", "no_grad"])
+def test_evaluation_on_rank_0_alone_needs_nobody(pools: Pools, mode: str) -> None:
+    pools.run(2, evaluate_on_rank_0, mode)
+
+
+def train_in_eval_mode(world: World) -> None:
+    """Fine-tuning with frozen statistics: no buffers are broadcast, gradients are averaged."""
+    torch.manual_seed(0)
+    module = Normed().eval()
+    twin = copy.deepcopy(module)
+    model = DistributedDataParallel(module).eval()
+    for step in range(3):
+        x, y = global_batch(step, 4 * world.size)
+        mine = slice(4 * world.rank, 4 * world.rank + 4)
+        loss_of(model, x[mine], y[mine], 1).backward()
+        loss_of(twin, x, y, 1).backward()
+        same_gradients(module, twin)
+        model.zero_grad()
+        twin.zero_grad()
+
+
+def test_training_in_eval_mode_equals_one_process(pools: Pools) -> None:
+    pools.run(2, train_in_eval_mode)
+
+
+def empty_slice(world: World) -> list[str]:
+    """A rank without data takes part in the broadcast of buffers."""
+    model = DistributedDataParallel(Normed())
+    for step in range(4):
+        x, y = global_batch(step, 4)
+        if world.rank == 1 and step % 2:
+            model.sync_gradients()
+        else:
+            with model.weight(len(x)):
+                ((model(x) - y) ** 2).sum().backward()
+        model.zero_grad()
+    model.sync_buffers()
+    return [str(buffer.tolist()) for buffer in model.buffers()]
+
+
+def test_a_rank_without_data_syncs_buffers_with_the_others(pools: Pools) -> None:
+    first, second = pools.run(2, empty_slice)
+    assert first == second

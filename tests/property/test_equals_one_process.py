@@ -1,0 +1,569 @@
+"""Promise: gradients and weights equal those of one process on the whole global batch."""
+
+from __future__ import annotations
+
+import copy
+from collections import namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from paceline.world import World
+from twins import (
+    INPUTS,
+    OUTPUTS,
+    PATTERNS,
+    Case,
+    ChannelsLast,
+    Frozen,
+    Mixed,
+    Odd,
+    Parts,
+    Pools,
+    Tied,
+    global_batch,
+    no_warning_about_cycles,
+    non_reentrant,
+    reentrant,
+    same_gradients,
+    same_weights,
+    single_precision,
+    summed_loss,
+    train_beside_twin,
+)
+
+TINY = 1e-4  # MiB, about 13 float64: many buckets
+BFLOAT16 = 5e-2  # relative; bfloat16 has 8 bits
+WINDOWS = ["both", "backward", "accumulate", "sync_gradients"]
+# A failure ends the ranks, so each further example costs their start.
+no_shrinking = settings(deadline=None, max_examples=12, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    with Pools() as pools:
+        yield pools
+
+
+def many(world: World, cases: list[Case]) -> None:
+    for case in cases:
+        try:
+            train_beside_twin(world, case)
+        except Exception as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+# -- the batch, however it is cut --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_uneven_batches_and_empty_slices(pools: Pools, size: int) -> None:
+    pools.run(size, many, [Case(batches=(12, 11, 7, 1, 5, 2)), Case(batches=(1, 1, 2, 9, 1))])
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("micros", [1, 2, 4])
+def test_accumulation_crossed_with_unused_parameters(pools: Pools, window: str, micros: int) -> None:
+    cases = [Case(pattern=pattern, micros=micros, window=window, batches=(12, 9, 13, 1, 8)) for pattern in PATTERNS]
+    pools.run(2, many, cases)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_unused_parameters_on_more_ranks(pools: Pools, size: int) -> None:
+    pools.run(size, many, [Case(pattern=pattern, options={"bucket_cap_mb": TINY}) for pattern in PATTERNS])
+
+
+@no_shrinking
+@given(
+    size=st.sampled_from([2, 2, 3]),
+    case=st.builds(
+        Case,
+        build=st.sampled_from([Parts, reentrant, non_reentrant, Tied, Frozen, Odd, ChannelsLast, Mixed]),
+        pattern=st.sampled_from(list(PATTERNS)),
+        batches=st.lists(st.integers(1, 14), min_size=2, max_size=5).map(tuple),
+        micros=st.sampled_from([1, 2, 3, 4]),
+        window=st.sampled_from(WINDOWS),
+        set_to_none=st.booleans(),
+        optimizer=st.sampled_from(["sgd", "adamw"]),
+        options=st.fixed_dictionaries({"bucket_cap_mb": st.sampled_from([TINY, 1e-3, 25.0])}),
+        rtol=st.just(1e-8),
+    ),
+)
+def test_any_combination(pools: Pools, size: int, case: Case) -> None:
+    if case.build is Mixed:  # AdamW divides by tiny second moments, which magnifies what bfloat16 rounds
+        case = replace(case, optimizer="sgd", batches=case.batches[:2], rtol=BFLOAT16)
+    pools.run(size, many, [case])
+
+
+# -- the model, whatever it is made of ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [Tied, Frozen, Odd, ChannelsLast, single_precision, Mixed])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_models(pools: Pools, build: Any, set_to_none: bool) -> None:
+    cap = {"bucket_cap_mb": TINY}
+    rtol = {single_precision: 1e-4, Mixed: BFLOAT16}.get(build, 1e-9)
+    cases = [Case(build, set_to_none=set_to_none, micros=micros, rtol=rtol, options=cap) for micros in (1, 2)]
+    pools.run(2, many, cases)
+
+
+def test_adamw_foreach(pools: Pools) -> None:
+    pools.run(2, many, [Case(optimizer="adamw", set_to_none=one) for one in (True, False)])
+
+
+@pytest.mark.parametrize("build", [reentrant, non_reentrant])
+@pytest.mark.parametrize("cap", [TINY, 25.0])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_activation_checkpointing(pools: Pools, build: Any, cap: float, set_to_none: bool) -> None:
+    """In `reentrant` every parameter is inside a checkpoint, and "a part twice" runs one block twice."""
+    patterns = ("all parts", "a part twice", "a part twice on rank 0", "unused on rank 0", "other parts on other ranks")
+    options = {"bucket_cap_mb": cap}
+    cases = [
+        Case(build, pattern, micros=micros, set_to_none=set_to_none, options=options)
+        for pattern in patterns
+        for micros in (1, 2)
+    ]
+    pools.run(2, many, cases)
+
+
+# -- unusual backwards -------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self, inputs: int = INPUTS, outputs: int = OUTPUTS) -> None:
+        super().__init__()
+        self.first = nn.Linear(inputs, 7, dtype=torch.float64)
+        self.second = nn.Linear(7, 7, dtype=torch.float64)
+        self.last = nn.Linear(7, outputs, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x).tanh()).tanh())
+
+
+class Beside:
+    """A wrapped model on this rank's half and its twin on the whole batch, trained by the same functions."""
+
+    def __init__(self, world: World, build: Any = Net, seed: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.world = world
+        self.module = build()
+        self.twin = copy.deepcopy(self.module)
+        self.model = DistributedDataParallel(self.module, **{"bucket_cap_mb": TINY, **options})
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (self.module, self.twin)]
+
+    def batch(self, step: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """This rank's slice and the whole."""
+        x, y = global_batch(step, 4 * self.world.size)
+        return (x.tensor_split(self.world.size)[self.world.rank], y.tensor_split(self.world.size)[self.world.rank]), (
+            x,
+            y,
+        )
+
+    def step(self, where: str = "") -> None:
+        same_gradients(self.module, self.twin, where=where)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same_weights(self.module, self.twin, where=where)
+
+
+def mean_loss(out: Tensor, y: Tensor) -> Tensor:
+    return ((out - y) ** 2).mean()
+
+
+def run_both(world: World, do: Any, build: Any = Net, steps: int = 4) -> None:
+    """`do(model, x, y)` runs a whole step's forward and backward; its losses are means over the batch."""
+    for cap in (TINY, 25.0):
+        pair = Beside(world, build, bucket_cap_mb=cap)
+        for step in range(steps):
+            mine, whole = pair.batch(step)
+            do(pair.model, *mine)
+            do(pair.twin, *whole)
+            pair.step(f"step {step}")
+
+
+def plain(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    mean_loss(model(x), y).backward()
+
+
+def gradient_penalty(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (mean_loss(out, y) + (slope**2).sum(1).mean()).backward()
+
+
+def penalty_in_a_backward_of_its_own(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (slope**2).sum(1).mean().backward()
+    mean_loss(model(x), y).backward()
+
+
+def create_graph(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    with no_warning_about_cycles():
+        mean_loss(model(x), y).backward(create_graph=True)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.detach()
+
+
+def grad_by_parameters_before(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    loss = mean_loss(model(x), y)
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    loss.backward()
+
+
+def grad_by_one_parameter_before(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    loss = mean_loss(model(x), y)
+    torch.autograd.grad(loss, next(model.parameters()), retain_graph=True)
+    loss.backward()
+
+
+def grad_by_inputs_before(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    loss = mean_loss(model(x), y)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+
+
+def some_inputs_only(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    mean_loss(model(x), y).backward(inputs=list(model.parameters())[1:3])
+
+
+def two_forwards(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    (mean_loss(model(x), y) + model(x + 1).sin().mean()).backward()
+
+
+def backward_twice(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    loss = mean_loss(model(x), y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def past_the_wrapper(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    mean_loss(module(x), y).backward()
+
+
+def in_evaluation_mode(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    model.eval()
+    mean_loss(model(x), y).backward()
+    model.train()
+
+
+def through_a_hook_that_scales(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    out = model(x)
+    out.register_hook(lambda gradient: gradient * 2)
+    mean_loss(out, y).backward()
+
+
+STEPS = [
+    plain,
+    gradient_penalty,
+    penalty_in_a_backward_of_its_own,
+    create_graph,
+    grad_by_parameters_before,
+    grad_by_one_parameter_before,
+    grad_by_inputs_before,
+    some_inputs_only,
+    two_forwards,
+    backward_twice,
+    past_the_wrapper,
+    in_evaluation_mode,
+    through_a_hook_that_scales,
+]
+
+
+@pytest.mark.parametrize("do", STEPS, ids=lambda do: do.__name__)
+def test_unusual_backwards(pools: Pools, do: Any) -> None:
+    pools.run(2, run_both, do)
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(INPUTS, 6, dtype=torch.float64), nn.Tanh())
+        self.decoder = nn.Linear(6, OUTPUTS, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))
+
+
+def step_after_a_part_past_the_wrapper(world: World) -> str:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(TwoParts())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = global_batch(1, 6)
+    mean_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    mean_loss(model.module.decoder(torch.cat([x, x[:, :1]], 1)), y).backward()
+    with pytest.raises(UsageError) as caught:
+        optimizer.step()
+    model.sync_gradients()
+    optimizer.step()
+    return str(caught.value)
+
+
+def test_a_step_over_gradients_that_went_past_the_wrapper_is_refused(pools: Pools) -> None:
+    """Only each bucket's last parameter has a hook, and this backward does not reach it: nobody averages."""
+    for message in pools.run(2, step_after_a_part_past_the_wrapper):
+        assert "decoder" in message
+        assert "not averaged" in message
+
+
+# -- outputs of every kind ---------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    extra: dict[str, list[Tensor]]
+
+
+class Several(Net):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.other = nn.Linear(INPUTS, OUTPUTS, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Any:
+        left, right = super().forward(x), self.other(x)
+        if self.kind == "tuple":
+            return left, (right,)
+        if self.kind == "dict":
+            return {"left": left, "nested": {"right": right}}
+        if self.kind == "namedtuple":
+            return Pair(left, right)
+        return Output(left, {"right": [right]})
+
+
+def take(output: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(output, Pair):
+        return output.left, output.right
+    if isinstance(output, tuple):
+        return output[0], output[1][0]
+    if isinstance(output, dict):
+        return output["left"], output["nested"]["right"]
+    return output.loss, output.extra["right"][0]
+
+
+class TupleOf(Several):
+    def __init__(self) -> None:
+        super().__init__("tuple")
+
+
+class DictOf(Several):
+    def __init__(self) -> None:
+        super().__init__("dict")
+
+
+class NamedTupleOf(Several):
+    def __init__(self) -> None:
+        super().__init__("namedtuple")
+
+
+class DataclassOf(Several):
+    def __init__(self) -> None:
+        super().__init__("dataclass")
+
+
+def both_outputs(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    left, right = take(model(x))
+    (mean_loss(left, y) + right.sin().mean()).backward()
+
+
+def one_output(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    mean_loss(take(model(x))[1], y).backward()
+
+
+def outputs_one_after_the_other(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    left, right = take(model(x))
+    mean_loss(left, y).backward()
+    mean_loss(right, y).backward()
+
+
+@pytest.mark.parametrize("build", [TupleOf, DictOf, NamedTupleOf, DataclassOf])
+@pytest.mark.parametrize("do", [both_outputs, one_output, outputs_one_after_the_other], ids=lambda do: do.__name__)
+def test_several_outputs(pools: Pools, build: Any, do: Any) -> None:
+    pools.run(2, run_both, do, build)
+
+
+# -- two wrapped models ------------------------------------------------------------------------------------------------
+
+
+class Discriminator(Net):
+    def __init__(self) -> None:
+        super().__init__(OUTPUTS, 1)
+
+
+def train_gan(world: World, freeze: bool) -> None:
+    generator, discriminator = Beside(world), Beside(world, Discriminator, seed=1)
+    for step in range(4):
+        mine, whole = generator.batch(step)
+        for which, (x, y) in (("model", mine), ("twin", whole)):
+            g, d = getattr(generator, which), getattr(discriminator, which)
+            fake = g(x)
+            (d(y).sigmoid().mean() - d(fake.detach()).sigmoid().mean()).backward()
+        discriminator.step(f"D {step}")
+        for which, (x, _) in (("model", mine), ("twin", whole)):
+            g, d = getattr(generator, which), getattr(discriminator, which)
+            d.requires_grad_(not freeze)
+            d(g(x)).sigmoid().mean().backward()
+            d.requires_grad_(True)
+        generator.step(f"G {step}")
+        for optimizer in discriminator.optimizers:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_gan(pools: Pools, freeze: bool) -> None:
+    """D's gradient in G's step is reduced, too, unless D is frozen in it."""
+    pools.run(2, train_gan, freeze)
+
+
+def train_chain(world: World, crossed: bool) -> None:
+    """One loss through both models; where `crossed`, ranks begin and end the two backwards in different order."""
+    one, two = Beside(world), Beside(world, seed=1)
+    for step in range(4):
+        mine, whole = one.batch(step)
+        for which, (x, y) in (("model", mine), ("twin", whole)):
+            a, b = getattr(one, which), getattr(two, which)
+            losses = [a(x), b(x)] if not crossed or world.rank else [b(x), a(x)][::-1]
+            terms = [mean_loss(out, y) for out in losses]
+            if crossed and world.rank:
+                terms = terms[::-1]
+            (terms[0] + terms[1]).backward()
+        one.step(f"one {step}")
+        two.step(f"two {step}")
+
+
+def train_crossed_backwards(world: World) -> None:
+    """Separate backwards, in a different order on each rank."""
+    one, two = Beside(world), Beside(world, seed=1)
+    for step in range(4):
+        mine, whole = one.batch(step)
+        for which, (x, y) in (("model", mine), ("twin", whole)):
+            outs = [getattr(one, which)(x), getattr(two, which)(x)]
+            for out in outs:
+                mean_loss(out, y).backward()
+        one.step()
+        two.step()
+
+
+def train_through_both(world: World) -> None:
+    one, two = Beside(world), Beside(world, Discriminator, seed=1)
+    for step in range(4):
+        mine, whole = one.batch(step)
+        for which, (x, _) in (("model", mine), ("twin", whole)):
+            getattr(two, which)(getattr(one, which)(x)).sin().mean().backward()
+        one.step(f"one {step}")
+        two.step(f"two {step}")
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+def test_one_loss_of_two_models_in_different_order_by_rank(pools: Pools, crossed: bool) -> None:
+    pools.run(2, train_chain, crossed)
+    pools.run(3, train_chain, crossed)
+
+
+def test_backwards_of_two_models_one_after_the_other(pools: Pools) -> None:
+    pools.run(2, train_crossed_backwards)
+
+
+def test_one_loss_through_two_models(pools: Pools) -> None:
+    pools.run(2, train_through_both)
+
+
+# -- freezing ----------------------------------------------------------------------------------------------------------
+
+
+def freeze_on_the_way(world: World, set_to_none: bool) -> None:
+    """A layer frozen after wrapping, and thawed again."""
+    pair = Beside(world)
+    for step in range(9):
+        for net in (pair.module, pair.twin):
+            net.second.requires_grad_(not 2 <= step < 7)
+            net.first.requires_grad_(not 4 <= step < 6)
+        mine, whole = pair.batch(step)
+        plain(pair.model, *mine)
+        plain(pair.twin, *whole)
+        same_gradients(pair.module, pair.twin)
+        for optimizer in pair.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        same_weights(pair.module, pair.twin)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_parameters_frozen_and_thawed_between_steps(pools: Pools, set_to_none: bool) -> None:
+    pools.run(2, freeze_on_the_way, set_to_none)
+
+
+# -- torch's own DDP ---------------------------------------------------------------------------------------------------
+
+
+def beside_torch_ddp(world: World) -> None:
+    torch.manual_seed(0)
+    ours = DistributedDataParallel(Net(), bucket_cap_mb=TINY)
+    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(ours.module))
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in (ours, theirs)]
+    for step in range(4):
+        x, y = global_batch(10 * world.rank + step, 3 + world.rank)
+        for model in (ours, theirs):
+            mean_loss(model(x), y).backward()
+        same_gradients(ours, theirs, 1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same_weights(ours, theirs, 1e-12)
+
+
+def test_without_weights_the_average_is_that_of_torch_ddp(pools: Pools) -> None:
+    pools.run(3, beside_torch_ddp)
+
+
+def tokens(world: World, counts: list[list[list[int]]]) -> None:
+    """Random numbers of tokens by step, rank and micro-batch, each with its own number as weight."""
+    torch.manual_seed(0)
+    module = Net()
+    twin = copy.deepcopy(module)
+    model = DistributedDataParallel(module, bucket_cap_mb=TINY)
+    for step, by_rank in enumerate(counts):
+        total = sum(map(sum, by_rank))
+        data = [
+            [global_batch(100 * step + 10 * rank + m, count) for m, count in enumerate(micros)]
+            for rank, micros in enumerate(by_rank)
+        ]
+        for x, y in data[world.rank]:
+            with model.no_sync(), model.weight(len(x)):
+                summed_loss(model(x), y).backward()
+        model.sync_gradients()
+        loss = sum(summed_loss(twin(x), y) for micros in data for x, y in micros) / max(total, 1)
+        loss.backward()
+        same_gradients(module, twin, 1e-9, f"step {step}")
+        for net in (model, twin):
+            net.zero_grad()
+
+
+@no_shrinking
+@given(
+    st.lists(
+        st.tuples(*[st.lists(st.integers(0, 9), min_size=1, max_size=3) for _ in range(2)]).map(list),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_random_numbers_of_tokens(pools: Pools, counts: list[list[list[int]]]) -> None:
+    pools.run(2, tokens, counts)

@@ -1,0 +1,296 @@
+"""The reference twin of a wrapped model: one process on the whole global batch.
+
+A :class:`Case` says how a model is trained; :func:`train_beside_twin` runs it on this rank and, beside it, trains an
+unwrapped copy on what all ranks together see, and compares gradients in every step (None included) and weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.ddp import DistributedDataParallel, accumulate
+from paceline.world import World
+from ranks import Ranks
+
+INPUTS, OUTPUTS = 5, 3
+
+
+class Pools:
+    """Ranks by world size, started when first asked for and again after a failure."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Ranks] = {}
+
+    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        pool = self._pools.get(size)
+        if pool is None or not pool.processes:
+            pool = self._pools[size] = Ranks(size, timeout=20)
+        return pool.run(function, *arguments)
+
+    def __enter__(self) -> Pools:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+# -- models: forward takes the inputs and the names of the parts to use ------------------------------------------------
+
+
+class Parts(nn.Module):
+    """A trunk, two branches that a forward may leave out, and a parameter nobody ever uses."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, checkpointing: str = "none") -> None:
+        super().__init__()
+        self.trunk = nn.Linear(INPUTS, 6, dtype=dtype)
+        self.a = nn.Sequential(nn.Linear(6, 6, dtype=dtype), nn.Tanh(), nn.Linear(6, OUTPUTS, dtype=dtype))
+        self.b = nn.Linear(6, OUTPUTS, dtype=dtype)
+        self.never = nn.Parameter(torch.ones(4, dtype=dtype))
+        self.checkpointing = checkpointing
+
+    def forward(self, x: Tensor, parts: frozenset[str]) -> Tensor:
+        hidden = self._call(self.trunk, x.to(self.never.dtype)).tanh()
+        out = self._call(self.a, hidden) if "a" in parts else hidden[:, :OUTPUTS]
+        if "b" in parts:
+            out = out + self._call(self.b, hidden)
+        if "twice" in parts:
+            out = out * self._call(self.b, hidden + 1).sigmoid()
+        return out
+
+    def _call(self, part: nn.Module, x: Tensor) -> Tensor:
+        if self.checkpointing == "none":
+            return part(x)
+        reentrant = self.checkpointing == "reentrant"
+        # A reentrant checkpoint hands gradients on only if an input asks for one.
+        return checkpoint(part, x.requires_grad_() if x.is_leaf else x, use_reentrant=reentrant)
+
+
+class Tied(nn.Module):
+    """One matrix that reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(INPUTS, INPUTS, bias=False, dtype=torch.float64)
+        self.write = nn.Linear(INPUTS, INPUTS, dtype=torch.float64)
+        self.write.weight = self.read.weight
+        self.head = nn.Linear(INPUTS, OUTPUTS, dtype=torch.float64)
+
+    def forward(self, x: Tensor, parts: frozenset[str]) -> Tensor:
+        return self.head(self.write(self.read(x).tanh()))
+
+
+class Frozen(Parts):
+    """Parts with a trunk that does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk.requires_grad_(False)
+
+
+class Mixed(nn.Module):
+    """Parameters of three widths in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Linear(INPUTS, 6)
+        self.wide = nn.Linear(6, 6, dtype=torch.float64)
+        self.narrow = nn.Linear(6, OUTPUTS, dtype=torch.bfloat16)
+        self.single_again = nn.Linear(6, OUTPUTS)
+
+    def forward(self, x: Tensor, parts: frozenset[str]) -> Tensor:
+        hidden = self.wide(self.single(x.float()).tanh().double()).tanh().float()
+        return (self.narrow(hidden.bfloat16()).float() + self.single_again(hidden)).double()
+
+
+class Odd(nn.Module):
+    """Complex, scalar, empty, transposed and one-element parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.complex = nn.Parameter(torch.randn(INPUTS, OUTPUTS, dtype=torch.complex128))
+        self.scalar = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+        self.transposed = nn.Parameter(torch.randn(OUTPUTS, 4, dtype=torch.float64).t())
+
+    def forward(self, x: Tensor, parts: frozenset[str]) -> Tensor:
+        phases = x.to(torch.complex128) @ self.complex
+        out = (phases.real + phases.imag.sin()) * self.scalar + self.empty.sum()
+        return out + (x[:, :4] @ self.transposed).tanh()
+
+
+class ChannelsLast(nn.Module):
+    """Convolutions whose weights lie in channels-last memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 4, 2, dtype=torch.float64), nn.Tanh(), nn.Conv2d(4, OUTPUTS, 2, dtype=torch.float64)
+        )
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor, parts: frozenset[str]) -> Tensor:
+        image = (x[:, None, :, None] * x[:, None, None, :]).contiguous(memory_format=torch.channels_last)
+        return self.net(image).mean((2, 3))
+
+
+def reentrant() -> nn.Module:
+    return Parts(checkpointing="reentrant")
+
+
+def non_reentrant() -> nn.Module:
+    return Parts(checkpointing="non-reentrant")
+
+
+def single_precision() -> nn.Module:
+    return Parts(torch.float32)
+
+
+# -- which parts a rank uses in a micro-batch of a step ----------------------------------------------------------------
+
+BOTH, A, B = frozenset("ab"), frozenset("a"), frozenset("b")
+PATTERNS: dict[str, Callable[[int, int, int], frozenset[str]]] = {
+    "all parts": lambda rank, micro, step: BOTH,
+    "unused on rank 0": lambda rank, micro, step: A if rank == 0 else BOTH,
+    "used on rank 0 alone": lambda rank, micro, step: BOTH if rank == 0 else A,
+    "unused on all": lambda rank, micro, step: A,
+    "unused on all in odd steps": lambda rank, micro, step: A if step % 2 else BOTH,
+    "in some micro-batches only": lambda rank, micro, step: BOTH if micro % 2 else A,
+    "other parts on other ranks": lambda rank, micro, step: (A, B)[(rank + step) % 2],
+    "a part twice": lambda rank, micro, step: BOTH | {"twice"},
+    "a part twice on rank 0": lambda rank, micro, step: BOTH | {"twice"} if rank == 0 else A,
+    "no part at all on rank 0": lambda rank, micro, step: frozenset() if rank == 0 else B,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is trained, on ranks and alone."""
+
+    build: Callable[[], nn.Module] = Parts
+    pattern: str = "all parts"
+    batches: tuple[int, ...] = (12, 12, 7, 2, 9)
+    """Samples in the global batch of each step."""
+    micros: int = 1
+    window: str = "both"
+    """Where no_sync is: around "both" forward and backward, "backward", by "accumulate", or "sync_gradients" at end."""
+    set_to_none: bool = True
+    optimizer: str = "sgd"
+    rtol: float = 1e-9
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def make_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(module.parameters(), lr=0.01, foreach=True)
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+def global_batch(step: int, count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    x = torch.randn(count, INPUTS, generator=generator, dtype=torch.float64)
+    return x, torch.randn(count, OUTPUTS, generator=generator, dtype=torch.float64)
+
+
+def summed_loss(out: Tensor, y: Tensor) -> Tensor:
+    return ((out - y.to(out.dtype)) ** 2).sum()
+
+
+def same_gradients(ours: nn.Module, twins: nn.Module, rtol: float = 1e-9, where: str = "") -> None:
+    """Every gradient equals the twin's, and is None exactly where the twin's is."""
+    for (name, mine), other in zip(ours.named_parameters(), twins.parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None), f"{where} {name}: {mine.grad} but the twin's {other.grad}"
+        if mine.grad is not None and other.grad is not None:
+            same_tensor(mine.grad, other.grad, rtol, f"{where} gradient of {name}")
+
+
+def same_weights(ours: nn.Module, twins: nn.Module, rtol: float = 1e-9, where: str = "") -> None:
+    for (name, mine), other in zip(ours.named_parameters(), twins.parameters(), strict=True):
+        same_tensor(mine.detach(), other.detach(), rtol, f"{where} {name}")
+
+
+def same_tensor(mine: Tensor, other: Tensor, rtol: float, what: str) -> None:
+    scale = float(other.abs().max()) if other.numel() else 0.0
+    torch.testing.assert_close(mine, other, rtol=rtol, atol=rtol * max(scale, 1e-6), msg=lambda m: f"{what}: {m}")
+
+
+def train_beside_twin(world: World, case: Case) -> list[list[str]]:
+    """Train on this rank's slices and alone; raises where they differ. Returns the layout of buckets."""
+    torch.manual_seed(0)
+    module = case.build()
+    twin = copy.deepcopy(module)
+    model = DistributedDataParallel(module, **case.options)
+    optimizers = make_optimizer(case.optimizer, model), make_optimizer(case.optimizer, twin)
+    uses = PATTERNS[case.pattern]
+    for step, count in enumerate(case.batches):
+        x, y = global_batch(step, count)
+        # Slice of rank r in micro-batch m; some are empty where there are fewer samples than ranks.
+        pieces = [
+            list(zip(xs.tensor_split(world.size), ys.tensor_split(world.size), strict=True))
+            for xs, ys in zip(x.tensor_split(case.micros), y.tensor_split(case.micros), strict=True)
+        ]
+        mine = [(m, *piece[world.rank]) for m, piece in enumerate(pieces)]
+        train_slices(model, case, mine, lambda micro, step=step: uses(world.rank, micro, step))
+
+        together: dict[frozenset[str], list[tuple[Tensor, Tensor]]] = {}
+        for micro, piece in enumerate(pieces):
+            for rank, (xs, ys) in enumerate(piece):
+                if len(xs):
+                    together.setdefault(uses(rank, micro, step), []).append((xs, ys))
+        losses = []
+        for parts, slices in together.items():
+            xs, ys = (torch.cat(column) for column in zip(*slices, strict=True))
+            losses.append(summed_loss(twin(xs, parts), ys))
+        (torch.stack(losses).sum() / count).backward()
+
+        where = f"rank {world.rank} of {world.size}, step {step}:"
+        same_gradients(module, twin, case.rtol, where)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=case.set_to_none)
+        same_weights(module, twin, case.rtol, where)
+    return model.bucket_layout()
+
+
+def train_slices(model: DistributedDataParallel, case: Case, mine: list[Any], uses: Callable[[int], Any]) -> None:
+    """One step on this rank's micro-batches, synchronized in the last one."""
+    batches: Iterator[Any] = iter(mine)
+    if case.window == "accumulate":
+        batches = accumulate(model, mine, every=case.micros)
+    for micro, x, y in batches:
+        last = micro == case.micros - 1 and case.window != "sync_gradients"
+        around_both, around_backward = no_sync_around(model, case.window, last)
+        if len(x):
+            with around_both, model.weight(len(x)):
+                loss = summed_loss(model(x, uses(micro)), y)
+                with around_backward:
+                    loss.backward()
+        elif last:
+            model.sync_gradients()
+    if case.window == "sync_gradients":
+        model.sync_gradients()
+
+
+def no_sync_around(
+    model: DistributedDataParallel, window: str, last: bool
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    if last or window == "accumulate":
+        return nullcontext(), nullcontext()
+    return (nullcontext(), model.no_sync()) if window == "backward" else (model.no_sync(), nullcontext())
+
+
+@contextmanager
+def no_warning_about_cycles() -> Iterator[None]:
+    """torch warns of every ``backward(create_graph=True)``."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*create_graph=True.*")
+        yield

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.ddp.control import UNWEIGHTED, WEIGHTED, ControlBlock, Status, scale_of
+from paceline.errors import DesyncError, NonFiniteGradient
+
+NAMES = ["a", "b.weight", "b.bias"]
+NOTHING: tuple[list[int], list[int], list[int]] = ([], [], [])
+
+
+def exchange(*ranks: tuple[list[int], list[int], list[int], Status]) -> list[ControlBlock]:
+    """Blocks as they are after the sum over ranks; each rank gives absent, non-finite, late, status."""
+    blocks = [ControlBlock(NAMES, rank, len(ranks), torch.device("cpu")) for rank in range(len(ranks))]
+    total = torch.stack([block.fill(*mine).clone() for block, mine in zip(blocks, ranks, strict=True)]).sum(0)
+    for block in blocks:
+        block.vector.copy_(total)
+    return blocks
+
+
+def statuses(*status: Status) -> list[ControlBlock]:
+    return exchange(*[(*NOTHING, one) for one in status])
+
+
+def messages(blocks: list[ControlBlock], kind: type[Exception] = DesyncError) -> list[str]:
+    found = []
+    for block in blocks:
+        with pytest.raises(kind) as caught:
+            block.check(block.statuses())
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_parameter_is_absent_only_if_no_rank_has_a_gradient() -> None:
+    blocks = exchange(([0, 2], [], [], Status()), ([1, 2], [], [], Status()), ([2], [], [], Status()))
+    assert [block.absent_everywhere() for block in blocks] == [[2]] * 3
+
+
+def test_nothing_is_absent_where_every_rank_has_all() -> None:
+    assert statuses(Status(), Status())[0].absent_everywhere() == []
+
+
+def test_late_is_what_any_rank_reports() -> None:
+    blocks = exchange(([], [], [1], Status()), ([], [], [1, 2], Status()))
+    assert [block.late() for block in blocks] == [[1, 2]] * 2
+
+
+def test_every_rank_reads_what_each_reported() -> None:
+    given = [Status(3, 2, 1, 7, 2.5, WEIGHTED, 0, False), Status(4, 5, -1, -1, 0.0, 0, 0, True), Status()]
+    for block in statuses(*given):
+        assert block.statuses() == given
+
+
+def test_large_counts_survive_the_sum() -> None:
+    count = 2**52 + 1
+    assert statuses(Status(forwards=count), Status())[1].statuses()[0].forwards == count
+
+
+def test_a_block_is_filled_anew_each_time() -> None:
+    block = ControlBlock(NAMES, 1, 2, torch.device("cpu"))
+    block.fill([0], [1], [2], Status(forwards=9, aborted=True))
+    clean = ControlBlock(NAMES, 1, 2, torch.device("cpu"))
+    assert torch.equal(block.fill([], [], [], Status()), clean.fill([], [], [], Status()))
+
+
+def test_ranks_that_agree_raise_nothing() -> None:
+    status = Status(forwards=5, optimizer_steps=4, epoch=1, position=3, weighting=WEIGHTED)
+    for block in statuses(status, Status(**{**vars(status), "weight": 7.0})):
+        block.check(block.statuses())
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "said"),
+    [
+        ("forwards",        [2, 1, 1], "rank 0 has 2, ranks 1, 2 have 1 forward passes in training mode"),
+        ("optimizer_steps", [3, 3, 4], "ranks 0, 1 have 3, rank 2 has 4 optimizer steps"),
+        ("epoch",           [0, 1, 2], "rank 0 has 0, rank 1 has 1, rank 2 has 2 as the sampler's epoch"),
+        ("position",        [7, 0, 7], "ranks 0, 2 have 7, rank 1 has 0 as the sampler's position"),
+    ],
+)  # fmt: skip
+def test_a_difference_names_ranks_and_values_on_every_rank(field: str, values: list[int], said: str) -> None:
+    for message in messages(statuses(*[Status(**{field: value}) for value in values])):
+        assert message.startswith(f"ranks differ: {said}; ")
+
+
+def test_large_values_are_printed_whole() -> None:
+    for message in messages(statuses(Status(forwards=1234567), Status(forwards=1234568))):
+        assert "1234567" in message
+        assert "1234568" in message
+
+
+def test_ranks_that_do_not_weigh_are_named() -> None:
+    weighed, not_weighed = Status(weighting=WEIGHTED), Status(weighting=UNWEIGHTED)
+    for message in messages(statuses(weighed, not_weighed, Status())):
+        assert re.search(r"rank 1 ran backward outside model\.weight\(\)", message)
+
+
+def test_an_aborted_rank_is_named_by_the_others_and_silent_itself() -> None:
+    first, second, third = statuses(Status(), Status(aborted=True), Status())
+    second.check(second.statuses())
+    assert messages([first, third]) == [
+        f"rank {rank}: backward was ended by an exception on rank 1, so the gradients of this step are not whole; "
+        "see that rank's own error"
+        for rank in (0, 2)
+    ]
+
+
+def test_where_all_ranks_aborted_none_complains() -> None:
+    for block in statuses(Status(aborted=True, forwards=1), Status(aborted=True, forwards=2)):
+        block.check(block.statuses())
+
+
+def test_non_finite_names_ranks_and_parameters() -> None:
+    blocks = exchange(([], [1], [], Status()), ([], [], [], Status()), ([], [1, 2], [], Status()))
+    for message in messages(blocks, NonFiniteGradient):
+        assert "on ranks 0, 2, in 'b.weight', 'b.bias' (2 of 3 parameters)" in message
+
+
+@pytest.mark.parametrize(
+    ("weights", "weighting", "expected"),
+    [
+        ([0, 0],       [UNWEIGHTED, UNWEIGHTED], 1 / 2),
+        ([0, 0, 0],    [0, 0, 0],                1 / 3),
+        ([3, 5],       [WEIGHTED, WEIGHTED],     1 / 8),
+        ([3, 0],       [WEIGHTED, 0],            1 / 3),
+        ([0, 0],       [WEIGHTED, WEIGHTED],     0.0),
+        ([0.5, 0.25],  [WEIGHTED, WEIGHTED],     1 / 0.75),
+    ],
+)  # fmt: skip
+def test_scale(weights: list[float], weighting: list[int], expected: float) -> None:
+    pairs = zip(weights, weighting, strict=True)
+    assert scale_of([Status(weight=w, weighting=bits) for w, bits in pairs]) == pytest.approx(expected, rel=1e-15)
+
+
+def test_every_field_of_status_travels() -> None:
+    """A new field has to survive float64, and its default says what kind it is."""
+    for name, default in vars(Status()).items():
+        value: Any = (not default) if isinstance(default, bool) else default + 3
+        if name == "non_finite":
+            continue  # counted by the block itself
+        (block, _) = statuses(Status(**{name: value}), Status())
+        assert getattr(block.statuses()[0], name) == value
+        assert type(getattr(block.statuses()[0], name)) is type(default)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import UsageError
+from paceline.rng import derive_seed, rng_state, seed_all, set_rng_state, set_seed
+from paceline.world import World
+from ranks import run_ranks
+
+
+def draw() -> list[float]:
+    import numpy
+
+    return [random.random(), float(numpy.random.random()), *torch.rand(3).tolist()]
+
+
+def test_seeds_are_stable_distinct_and_fit_63_bits() -> None:
+    seeds = [derive_seed(name, number) for name in ("rank", "order") for number in range(50)]
+    assert len(set(seeds)) == 100
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**40])
+def test_seed_all_brings_the_same_stream_again(seed: int) -> None:
+    seed_all(seed)
+    first = draw()
+    seed_all(seed)
+    assert draw() == first
+    seed_all(seed + 1)
+    assert draw() != first
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "7", None])
+def test_a_seed_is_a_whole_number_from_0(seed: Any) -> None:
+    with pytest.raises(UsageError, match="seed must be a whole number >= 0"):
+        set_seed(seed)
+
+
+def streams(world: World, as_context: bool) -> tuple[list[float], list[float]]:
+    if as_context:
+        with set_seed(3):
+            inside = draw()
+        return inside, draw()
+    set_seed(3)
+    return [], draw()
+
+
+def test_ranks_agree_inside_the_block_and_differ_after_it() -> None:
+    results = run_ranks(3, streams, True)
+    assert len({tuple(inside) for inside, _ in results}) == 1
+    assert len({tuple(after) for _, after in results}) == 3
+    assert run_ranks(3, streams, True) == results
+    assert [after for _, after in run_ranks(3, streams, False)] == [after for _, after in results]
+
+
+def test_how_much_was_drawn_inside_the_block_does_not_matter_after_it() -> None:
+    with set_seed(3):
+        draw()
+    first = draw()
+    with set_seed(3):
+        draw()
+        draw()
+    assert draw() == first
+
+
+def test_a_state_brings_every_generator_back() -> None:
+    set_seed(1)
+    random.gauss(0, 1)  # leaves half a pair behind, which is state, too
+    state = rng_state()
+    first = [*draw(), random.gauss(0, 1)]
+    draw()
+    set_rng_state(state)
+    assert [*draw(), random.gauss(0, 1)] == first
