@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from paceline.errors import UsageError
@@ -120,7 +121,11 @@ def start_recipe(recipe: str, nproc: str, options: dict[str, Any]) -> int:
     if note:
         say(note)
     command = [sys.executable, "-u", "-m", "paceline.recipes", recipe, config.to_json()]
-    code = launch(Job(command, count))
+    try:
+        code = launch(Job(command, count))
+    finally:
+        # Rank 0's progress bar hides the cursor, and a rank that is killed cannot bring it back.
+        Console(file=sys.stdout).show_cursor()
     folder = options.get("checkpoint_dir")
     if code == INTERRUPTED and folder:
         say(f"the checkpoints in {folder} are kept; to continue, give the same command with --resume")

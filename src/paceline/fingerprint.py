@@ -60,12 +60,20 @@ def dataset_digest(dataset: Any) -> str:
 
 def _describe(value: Any) -> bytes:
     """Bytes that differ when `value`, a sample, differs; of objects of unknown kind only the class counts."""
+    inner = _content(value)
+    return f"{type(value).__qualname__} {len(inner)} ".encode() + inner  # or (1, 23) would read as (12, 3)
+
+
+def _content(value: Any) -> bytes:
     if isinstance(value, Tensor):
-        return f"tensor {tuple(value.shape)} {value.dtype}".encode() + tensor_digest(value)
+        return f"{tuple(value.shape)} {value.dtype} ".encode() + tensor_digest(value)
     if isinstance(value, dict):
-        return b"dict" + b"".join(_describe(key) + _describe(item) for key, item in value.items())
+        return b"".join(_describe(key) + _describe(item) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return f"list {len(value)}".encode() + b"".join(map(_describe, value))
+        return b"".join(map(_describe, value))
     if isinstance(value, str | bytes | int | float | bool | None):
         return repr(value).encode()
-    return type(value).__qualname__.encode()
+    if callable(getattr(value, "tobytes", None)):  # NumPy's arrays and scalars, Pillow's images
+        shape, kind = (getattr(value, name, None) for name in ("shape", "dtype"))
+        return f"{getattr(value, 'size', None)} {shape} {kind} ".encode() + hashlib.sha256(value.tobytes()).digest()
+    return b""

@@ -117,13 +117,15 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         timeout: how long a collective waits for a rank, as a ``timedelta`` or in seconds. By default torch's.
 
     Raises:
-        WorldError: if only part of the environment is there, a value is no number or out of range, or the
-            existing process group has another backend than the one asked for.
+        WorldError: if only part of the environment is there, a value is no number or out of range, the backend is
+            not available, or the existing process group has another one than the one asked for.
     """
     if dist.is_initialized():
         _expect_backend(backend)
         return current()
     place = _place(os.environ)
+    if backend is not None:
+        _expect_available(backend)
     use_cuda = torch.cuda.is_available() and (backend is None or "nccl" in backend)
     if use_cuda:
         if place["LOCAL_RANK"] >= torch.cuda.device_count():
@@ -193,6 +195,13 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         return int(environment[name])
     except ValueError:
         raise WorldError(f"{name}={environment[name]!r} is not a whole number; torchrun sets it") from None
+
+
+def _expect_available(backend: str) -> None:
+    for part in backend.split(","):
+        name = part.rpartition(":")[2]
+        if not dist.is_backend_available(name):
+            raise WorldError(f"backend {name!r} is not available in this PyTorch; leave it out, or use 'gloo'")
 
 
 def _expect_backend(backend: str | None) -> None:

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import MissingExtra, UsageError
-from paceline.recipes.report import Report, print_report, report_of, write_json
+from paceline.recipes.report import Report, check_json, print_report, report_of, write_json
 from paceline.rng import set_seed
 from paceline.train import Evaluation, TrainConfig, Trainer
 from paceline.world import World, init
@@ -57,18 +57,17 @@ class DigitsConfig:
                 f"--batch-size {self.batch_size} is the whole step's batch and must be a multiple of --accumulate "
                 f"{self.accumulate}"
             )
-        if not self.lr > 0:
-            raise UsageError(f"--lr must be greater than 0, not {self.lr}")
-        if self.seed < 0:
-            raise UsageError(f"--seed must be at least 0, not {self.seed}")
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise UsageError(f"--lr must be a finite number greater than 0, not {self.lr}")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed must be at least 0 and below 2**63, not {self.seed}")
         if self.checkpoint_dir is None and self.resume:
             raise UsageError("--resume needs --checkpoint-dir, the folder to resume from")
         if self.checkpoint_dir is None and self.checkpoint_every is not None:
             raise UsageError("--checkpoint-every needs --checkpoint-dir, the folder to write to")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
             raise UsageError(f"--checkpoint-every must be at least 1, not {self.checkpoint_every}")
-        if self.json is not None and not Path(self.json).absolute().parent.is_dir():
-            raise UsageError(f"--json {self.json}: the folder {Path(self.json).absolute().parent} does not exist")
+        check_json(self.json)
         if find_spec("sklearn") is None:
             raise MissingExtra("scikit-learn", "digits", "the digits recipe")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -80,6 +81,22 @@ def print_report(recipe: str, report: Report) -> None:
     table.add_row("replicas identical", "yes" if report.replicas_identical else "NO")
     table.add_row("SHA-256 of the weights", report.replica_sha256[0])
     Console().print(table)
+
+
+def check_json(file: str | None) -> None:
+    """Refuse, before the work, a `file` that could not be written after it.
+
+    Raises:
+        UsageError: names the reason.
+    """
+    if file is None:
+        return
+    path = Path(file).absolute()
+    if not path.parent.is_dir():
+        raise UsageError(f"--json {file}: the folder {path.parent} does not exist; make it, or choose another file")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "it is a folder" if path.is_dir() else "permission denied"
+        raise UsageError(f"--json {file} cannot be written: {reason}; choose another file")
 
 
 def write_json(file: str | None, report: Report) -> None:

@@ -43,9 +43,10 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
     """
     model.sync_buffers()
     module = unwrap(model)
-    was_training = module.training
+    modes = {part: part.training for part in module.modules()}
     module.eval()
     totals = torch.zeros(len(evaluation.names) + 1, dtype=torch.float64)
+    evaluation.loader.progress.set_epoch(0)  # the same batches every time, also after a resume
     evaluation.loader.progress.restart()
     try:
         for batch in evaluation.loader:
@@ -56,7 +57,8 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
                 raise UsageError(f"the evaluation gave {sorted(sums)}, but its names are {sorted(evaluation.names)}")
             totals += torch.tensor([float(sums[name]) for name in evaluation.names] + [count], dtype=torch.float64)
     finally:
-        module.train(was_training)
+        for part, training in modes.items():
+            part.training = training
     totals = all_sum(totals, model)
     return {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -31,14 +32,14 @@ class MetricsLog:
     def __init__(self, file: str | None, tensorboard_dir: str | None, step: int) -> None:
         self._file: TextIO | None = None
         self._board: Any = None
-        if file is not None:
-            self._file = _reopen(Path(file), step)
         if tensorboard_dir is not None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise MissingExtra("tensorboard", "tensorboard", "writing TensorBoard files") from None
             self._board = SummaryWriter(tensorboard_dir, purge_step=step + 1 if step else None)
+        if file is not None:
+            self._file = _reopen(Path(file), step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` as of `step`."""
@@ -60,15 +61,16 @@ class MetricsLog:
 def _reopen(path: Path, step: int) -> TextIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if step and path.exists() else []
-        kept = [line for line in lines if _step_of(line) <= step]
-        path.write_text("".join(line + "\n" for line in kept))
-        return path.open("a")
+        lines = path.read_bytes().splitlines(keepends=True) if step and path.exists() else []
+        kept = takewhile(lambda line: line.endswith(b"\n") and _step_of(line) <= step, lines)
+        file = path.open("a")
+        file.truncate(sum(map(len, kept)))  # never rewritten, so that a kill just now loses nothing
+        return file
     except OSError as error:
         raise UsageError(f"metrics cannot be written to {path}: {error.strerror}; choose another file") from error
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

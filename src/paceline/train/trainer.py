@@ -6,16 +6,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from paceline.checkpoint import Checkpointer
+from paceline.checkpoint import Checkpointer, exchange
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
-from paceline.errors import UsageError
+from paceline.errors import NoCheckpoint, UsageError
 from paceline.train.config import Settings, TrainConfig
 from paceline.train.evaluation import Evaluation, all_sum, evaluate
 from paceline.train.identity import DataIdentity
@@ -109,8 +110,16 @@ class Trainer:
             CheckpointMismatch: if the checkpoint is of another model, other data or other settings.
             NonFiniteGradient: if the wrapper checks for it and a gradient holds NaN or Inf.
         """
-        if self.config.resume and self._checkpointer is not None:
-            self.result.steps = self.result.resumed_from_step = self._checkpointer.restore()
+        try:
+            if self.config.resume and self._checkpointer is not None:
+                self.result.steps = self.result.resumed_from_step = self._checkpointer.restore()
+            self._train_and_log()
+        finally:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
+        return self.result
+
+    def _train_and_log(self) -> None:
         rank, config = torch.distributed.get_rank(), self.config
         files = (config.metrics_file, config.tensorboard_dir) if rank == 0 else (None, None)
         log = MetricsLog(*files, step=self.result.steps)
@@ -120,9 +129,6 @@ class Trainer:
                 self._train(log, display)
         finally:
             log.close()
-            if self._checkpointer is not None:
-                self._checkpointer.close()
-        return self.result
 
     def _train(self, log: MetricsLog, display: ProgressDisplay) -> None:
         self.model.train()  # type: ignore[no-untyped-call]
@@ -198,9 +204,27 @@ class Trainer:
     def _open_checkpoints(self) -> Checkpointer:
         config = self.config
         assert config.checkpoint_dir is not None
+        if config.resume:
+            exchange.decide(exchange.here(), self._expect_folder)
         checkpointer = Checkpointer(config.checkpoint_dir, config.keep)
-        if (steps := checkpointer.steps()) and not config.resume:
+        try:
+            self._fill(checkpointer)
+        except BaseException:
             checkpointer.close()
+            raise
+        return checkpointer
+
+    def _expect_folder(self) -> None:
+        """There is nothing to resume from in a folder that is not there, and it shall not be made."""
+        if not Path(str(self.config.checkpoint_dir)).is_dir():
+            raise NoCheckpoint(
+                f"there is no folder {self.config.checkpoint_dir} to resume from; check the path, or start without "
+                "resuming"
+            )
+
+    def _fill(self, checkpointer: Checkpointer) -> None:
+        config = self.config
+        if (steps := checkpointer.steps()) and not config.resume:
             raise UsageError(
                 f"{config.checkpoint_dir} already holds checkpoints up to step {steps[-1]}; continue them with "
                 "--resume (resume=True), or choose another folder"
@@ -213,7 +237,6 @@ class Trainer:
         checkpointer.register("optimizer", self.optimizer)
         checkpointer.register("scheduler", self.scheduler)
         checkpointer.register("loader", self.loader)
-        return checkpointer
 
     def _save_if_due(self) -> None:
         if self._checkpointer is None:
