@@ -42,9 +42,9 @@ def step_of(workload: Workload, wrap: Callable[[nn.Module], nn.Module], *, barri
     return step
 
 
-def torch_ddp(module: nn.Module) -> nn.Module:
+def torch_ddp(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
     """torch's wrapper in its fastest setting."""
-    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, process_group=group)
 
 
 def main() -> None:
@@ -54,7 +54,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="length of a variant's turn in a round")
     parser.add_argument("--bucket-cap-mb", type=float, nargs="*", help="also compare Paceline with these capacities")
     options = parser.parse_args()
-    world = paceline.init("gloo")
+    world = paceline.init("paceline")
+    gloo = dist.new_group(backend="gloo")
     table = Table(
         "workload", "bare ms", "torch DDP / bare", "Paceline / bare", "torch DDP / Paceline", title="step time"
     )
@@ -63,7 +64,9 @@ def main() -> None:
         workload = WORKLOADS[name]
         variants = {
             "bare": step_of(workload, lambda module: module, barrier=True),
-            "torch": step_of(workload, torch_ddp),
+            "torch": step_of(workload, partial(torch_ddp, group=gloo)),
+            "torch on paceline": step_of(workload, torch_ddp),
+            "paceline on gloo": step_of(workload, partial(paceline.DistributedDataParallel, process_group=gloo)),
             "paceline": step_of(workload, paceline.DistributedDataParallel),
         }
         for cap in options.bucket_cap_mb or ():

@@ -7,7 +7,7 @@ Training", VLDB 2020.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,11 +73,16 @@ class Bucket:
     """``flat`` seen as each parameter's gradient: same shape, and same strides where those are dense."""
 
     @classmethod
-    def allocate(cls, indices: list[int], parameters: Sequence[Tensor]) -> Bucket:
-        """A zeroed bucket for `indices` of `parameters`, which share dtype and device."""
+    def allocate(
+        cls, indices: list[int], parameters: Sequence[Tensor], allocate: Callable[..., Tensor] = torch.zeros
+    ) -> Bucket:
+        """A zeroed bucket for `indices` of `parameters`, which share dtype and device.
+
+        ``allocate(numel, dtype=…, device=…)`` gives its memory.
+        """
         first = parameters[indices[0]]
         total = sum(parameters[i].numel() for i in indices)
-        flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+        flat = allocate(total, dtype=first.dtype, device=first.device)
         views, offset = [], 0
         for i in indices:
             parameter = parameters[i]

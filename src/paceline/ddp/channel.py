@@ -2,47 +2,59 @@
 
 With two wrapped models on one group, the order of operations can differ between ranks (a GAN's two backwards, say),
 and collectives that pair up by order would mix them. A channel keeps each wrapper's order to itself: a group of its
-own on Gloo and NCCL.
+own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _broadcast_coalesced
 
-from paceline.errors import CommunicationError
+from paceline.comm.collectives import Note
+from paceline.comm.process_group import PacelineProcessGroup
+from paceline.ddp.control import scale_of
+from paceline.errors import CommunicationError, PacelineError
+
+
+class Launched(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Return when it is finished."""
 
 
 class Channel:
     """The collectives of one wrapper; every method is called in the same order on every rank of `group`."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    scales = False
+    """Whether reductions with a note come out scaled; if not, they are plain sums."""
+
+    def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
-        ranks = dist.get_process_group_ranks(group)
-        # The control block is host data: beside CUDA tensors it goes over Gloo, which stalls no stream.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else None
-        # Ranks outside `group` do not come here, so a part of the world has to make its group by itself. torch names
-        # such a group by its ranks; to make one again after it was destroyed would meet the first one's traces in
-        # the store. Hence only groups of the whole world, which are numbered, are given back.
-        self._whole_world = len(ranks) == dist.get_world_size()
-        self.group: Any = dist.new_group(
-            ranks,
-            timeout=_timeout(group, device),
-            backend=backend,
-            use_local_synchronization=not self._whole_world,
-        )
+        self.group = own
+        self._is_numbered = len(dist.get_process_group_ranks(group)) == dist.get_world_size()
 
-    def all_reduce(self, tensor: Tensor) -> dist.Work:
-        """Launch the sum of `tensor` over all ranks, in place."""
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """A zeroed flat tensor that reductions take best."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def free(self, tensor: Tensor) -> None:
+        """Give back what :meth:`allocate` gave."""
+
+    def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
+        """Launch the sum of `tensor` over all ranks, in place, scaled as `note` says if the channel :attr:`scales`."""
         work: dist.Work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return work
+
+    def progress(self) -> None:
+        """Take what was launched as far as it goes now, without waiting."""
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Make `tensors` equal to rank 0's, in place; returns when that is done."""
@@ -55,18 +67,20 @@ class Channel:
         self.run("all-gather", dist.all_gather_object, values, value, group=self.group)
         return values
 
-    def wait(self, work: dist.Work, what: str) -> None:
-        """Wait for `work`.
+    def wait(self, launched: Launched, what: str) -> None:
+        """Wait for a launched collective.
 
         Raises:
             CommunicationError: if it failed; names `what` and this rank.
         """
-        self.run(what, work.wait)
+        self.run(what, launched.wait)
 
     def run(self, what: str, function: Any, *arguments: Any, **options: Any) -> None:
         """Call a collective, with a failure turned into an error that says what it was doing."""
         try:
             function(*arguments, **options)
+        except PacelineError:
+            raise
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.rank}: the {what} with the other {self.size - 1} ranks failed, most likely because one "
@@ -75,12 +89,74 @@ class Channel:
 
     def close(self) -> None:
         """Give the channel's connections back, unless the process group is gone already."""
-        if self._whole_world and dist.is_initialized():
+        if self._is_numbered and dist.is_initialized():
             dist.destroy_process_group(self.group)
+
+
+class SharedChannel(Channel):
+    """A channel through shared memory: buckets are reduced where they lie, by the hooks of backward."""
+
+    scales = True
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """A zeroed flat tensor in shared memory."""
+        tensor: Tensor = self.group.allocate(numel, dtype)
+        return tensor
+
+    def free(self, tensor: Tensor) -> None:
+        """Give its memory back to the host."""
+        self.group.free(tensor)
+
+    def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
+        """Launch the sum of `tensor`; one that :meth:`allocate` did not give takes a copy there and back."""
+        return _InSharedMemory(self, tensor, note)
+
+    def progress(self) -> None:
+        """Reduce what every rank has launched."""
+        self.group.progress()
+
+
+class _InSharedMemory:
+    """A launched reduction."""
+
+    def __init__(self, channel: SharedChannel, tensor: Tensor, note: Note | None) -> None:
+        self._channel, self._tensor, self._copy = channel, tensor, None
+        shared = tensor
+        if not channel.group.holds(tensor):
+            self._copy = shared = channel.allocate(tensor.numel(), tensor.dtype)
+            shared.copy_(tensor.view(-1))
+        factor = scale_of if note is not None else None
+        self._operation = channel.group.launch_all_reduce(shared, note, factor)
+
+    def wait(self) -> None:
+        """Return when it is finished."""
+        self._channel.group.finish(self._operation)
+        if self._copy is not None:
+            self._tensor.view(-1).copy_(self._copy)
+            self._channel.free(self._copy)
+            self._copy = None
+
+
+def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
+    """A channel among the ranks of `group` for gradients on `device`; called by all of them together."""
+    ranks = dist.get_process_group_ranks(group)
+    # The control block is host data: beside CUDA tensors it goes over Gloo, which stalls no stream.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else None
+    # Ranks outside `group` do not come here, so a part of the world has to make its group by itself. torch names such a
+    # group by its ranks; to make one again after it was destroyed would meet the first one's traces in the store.
+    # Hence only groups of the whole world, which are numbered, are given back.
+    whole = len(ranks) == dist.get_world_size()
+    own: Any = dist.new_group(
+        ranks, timeout=_timeout(group, device), backend=backend, use_local_synchronization=not whole
+    )
+    shared = device.type == "cpu" and isinstance(own, PacelineProcessGroup) and own.native
+    return SharedChannel(group, own) if shared else Channel(group, own)
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """The group's own timeout, which a group made from it does not inherit by itself."""
+    if isinstance(group, PacelineProcessGroup):
+        return group.timeout
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None

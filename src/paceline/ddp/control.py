@@ -10,7 +10,7 @@ Float64 holds whole numbers exactly up to 2**53. Everything here is a function o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from paceline.errors import DesyncError, NonFiniteGradient
 
+Allocate = Callable[..., Tensor]
+"""``allocate(numel, dtype=…)``: a zeroed tensor on the CPU."""
 UNWEIGHTED, WEIGHTED = 1, 2  # bits of Status.weighting
 
 
@@ -43,6 +45,11 @@ class Status:
     aborted: bool = False
     """Whether an exception ended this rank's backward before its end."""
 
+    @property
+    def note(self) -> tuple[float, float]:
+        """What the scale of the gradients depends on."""
+        return self.weight, self.weighting
+
 
 _EQUAL = {
     "forwards": (
@@ -60,11 +67,11 @@ _KINDS: list[Any] = [type(field.default) for field in fields(Status)]
 class ControlBlock:
     """One rank's block: filled during backward, summed, then read."""
 
-    def __init__(self, names: Sequence[str], rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, names: Sequence[str], rank: int, size: int, allocate: Allocate = torch.zeros) -> None:
         self.names = names
         self.rank, self.size, self.count = rank, size, len(names)
-        self.vector = torch.zeros(3 * self.count + size * len(_KINDS), dtype=torch.float64, device=device)
-        self._everywhere = torch.full((self.count,), float(size), dtype=torch.float64, device=device)
+        self.vector = allocate(3 * self.count + size * len(_KINDS), dtype=torch.float64)
+        self._everywhere = torch.full((self.count,), float(size), dtype=torch.float64)
 
     def fill(self, absent: list[int], non_finite: list[int], late: list[int], status: Status) -> Tensor:
         """Write this rank's part; returns the vector to be summed over the ranks."""
@@ -137,15 +144,16 @@ def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFin
     )
 
 
-def scale_of(statuses: Sequence[Status]) -> float:
+def scale_of(notes: Sequence[tuple[float, float]]) -> float:
     """What sums over ranks are multiplied with: 1/N, or 1/Σw where micro-batches were weighted.
 
-    If all weights are zero there is nothing to learn from, and the gradient is zero.
+    `notes` holds the weight and weighting of each rank, see :class:`Status`. If all weights are zero there is nothing
+    to learn from, and the gradient is zero.
     """
-    if any(status.weighting & WEIGHTED for status in statuses):
-        total = sum(status.weight for status in statuses)
+    if any(int(weighting) & WEIGHTED for _, weighting in notes):
+        total = sum(weight for weight, _ in notes)
         return 1.0 / total if total else 0.0
-    return 1.0 / len(statuses)
+    return 1.0 / len(notes)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

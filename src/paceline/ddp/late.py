@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from paceline.ddp.channel import Channel
+from paceline.ddp.channel import Channel, Launched
 
 
 @dataclass
@@ -23,7 +22,7 @@ class LateReduction:
 
     indices: list[int]
     flat: Tensor
-    work: dist.Work
+    launched: Launched
 
 
 def launch_late(
@@ -44,7 +43,7 @@ def launch_late(
 def settle_late(launched: Sequence[LateReduction], views: Sequence[Tensor], scale: float, channel: Channel) -> None:
     """Wait for the sums and add them, scaled, to the averages in `views`."""
     for reduction in launched:
-        channel.wait(reduction.work, "all-reduce of late gradients")
+        channel.wait(reduction.launched, "all-reduce of late gradients")
         offset = 0
         for index in reduction.indices:
             view = views[index]

@@ -21,13 +21,12 @@ from enum import Enum
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, Bucket, arrival_order
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
-from paceline.ddp.channel import Channel
+from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, Status, scale_of
 from paceline.ddp.late import launch_late, settle_late
 from paceline.ddp.ledger import Ledger
@@ -74,9 +73,9 @@ class Reducer:
         self.parameters = [parameter for _, parameter in named_parameters]
         self.sync_enabled = True
         self.exposed_seconds = 0.0
-        self.storage = BucketSet(self.names, self.parameters, options.capacities)
+        self.storage = BucketSet(self.names, self.parameters, options.capacities, channel)
         self._channel, self._ledger, self._options, self._recorder = channel, ledger, options, recorder
-        self._control = ControlBlock(self.names, channel.rank, channel.size, torch.device("cpu"))
+        self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._phase = Phase.IDLE
         self._aborted = False
         self._order_known = False
@@ -120,7 +119,7 @@ class Reducer:
 
     def _begin(self) -> None:
         self._phase = Phase.BACKWARD
-        self._works: list[dist.Work] = []
+        self._works: list[Launched] = []
         self._absent: list[int] = []
         self._non_finite: list[int] = []
         self._held: dict[int, Tensor] = {}
@@ -161,6 +160,7 @@ class Reducer:
         self._arrivals.arrived(index)
         while len(self._works) < len(self.storage) and self._arrivals.complete(len(self._works)):
             self._launch(self.storage.buckets[len(self._works)])
+        self._channel.progress()
 
     @torch.no_grad()
     def _launch(self, bucket: Bucket) -> None:
@@ -185,7 +185,7 @@ class Reducer:
             if self._options.check_finite and not torch.isfinite(bucket.flat.sum()):
                 pairs = zip(bucket.indices, bucket.views, strict=True)
                 self._non_finite += [index for index, view in pairs if not torch.isfinite(view).all()]
-            self._works.append(self._channel.all_reduce(bucket.flat))
+            self._works.append(self._channel.all_reduce(bucket.flat, self._ledger.status.note))
 
     def _expect_dense(self, index: int, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:
@@ -206,7 +206,7 @@ class Reducer:
             order = None if self._order_known else self._launch_order()
             if late or order:
                 yield True
-                settle_late(late, self.storage.views, scale_of(statuses), self._channel)
+                settle_late(late, self.storage.views, _scale(statuses), self._channel)
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
             self._phase = Phase.BROKEN
             raise
@@ -244,19 +244,20 @@ class Reducer:
                 self._channel.wait(work, what)
             self.exposed_seconds += time.perf_counter() - start
         statuses = self._control.statuses()
-        torch._foreach_mul_([bucket.flat for bucket in self.storage.buckets], scale_of(statuses))
+        if not self._channel.scales:
+            torch._foreach_mul_([bucket.flat for bucket in self.storage.buckets], _scale(statuses))
         return statuses
 
-    def _launch_order(self) -> tuple[Tensor, dist.Work]:
+    def _launch_order(self) -> tuple[Tensor, Launched]:
         """Send rank 0's order of arrival to all, as a sum to which only rank 0 contributes."""
         order = torch.zeros(len(self.parameters), dtype=torch.int64)
         if self._channel.rank == 0 and self._arrivals.observed:
             order += torch.tensor(arrival_order(self._arrivals.observed, len(order))) + 1
         return order, self._channel.all_reduce(order)
 
-    def _adopt_order(self, order: Tensor, work: dist.Work) -> None:
+    def _adopt_order(self, order: Tensor, launched: Launched) -> None:
         """Rebuild the buckets in rank 0's order; all zeros say that it had no data, so try again next time."""
-        self._channel.wait(work, "exchange of the order of arrival")
+        self._channel.wait(launched, "exchange of the order of arrival")
         if order.any():
             self._order_known = True
             self.storage.assign_in((order - 1).tolist())
@@ -331,3 +332,7 @@ class Reducer:
     def close(self) -> None:
         """Take the hooks off the parameters."""
         self._arrivals.close()
+
+
+def _scale(statuses: Sequence[Status]) -> float:
+    return scale_of([status.note for status in statuses])

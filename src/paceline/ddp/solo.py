@@ -57,7 +57,7 @@ class SoloReducer:
             )
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if weighting & WEIGHTED and gradients:
-            torch._foreach_mul_(gradients, scale_of([self._ledger.status]))
+            torch._foreach_mul_(gradients, scale_of([self._ledger.status.note]))
         self._ledger.synchronized()
         if self._check_finite:
             self._expect_finite()

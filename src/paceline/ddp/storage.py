@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buckets import Bucket, assign
+from paceline.ddp.channel import Channel
 from paceline.errors import CheckpointMismatch
 
 
@@ -18,13 +19,20 @@ class BucketSet:
         names: the parameters' names.
         parameters: in the module's order.
         capacities: bytes of the first, second, … bucket; see :func:`paceline.buckets.assign`.
+        channel: allocates the buckets.
     """
 
     views: list[Tensor]
     """For each parameter, its place in a bucket, shaped like its gradient."""
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], capacities: Sequence[int]) -> None:
-        self._names, self._parameters, self._capacities = names, parameters, capacities
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        capacities: Sequence[int],
+        channel: Channel,
+    ) -> None:
+        self._names, self._parameters, self._capacities, self._channel = names, parameters, capacities, channel
         self.buckets: list[Bucket] = []
         self.assign_in(range(len(parameters) - 1, -1, -1))
 
@@ -75,8 +83,9 @@ class BucketSet:
 
     def _use(self, layout: list[list[int]]) -> None:
         """Allocate buckets for `layout`; gradients that lie in the old ones move along."""
-        old = {id(view) for bucket in self.buckets for view in bucket.views}
-        self.buckets = [Bucket.allocate(indices, self._parameters) for indices in layout]
+        before = self.buckets
+        old = {id(view) for bucket in before for view in bucket.views}
+        self.buckets = [Bucket.allocate(indices, self._parameters, self._channel.allocate) for indices in layout]
         self.views = [torch.empty(0)] * len(self._parameters)
         for bucket in self.buckets:
             for index, view in zip(bucket.indices, bucket.views, strict=True):
@@ -84,6 +93,9 @@ class BucketSet:
                 gradient = self._parameters[index].grad
                 if gradient is not None and id(gradient) in old:
                     self._parameters[index].grad = view.copy_(gradient)
+
+        for bucket in before:
+            self._channel.free(bucket.flat)
 
     def _kind(self, index: int) -> tuple[torch.dtype, torch.device]:
         return self._parameters[index].dtype, self._parameters[index].device

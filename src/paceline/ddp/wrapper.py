@@ -27,7 +27,7 @@ from paceline.ddp.arguments import (
     trained_parameters,
 )
 from paceline.ddp.autograd import is_in_backward
-from paceline.ddp.channel import Channel
+from paceline.ddp.channel import Channel, open_channel
 from paceline.ddp.ledger import Ledger, Positioned
 from paceline.ddp.reducer import Options, Reducer
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
@@ -138,7 +138,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._channel: Channel | None = None
             self._reducer: Reducer | SoloReducer = SoloReducer(trained, self._ledger, check_finite)
             return
-        self._channel = Channel(self.process_group, self.device)
+        self._channel = open_channel(self.process_group, self.device)
         make_equal(self._channel, replicated, init_sync)
         self._reducer = Reducer(trained, self._channel, self._ledger, options, recorder or Recorder())
         guard = StepGuard(self._reducer, self._ledger)

@@ -1,0 +1,74 @@
+"""Sums over ranks, element by element in the order of ranks, in pieces that fit the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+PIECE_BYTES = 128 * 1024
+"""Bytes of a piece: with two ranks' parts and the sum, within a core's own cache."""
+
+_COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_COMPLEX = (torch.complex64, torch.complex128)
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+
+def supports(op: ReduceOp.RedOpType, dtype: torch.dtype) -> bool:
+    """Whether the reduction is done here; what is not goes to Gloo."""
+    if op not in _COMBINE:
+        return False
+    if op in _BITWISE or dtype in _INTEGERS:
+        return dtype in _INTEGERS and op is not ReduceOp.AVG
+    return dtype in _FLOATS or (dtype in _COMPLEX and op in (ReduceOp.SUM, ReduceOp.AVG))
+
+
+def code_of(op: ReduceOp.RedOpType) -> int:
+    """A number for the reduction, the same on every rank."""
+    return list(_COMBINE).index(op)
+
+
+def reduce_into(
+    results: Sequence[Tensor], parts: Sequence[Tensor], op: ReduceOp.RedOpType, scale: float | None = None
+) -> None:
+    """Combine `parts` in their order, times `scale`, and write what comes out to every one of `results`.
+
+    All are flat, of one dtype and length; results may be the parts themselves.
+    """
+    combine = _COMBINE[op]
+    count, dtype = parts[0].numel(), parts[0].dtype
+    length = max(1, PIECE_BYTES // dtype.itemsize)
+    scratch = torch.empty(min(length, count), dtype=dtype)
+    for start in range(0, count, length):
+        piece = slice(start, min(start + length, count))
+        total = scratch[: piece.stop - start]
+        if len(parts) == 1:
+            total.copy_(parts[0][piece])
+        else:
+            combine(parts[0][piece], parts[1][piece], out=total)
+        for part in parts[2:]:
+            combine(total, part[piece], out=total)
+        if scale is not None:
+            total.mul_(scale)
+        for result in results:
+            result[piece].copy_(total)
+
+
+def share(count: int, place: int, places: int, align: int = 16) -> slice:
+    """The elements of `count` that the rank in `place` of `places` reduces; whole cache lines but for the last."""
+    per = -(-count // places)
+    per = -(-per // align) * align
+    return slice(min(count, place * per), min(count, (place + 1) * per))
