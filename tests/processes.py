@@ -45,12 +45,13 @@ class Running:
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
+        self.torchs = folder / "torch"  # torch makes it when the first optimizer is made, by default in TMPDIR
         self._out, self._err = (folder / "stdout").open("w+"), (folder / "stderr").open("w+")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PET_"))}
         self.process = subprocess.Popen(
             [sys.executable, *program, *arguments],
             cwd=folder,
-            env={**clean, "TMPDIR": str(self.temporary), **environment},
+            env={**clean, "TMPDIR": str(self.temporary), "TORCHINDUCTOR_CACHE_DIR": str(self.torchs), **environment},
             stdin=subprocess.DEVNULL,
             stdout=self._out,
             stderr=self._err,

@@ -71,8 +71,7 @@ class Ranks:
                 silent = [rank for rank in range(self.size) if rank not in results]
                 self.kill()
                 raise RankFailed(f"ranks {silent} did not answer within {self.timeout:.0f} s")
-            for pipe in ready:
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+            for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
                 try:
                     ok, value = self._pipes[rank].recv()
                 except EOFError:

@@ -222,8 +222,10 @@ class Agent(LocalElasticAgent):
         running, received = self._running(), len(self._caught.received)
         failed = [rank for rank, end in self.ends.items() if end.code != 0]
         self._signalled.update(running)
-        for rank in running:
-            self._signal(rank, number)
+        # Stopped first, so that all get the signal before one of them can complain of a peer that is gone.
+        for each in (signal.SIGSTOP, number, signal.SIGCONT):
+            for rank in running:
+                self._signal(rank, each)
         deadline = time.monotonic() + grace
         while self._running() and time.monotonic() < deadline and len(self._caught.received) == received:
             self._look(0.05)

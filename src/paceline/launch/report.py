@@ -18,7 +18,7 @@ def rank_main(function: Callable[[], None]) -> None:
     """Run `function` as a rank's whole work; returns only if it succeeds.
 
     A :class:`UsageError` becomes one line, printed once by ``paceline``, and exit code 2. Anything else is
-    printed with its traceback, reported to the launcher, and exit code 1. Both leave without the
+    reported to the launcher, which prints the first rank's traceback, and exit code 1. Both leave without the
     interpreter's own shutdown, which can hang or abort in a process group that has lost a rank.
     """
     try:
@@ -35,7 +35,8 @@ def rank_main(function: Callable[[], None]) -> None:
             print(stop.code, file=sys.stderr)
     except BaseException as error:
         _tell(record.of(error))
-        traceback.print_exc()
+        if LAUNCHER not in os.environ:  # the launcher shows the first rank's
+            traceback.print_exc()
         code = 1
     else:
         return

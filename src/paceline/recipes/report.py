@@ -79,8 +79,9 @@ def print_report(recipe: str, report: Report) -> None:
     table.add_row("gradient bytes per step", f"{report.gradient_bytes_per_step:,}")
     table.add_row("waiting for communication", f"{report.exposed_share:.1%} of the time")
     table.add_row("replicas identical", "yes" if report.replicas_identical else "NO")
-    table.add_row("SHA-256 of the weights", report.replica_sha256[0])
     Console().print(table)
+    # Below the table, which would break it in two on a narrow terminal.
+    print(f"SHA-256 of the weights {report.replica_sha256[0]}")
 
 
 def check_json(file: str | None) -> None:

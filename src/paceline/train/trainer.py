@@ -121,14 +121,24 @@ class Trainer:
 
     def _train_and_log(self) -> None:
         rank, config = torch.distributed.get_rank(), self.config
-        files = (config.metrics_file, config.tensorboard_dir) if rank == 0 else (None, None)
-        log = MetricsLog(*files, step=self.result.steps)
+        log = self._open_log(rank)
         total = self._steps_per_epoch * config.epochs
         try:
             with ProgressDisplay(total, self.result.steps, on=rank == 0 and config.show_progress) as display:
                 self._train(log, display)
         finally:
             log.close()
+
+    def _open_log(self, rank: int) -> MetricsLog:
+        """The log; if rank 0 cannot write its files, every rank raises."""
+        config, failure, log = self.config, None, MetricsLog(None, None, step=self.result.steps)
+        if rank == 0:
+            try:
+                log = MetricsLog(config.metrics_file, config.tensorboard_dir, step=self.result.steps)
+            except UsageError as error:
+                failure = error
+        exchange.agree(exchange.here(), failure)
+        return log
 
     def _train(self, log: MetricsLog, display: ProgressDisplay) -> None:
         self.model.train()  # type: ignore[no-untyped-call]

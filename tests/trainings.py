@@ -1,0 +1,197 @@
+"""Small trainings through the Trainer, for tests: what to do is a :class:`Run`, what it came to an :class:`Outcome`.
+
+    [first, second] = pools.run(2, train, Run(TrainConfig(epochs=2)))
+
+Everything that decides bits is in the outcome: weights, optimizer, random generators, samples in the order consumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import PacelineError
+from paceline.fingerprint import tensor_digest, weights_sha256
+from paceline.rng import rng_state, set_seed
+from paceline.train import Evaluation, Result, TrainConfig, Trainer
+from paceline.world import World
+
+FEATURES, CLASSES = 6, 3
+LR = 0.05
+
+
+class Interrupted(Exception):
+    """Stands in for whatever ends a run in the middle."""
+
+
+class Points(Dataset[Any]):
+    """Points with targets; with `augment` each has noise of all three generators added whenever it is asked for."""
+
+    def __init__(self, samples: int, dtype: torch.dtype, augment: bool = False) -> None:
+        generator = torch.Generator().manual_seed(samples)
+        self.x = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64).to(dtype)
+        self.y = torch.randn(samples, CLASSES, generator=generator, dtype=torch.float64).to(dtype)
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        x = self.x[index]
+        if self.augment:
+            x = x + 0.1 * torch.randn(FEATURES, dtype=x.dtype) + 0.1 * random.random() + 0.1 * numpy.random.rand()
+        return x, self.y[index], index
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training, from its seed to its end."""
+
+    config: TrainConfig
+    batch_size: int = 8
+    """Samples of a micro-batch, all ranks."""
+    samples: int = 45
+    dtype: torch.dtype = torch.float64
+    dropout: float = 0.0
+    augment: bool = False
+    workers: int = 0
+    seed: int = 3
+    width: int = 16
+    bucket_cap_mb: float | None = None
+    adam: bool = False
+    stop_after: int | None = None
+    """Optimizer steps after which the run is interrupted, on every rank."""
+    poisoned_step: int | None = None
+    """Step in which one sample's loss is NaN."""
+    evaluate: bool = False
+
+
+@dataclass
+class Outcome:
+    """What a rank has when its training ended."""
+
+    result: Result
+    weights: dict[str, numpy.ndarray]
+    weights_sha256: str
+    optimizer_sha256: str
+    generators_sha256: str
+    seen: list[list[int]] = field(default_factory=list)
+    """This rank's samples, a list for each of its micro-batches that has any."""
+    layout: list[list[str]] = field(default_factory=list)
+    error: str = ""
+    """Kind and text of the Paceline error that ended the run."""
+
+    def bits(self) -> tuple[str, str, str]:
+        return self.weights_sha256, self.optimizer_sha256, self.generators_sha256
+
+
+def net(run: Run) -> nn.Module:
+    """The model of a run, on every rank the same."""
+    with set_seed(run.seed):
+        return nn.Sequential(
+            nn.Linear(FEATURES, run.width),
+            nn.Tanh(),
+            nn.Dropout(run.dropout),
+            nn.Linear(run.width, run.width),
+            nn.Tanh(),
+            nn.Linear(run.width, CLASSES),
+        ).to(run.dtype)
+
+
+def optimizer_of(run: Run, module: nn.Module) -> torch.optim.Optimizer:
+    if run.adam:
+        return torch.optim.AdamW(module.parameters(), lr=LR)
+    return torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9)
+
+
+def squared(out: Tensor, y: Tensor) -> Tensor:
+    return ((out - y) ** 2).sum()
+
+
+def squared_error(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
+    """What an evaluation sums."""
+    x, y, _ = batch
+    return {"error": squared(module(x), y)}, len(x)
+
+
+def train(world: World, run: Run) -> Outcome:
+    """Train on this rank; the error, if there is one, is part of the outcome."""
+    seen: list[list[int]] = []
+    module = net(run)
+    model = DistributedDataParallel(module, check_finite=True, bucket_cap_mb=run.bucket_cap_mb)
+    optimizer = optimizer_of(run, model)
+    data = Points(run.samples, run.dtype, run.augment)
+    loader = DataLoader(data, run.batch_size, shuffle=True, seed=run.seed, num_workers=run.workers)
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+        x, y, indices = batch
+        seen.append(indices.tolist())
+        value = squared(model(x), y)
+        if run.poisoned_step == trainer.result.steps and world.rank == world.size - 1:
+            value = value * float("nan")
+        return value, len(x)
+
+    evaluation = Evaluation(DataLoader(data, 16), squared_error, ("error",)) if run.evaluate else None
+    error = ""
+    trainer = None
+    try:
+        trainer = Trainer(model, optimizer, loss, loader, run.config, evaluation)
+        if run.stop_after is not None:
+            optimizer.register_step_post_hook(interruption(run.stop_after))
+        trainer.fit()
+    except Interrupted:
+        pass
+    except PacelineError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return Outcome(
+        result=trainer.result if trainer else Result(),
+        weights={name: tensor.numpy().copy() for name, tensor in module.state_dict().items()},
+        weights_sha256=weights_sha256(model),
+        optimizer_sha256=digest(optimizer.state_dict()),
+        generators_sha256=digest(rng_state()),
+        seen=seen,
+        layout=model.bucket_layout(),
+        error=error,
+    )
+
+
+def interruption(steps: int) -> Any:
+    """A hook that raises in the step after `steps` of them, when the checkpoint of the last one is written."""
+    left = [steps]
+
+    def hook(*_: object) -> None:
+        if left[0] == 0:
+            raise Interrupted
+        left[0] -= 1
+
+    return hook
+
+
+def digest(value: Any) -> str:
+    """SHA-256 over nested tensors and plain values."""
+    return hashlib.sha256(_bytes(value)).hexdigest()
+
+
+def _bytes(value: Any) -> bytes:
+    if isinstance(value, Tensor):
+        return tensor_digest(value)
+    if isinstance(value, dict):
+        return b"".join(_bytes(key) + _bytes(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return b"".join(map(_bytes, value))
+    return repr(value).encode() + b"\0"
+
+
+def relative_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """The largest difference in any tensor, relative to that tensor's largest element."""
+    assert ours.keys() == theirs.keys()
+    return max(float(abs(ours[name] - theirs[name]).max() / abs(theirs[name]).max()) for name in ours)

@@ -1,0 +1,66 @@
+"""What a TrainConfig refuses, and which settings a checkpoint insists on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.errors import CheckpointMismatch, UsageError
+from paceline.train import TrainConfig
+from paceline.train.config import Settings
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"epochs": 0}, "epochs must be at least 1, not 0"),
+    ({"accumulate": 0}, "accumulate must be at least 1, not 0"),
+    ({"keep": 0}, "keep must be at least 1, not 0"),
+    ({"log_every": 0}, "log_every must be at least 1, not 0"),
+    ({"warmup_steps": -1}, "warmup_steps must be at least 0, not -1"),
+    ({"decay": "cosine"}, "decay must be none or linear, not 'cosine'"),
+    ({"clip_norm": 0.0}, "clip_norm must be greater than 0, not 0.0"),
+    ({"clip_norm": float("nan")}, "clip_norm must be greater than 0, not nan"),
+    ({"checkpoint_dir": "d", "checkpoint_every": 0}, "checkpoint_every must be at least 1, not 0"),
+    ({"checkpoint_every": 5}, "need checkpoint_dir"),
+    ({"resume": True}, "need checkpoint_dir"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_a_value_out_of_range_is_refused_where_the_config_is_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TrainConfig(**{"epochs": 1, **options})
+
+
+OTHER: list[tuple[str, dict[str, Any], str]] = [
+    ("accumulate", {"accumulate": 2}, "accumulate=1, this run has accumulate=2"),
+    ("clip_norm", {"clip_norm": 1.0}, "clip_norm=None, this run has clip_norm=1.0"),
+    ("decay", {"decay": "linear"}, "decay='none', this run has decay='linear'"),
+    ("warmup_steps", {"warmup_steps": 3}, "warmup_steps=0, this run has warmup_steps=3"),
+    ("lr_scaling", {"lr_scaling": "sqrt"}, "lr_scaling='none', this run has lr_scaling='sqrt'"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), OTHER, ids=[name for name, *_ in OTHER])
+def test_a_checkpoint_of_other_settings_is_refused_by_name(name: str, options: dict[str, Any], message: str) -> None:
+    saved = Settings(TrainConfig(epochs=2), lr=[0.1]).state_dict()
+    with pytest.raises(CheckpointMismatch, match=message):
+        Settings(TrainConfig(epochs=2, **options), lr=[0.1]).load_state_dict(saved)
+
+
+def test_settings_given_beside_the_config_count() -> None:
+    saved = Settings(TrainConfig(epochs=2), lr=[0.1]).state_dict()
+    with pytest.raises(CheckpointMismatch, match=r"lr=\[0.1\], this run has lr=\[0.2\]"):
+        Settings(TrainConfig(epochs=2), lr=[0.2]).load_state_dict(saved)
+
+
+def test_a_run_may_be_made_longer_unless_its_schedule_depends_on_its_length() -> None:
+    Settings(TrainConfig(epochs=9)).load_state_dict(Settings(TrainConfig(epochs=2)).state_dict())
+    saved = Settings(TrainConfig(epochs=2, decay="linear")).state_dict()
+    with pytest.raises(CheckpointMismatch, match="epochs=2, this run has epochs=9"):
+        Settings(TrainConfig(epochs=9, decay="linear")).load_state_dict(saved)
+
+
+def test_where_and_how_often_to_write_may_change() -> None:
+    saved = Settings(TrainConfig(epochs=2, checkpoint_dir="a", checkpoint_every=3, keep=1, log_every=1)).state_dict()
+    other = TrainConfig(epochs=2, checkpoint_dir="b", keep=9, resume=True, metrics_file="m", show_progress=False)
+    Settings(other).load_state_dict(saved)

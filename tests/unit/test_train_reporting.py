@@ -1,0 +1,136 @@
+"""Metrics files and progress."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import MissingExtra, UsageError
+from paceline.train.reporting import MetricsLog, ProgressDisplay
+
+
+def write(file: Path, step: int, *steps: int) -> None:
+    log = MetricsLog(str(file), None, step)
+    for number in steps:
+        log.write(number, {"loss": number / 2})
+    log.close()
+
+
+def steps_of(file: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+
+def test_every_line_is_a_json_object_with_its_step(tmp_path: Path) -> None:
+    write(tmp_path / "new" / "metrics.jsonl", 0, 1, 2)
+    assert (tmp_path / "new" / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 1.0}\n'
+
+
+def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    log = MetricsLog(str(tmp_path / "m"), None, 0)
+    log.write(1, {"loss": 1.0})
+    assert steps_of(tmp_path / "m") == [1]
+    log.close()
+
+
+def test_a_fresh_run_starts_the_file_anew(tmp_path: Path) -> None:
+    write(tmp_path / "m", 0, 1, 2)
+    write(tmp_path / "m", 0, 1)
+    assert steps_of(tmp_path / "m") == [1]
+
+
+def test_a_resumed_run_drops_what_it_will_repeat(tmp_path: Path) -> None:
+    write(tmp_path / "m", 0, 2, 4, 4, 6, 8)
+    write(tmp_path / "m", 4, 6)
+    assert steps_of(tmp_path / "m") == [2, 4, 4, 6]
+
+
+@pytest.mark.parametrize(
+    "half", ["", "{", '{"step": 4, "lo', '{"loss": 3}', '{"step": 4, "loss": 1.0}', "[4]", "\0\0\0"]
+)
+def test_a_line_that_was_cut_off_by_a_kill_is_dropped(tmp_path: Path, half: str) -> None:
+    write(tmp_path / "m", 0, 2)
+    with (tmp_path / "m").open("a") as file:
+        file.write(half)
+    write(tmp_path / "m", 4, 6)
+    assert steps_of(tmp_path / "m") == [2, 6]
+
+
+def test_nothing_that_is_kept_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The file was once written anew on resume, so a kill in that moment lost the history of the run.
+    write(tmp_path / "m", 0, 2, 4)
+    monkeypatch.setattr(Path, "write_text", None)
+    write(tmp_path / "m", 2, 4)
+    assert steps_of(tmp_path / "m") == [2, 4]
+
+
+@pytest.mark.parametrize("file", ["plain/metrics.jsonl", "folder"])
+def test_a_file_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path, file: str) -> None:
+    (tmp_path / "plain").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(
+        UsageError, match=r"metrics cannot be written to .*: (Not a directory|File exists|Is a directory); "
+    ):
+        MetricsLog(str(tmp_path / file), None, 0)
+
+
+def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(None, str(tmp_path), 0)
+    log.write(1, {"loss": 0.5, "lr": 0.25})
+    log.write(2, {"loss": 0.25})
+    log.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
+    assert [(event.step, event.value) for event in events.Scalars("lr")] == [(1, 0.25)]
+
+
+def test_without_tensorboard_the_pip_command_is_named_and_no_file_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'paceline\[tensorboard\]'"):
+        MetricsLog(str(tmp_path / "m"), str(tmp_path / "board"), 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, stream: Any, on: bool = True) -> str:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", stream)
+    with ProgressDisplay(4, 0, on=on) as display:
+        for epoch in range(2):
+            display.advance(epoch)
+            display.advance(epoch)
+            display.epoch_ended(epoch, 2, {"loss": 1 / 3, "accuracy": 0.97})
+    return str(stream.getvalue())
+
+
+def test_where_there_is_no_terminal_an_epoch_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, io.StringIO()) == (
+        "epoch 1/2  loss 0.3333  accuracy 0.97\nepoch 2/2  loss 0.3333  accuracy 0.97\n"
+    )
+
+
+def test_on_a_terminal_there_is_a_bar_and_the_cursor_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch, Terminal())
+    assert "4/4" in text
+    assert "epoch 2/2  loss 0.3333  accuracy 0.97" in text
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_the_other_ranks_show_nothing(monkeypatch: pytest.MonkeyPatch, stream: Any) -> None:
+    assert shown(monkeypatch, stream(), on=False) == ""

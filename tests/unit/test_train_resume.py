@@ -1,0 +1,168 @@
+"""A run that is interrupted and resumed ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.train import TrainConfig
+from trainings import Outcome, Run, relative_difference, train
+from twins import Pools
+
+STEPS = 6  # an epoch's: 45 samples in batches of 8
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    with Pools() as pools:
+        yield pools
+
+
+def config(folder: Path, **options: Any) -> TrainConfig:
+    given = {"epochs": 3, "checkpoint_every": 1, "show_progress": False, **options}
+    return TrainConfig(checkpoint_dir=str(folder), **given)
+
+
+def interrupted(pools: Pools, size: int, run: Run, step: int) -> list[Outcome]:
+    """Stop behind the checkpoint of `step` and resume; what the resumed run came to."""
+    for outcome in pools.run(size, train, replace(run, stop_after=step)):
+        assert (outcome.error, outcome.result.steps) == ("", step)
+    outcomes = pools.run(size, train, replace(run, config=replace(run.config, resume=True)))
+    for outcome in outcomes:
+        assert (outcome.error, outcome.result.resumed_from_step) == ("", step)
+    return outcomes
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [1, 2])
+def test_resumed_in_mid_epoch_with_dropout_and_augmentation(
+    pools: Pools, tmp_path: Path, size: int, workers: int
+) -> None:
+    run = Run(config(tmp_path / "whole", epochs=2), dropout=0.3, augment=True, workers=workers, adam=True)
+    whole = pools.run(size, train, run)
+    again = interrupted(pools, size, replace(run, config=config(tmp_path / "cut", epochs=2)), STEPS + 3)
+    for one, other in zip(whole, again, strict=True):
+        assert other.bits() == one.bits()
+        assert other.seen == one.seen[STEPS + 3 :]
+    assert len({one.generators_sha256 for one in whole}) == size, "every rank has streams of its own"
+
+
+def test_the_number_of_workers_may_change_on_resume(pools: Pools, tmp_path: Path) -> None:
+    run = Run(config(tmp_path / "whole", epochs=1), dropout=0.3, augment=True)
+    whole = pools.run(2, train, run)
+    pools.run(2, train, replace(run, config=config(tmp_path / "cut", epochs=1), stop_after=4))
+    again = pools.run(2, train, replace(run, config=config(tmp_path / "cut", epochs=1, resume=True), workers=2))
+    assert [other.bits() for other in again] == [one.bits() for one in whole]
+
+
+MOMENTS = {"the first step": 1, "an epoch's end": STEPS, "the next step": STEPS + 1, "the last step": 3 * STEPS}
+
+
+@pytest.mark.parametrize("step", MOMENTS.values(), ids=MOMENTS)
+def test_resumed_at_moments_that_are_easily_got_wrong(pools: Pools, tmp_path: Path, step: int) -> None:
+    options: dict[str, Any] = {"clip_norm": 1.0, "warmup_steps": 4, "decay": "linear", "log_every": 1}
+    run = Run(
+        config(tmp_path / "whole", metrics_file=str(tmp_path / "whole.jsonl"), **options), evaluate=True, dropout=0.2
+    )
+    whole = pools.run(2, train, run)
+    cut = config(tmp_path / "cut", metrics_file=str(tmp_path / "cut.jsonl"), **options)
+    again = interrupted(pools, 2, replace(run, config=cut), step)
+    for one, other in zip(whole, again, strict=True):
+        assert other.bits() == one.bits()
+        assert other.result.steps == one.result.steps == 3 * STEPS
+        assert other.result.metrics == one.result.metrics
+    metrics = [
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("whole.jsonl", "cut.jsonl")
+    ]
+    assert metrics[1] == metrics[0]
+
+
+def test_resumed_between_the_steps_of_accumulation(pools: Pools, tmp_path: Path) -> None:
+    run = Run(config(tmp_path / "whole", accumulate=4), dropout=0.3)
+    whole = pools.run(2, train, run)
+    again = interrupted(pools, 2, replace(run, config=config(tmp_path / "cut", accumulate=4)), 3)
+    assert [other.bits() for other in again] == [one.bits() for one in whole]
+
+
+def test_interrupted_in_every_epoch(pools: Pools, tmp_path: Path) -> None:
+    run = Run(config(tmp_path / "whole"), dropout=0.3, augment=True)
+    whole = pools.run(2, train, run)
+    cut = replace(run, config=config(tmp_path / "cut"))
+    pools.run(2, train, replace(cut, stop_after=2))
+    resumed = replace(cut, config=replace(cut.config, resume=True))
+    for steps in (STEPS, STEPS):
+        pools.run(2, train, replace(resumed, stop_after=steps))
+    again = pools.run(2, train, resumed)
+    assert [other.result.resumed_from_step for other in again] == [2 + 2 * STEPS] * 2
+    assert [other.bits() for other in again] == [one.bits() for one in whole]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_saved_bucket_layout_keeps_gloos_order_of_summation(pools: Pools, tmp_path: Path, size: int) -> None:
+    run = Run(config(tmp_path / "whole", checkpoint_every=5), width=64, bucket_cap_mb=0.001, augment=True)
+    whole = pools.run(size, train, run)
+    assert len(whole[0].layout) > 2
+    again = interrupted(pools, size, replace(run, config=config(tmp_path / "cut", checkpoint_every=5)), 5)
+    assert [other.layout for other in again] == [one.layout for one in whole]
+    assert [other.bits() for other in again] == [one.bits() for one in whole]
+
+
+def test_resumed_with_other_numbers_of_ranks_sees_the_same_batches(pools: Pools, tmp_path: Path) -> None:
+    run = Run(config(tmp_path / "whole"), dropout=0.0)
+    whole = pools.run(2, train, run)
+    cut = replace(run, config=config(tmp_path / "cut"))
+    parts = [pools.run(2, train, replace(cut, stop_after=4))]
+    resumed = replace(cut, config=replace(cut.config, resume=True))
+    for size, steps in ((1, 5), (4, 5), (2, None)):
+        parts.append(pools.run(size, in_silence, replace(resumed, stop_after=steps)))
+    assert [part[0].result.resumed_from_step for part in parts] == [None, 4, 9, 14]
+    assert [together for part in parts for together in batches(part)] == batches(whole)
+    for outcome in parts[-1]:
+        assert relative_difference(outcome.weights, whole[0].weights) < 1e-9
+    assert len({outcome.weights_sha256 for outcome in parts[-1]}) == 1
+
+
+def in_silence(world: Any, run: Run) -> Outcome:
+    """Without the warning that the random generators of another number of ranks stay as they are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(world, run)
+
+
+def batches(part: list[Outcome]) -> list[list[int]]:
+    """The global batches of the completed steps, put together from the slices of all ranks."""
+    slices = zip(*(outcome.seen for outcome in part), strict=True)
+    done = part[0].result.steps - (part[0].result.resumed_from_step or 0)  # the step that was cut off is not
+    return [[index for indices in step for index in indices] for step in slices][:done]
+
+
+REFUSED = {
+    "batch_size": ({"batch_size": 9}, "batch_size=8, this run has batch_size=9"),
+    "seed": ({"seed": 4}, "seed=3, this run has seed=4"),
+    "model": ({"width": 17}, "(16, 6)"),
+    "dtype": ({"dtype": torch.float32}, "float32"),
+    "data appended": ({"samples": 46}, "the training data are not those"),
+    "optimizer": ({"adam": True}, "optimizer"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
+def test_another_run_is_refused_before_anything_is_trained(
+    pools: Pools, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    run = Run(config(tmp_path, epochs=1))
+    pools.run(2, train, run)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for outcome in pools.run(2, train, replace(run, config=config(tmp_path, epochs=2, resume=True), **change)):
+        assert outcome.error.startswith("CheckpointMismatch: ")
+        assert message in outcome.error
+        assert outcome.seen == []
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
