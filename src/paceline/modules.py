@@ -23,6 +23,11 @@ class HasBucketLayout(Protocol):
         """Rebuild the buckets as `layout` says."""
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name without what ``torch.compile`` puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """The user's own module inside any nesting of data-parallel wrappers and ``torch.compile``."""
     while True:

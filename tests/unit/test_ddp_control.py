@@ -15,7 +15,7 @@ NOTHING: tuple[list[int], list[int], list[int]] = ([], [], [])
 
 def exchange(*ranks: tuple[list[int], list[int], list[int], Status]) -> list[ControlBlock]:
     """Blocks as they are after the sum over ranks; each rank gives absent, non-finite, late, status."""
-    blocks = [ControlBlock(NAMES, rank, len(ranks), torch.device("cpu")) for rank in range(len(ranks))]
+    blocks = [ControlBlock(NAMES, rank, len(ranks)) for rank in range(len(ranks))]
     total = torch.stack([block.fill(*mine).clone() for block, mine in zip(blocks, ranks, strict=True)]).sum(0)
     for block in blocks:
         block.vector.copy_(total)
@@ -61,9 +61,9 @@ def test_large_counts_survive_the_sum() -> None:
 
 
 def test_a_block_is_filled_anew_each_time() -> None:
-    block = ControlBlock(NAMES, 1, 2, torch.device("cpu"))
+    block = ControlBlock(NAMES, 1, 2)
     block.fill([0], [1], [2], Status(forwards=9, aborted=True))
-    clean = ControlBlock(NAMES, 1, 2, torch.device("cpu"))
+    clean = ControlBlock(NAMES, 1, 2)
     assert torch.equal(block.fill([], [], [], Status()), clean.fill([], [], [], Status()))
 
 
@@ -132,8 +132,8 @@ def test_non_finite_names_ranks_and_parameters() -> None:
     ],
 )  # fmt: skip
 def test_scale(weights: list[float], weighting: list[int], expected: float) -> None:
-    pairs = zip(weights, weighting, strict=True)
-    assert scale_of([Status(weight=w, weighting=bits) for w, bits in pairs]) == pytest.approx(expected, rel=1e-15)
+    pairs = list(zip(weights, weighting, strict=True))
+    assert scale_of(pairs) == pytest.approx(expected, rel=1e-15)
 
 
 def test_every_field_of_status_travels() -> None:

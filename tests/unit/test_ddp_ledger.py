@@ -12,7 +12,7 @@ import torch
 from paceline.ddp.arguments import capacities, tensors_in
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED
 from paceline.ddp.ledger import Ledger
-from paceline.ddp.steps import StepGuard
+from paceline.ddp.guard import StepGuard
 from paceline.errors import UsageError
 
 
@@ -99,7 +99,7 @@ def test_a_forward_taken_back_after_synchronization_does_not_go_below_zero() -> 
 
 def test_only_optimizers_of_the_model_count() -> None:
     ledger, ours, other = Ledger(), torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
-    guard = StepGuard(SimpleNamespace(parameters=[ours], local_gradient=lambda: None), ledger)
+    guard = StepGuard([ours], ledger, lambda: None)
     try:
         for parameters in (
             [ours],
@@ -115,7 +115,7 @@ def test_only_optimizers_of_the_model_count() -> None:
 
 def test_each_optimizer_of_a_model_may_step_once_a_synchronization() -> None:
     ledger, ours = Ledger(), torch.zeros(1, requires_grad=True)
-    guard = StepGuard(SimpleNamespace(parameters=[ours], local_gradient=lambda: "weight"), ledger)
+    guard = StepGuard([ours], ledger, lambda: "weight")
     first, second = torch.optim.SGD([ours], lr=0.1), torch.optim.SGD([ours], lr=0.1)
     try:
         ledger.synchronized()

@@ -78,8 +78,9 @@ class Arrivals:
             self._expect()
 
     def close(self) -> None:
-        """Remove all hooks from the parameters."""
+        """Remove all hooks from the parameters, and forget the function that they called."""
         self._keep_hooks(frozenset())
+        self._hook = _nothing
 
     def _expect(self) -> None:
         """Settle what each bucket waits for, and whose hook speaks for it."""
@@ -99,3 +100,7 @@ class Arrivals:
             self._parameters[index].register_post_accumulate_grad_hook(partial(self._hook, index)) for index in wanted
         ]
         self._hooked = wanted
+
+
+def _nothing(_index: int, _parameter: Tensor) -> None:
+    """The hook of one that is closed."""

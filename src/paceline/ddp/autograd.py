@@ -37,9 +37,14 @@ def is_plain_backward() -> bool:
     return bool(torch.autograd._is_checkpoint_valid())
 
 
+def current_task() -> int:
+    """A number for the running graph task, the next one's being larger; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
 def is_in_backward() -> bool:
     """Whether a graph task is running in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return current_task() != -1
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

@@ -89,7 +89,7 @@ class Channel:
 
     def close(self) -> None:
         """Give the channel's connections back, unless the process group is gone already."""
-        if self._is_numbered and dist.is_initialized():
+        if self._is_numbered and self.group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(self.group)
 
 
@@ -141,7 +141,8 @@ def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     """A channel among the ranks of `group` for gradients on `device`; called by all of them together."""
     ranks = dist.get_process_group_ranks(group)
     # The control block is host data: beside CUDA tensors it goes over Gloo, which stalls no stream.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else None
+    on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
+    backend = "cpu:gloo,cuda:nccl" if on_nccl else None
     # Ranks outside `group` do not come here, so a part of the world has to make its group by itself. torch names such a
     # group by its ranks; to make one again after it was destroyed would meet the first one's traces in the store.
     # Hence only groups of the whole world, which are numbered, are given back.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
+from paceline.ddp.autograd import current_task
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED, Status
 from paceline.errors import UsageError
 
@@ -26,13 +27,17 @@ class Ledger:
     """Counted forwards since the last synchronized backward."""
     synchronizations: int
     """Synchronized backwards since the wrapper was made."""
+    local_backwards: int
+    """Backwards under ``no_sync`` since the last synchronized one."""
 
     def __init__(self) -> None:
-        self.forwards_since_sync = self.synchronizations = 0
+        self.forwards_since_sync = self.synchronizations = self.local_backwards = 0
         self.sampler: Positioned | None = None
         self.status = Status()
         self._inside = 0
         self._unclaimed = 0
+        self._used_inside = False
+        self._task = -1
 
     def report(self, *, aborted: bool = False) -> Status:
         """The rank's status as of now."""
@@ -42,8 +47,9 @@ class Ledger:
 
     def synchronized(self) -> None:
         """A step has been synchronized: weights and pending forwards are used up."""
-        self.forwards_since_sync = 0
+        self.forwards_since_sync = self.local_backwards = 0
         self.synchronizations += 1
+        self._used_inside = self._inside > 0
         self.status.weight, self.status.weighting, self._unclaimed = 0, 0, 0
 
     # -- forwards -----------------------------------------------------------------------------------------------
@@ -89,10 +95,30 @@ class Ledger:
             raise
         finally:
             self._inside -= 1
+            self._used_inside = False
+
+    @property
+    def is_weight_pending(self) -> bool:
+        """Whether weights were given that no synchronization has used."""
+        return bool(self.status.weighting & WEIGHTED)
 
     def backward_began(self) -> None:
-        """A backward begins; it belongs to the block around it, or to one that was left before it."""
+        """A backward begins; it belongs to the block around it, or to one that was left before it.
+
+        Called by the hook of every output; a graph task counts once.
+
+        Raises:
+            UsageError: if the block's weight was used by a synchronization already.
+        """
+        if (task := current_task()) == self._task and task != -1:
+            return
+        self._task = task
         if self._unclaimed:
             self._unclaimed -= 1
+        elif self._used_inside:
+            raise UsageError(
+                "a second backward began inside one model.weight() block, whose weight the first has used up; run the "
+                "first under model.no_sync(), or give each a block of its own"
+            )
         elif not self._inside:
             self.status.weighting |= UNWEIGHTED

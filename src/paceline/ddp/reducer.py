@@ -13,7 +13,6 @@ Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,15 +22,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.buckets import CAPACITY, FIRST_CAPACITY, Bucket, arrival_order
+from paceline.buckets import CAPACITY, FIRST_CAPACITY, arrival_order
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
+from paceline.ddp.backward import Backward, Gear
 from paceline.ddp.channel import Channel, Launched
-from paceline.ddp.control import ControlBlock, Status, scale_of
+from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.late import launch_late, settle_late
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.storage import BucketSet
-from paceline.errors import CommunicationError, UsageError
+from paceline.errors import CommunicationError
 from paceline.events import Recorder
 
 
@@ -69,15 +69,28 @@ class Reducer:
         options: Options,
         recorder: Recorder,
     ) -> None:
-        self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
+        self.names = [name for name, _ in named_parameters]
+        self.storage = BucketSet(self.names, self.parameters, options.capacities, channel)
         self.sync_enabled = True
         self.exposed_seconds = 0.0
-        self.storage = BucketSet(self.names, self.parameters, options.capacities, channel)
-        self._channel, self._ledger, self._options, self._recorder = channel, ledger, options, recorder
+        self._channel, self._ledger = channel, ledger
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
+        self._gear = Gear(
+            self.names,
+            self.parameters,
+            self.storage,
+            channel,
+            ledger,
+            self._control,
+            recorder,
+            options.check_finite,
+        )
         self._phase = Phase.IDLE
-        self._aborted = False
+        self._aborted = self._owes_launch = False
+        self._task: weakref.ref[GraphTask] | None = None
+        self._backward = Backward(self._gear, clear=True)
+        self._finishing: Iterator[bool] = iter(())
         self._order_known = False
         self._accumulators = Accumulators(self.parameters)
         self._arrivals = Arrivals(self.parameters, self._hooked)
@@ -112,6 +125,7 @@ class Reducer:
         self.settle_aborted()
         self._ledger.backward_began()
         if not self.sync_enabled:
+            self._ledger.local_backwards += 1
             on_local()
             return
         self._begin()
@@ -119,12 +133,9 @@ class Reducer:
 
     def _begin(self) -> None:
         self._phase = Phase.BACKWARD
-        self._works: list[Launched] = []
-        self._absent: list[int] = []
-        self._non_finite: list[int] = []
-        self._held: dict[int, Tensor] = {}
-        self._clear = all(parameter.grad is None for parameter in self.parameters)
-        self._arrivals.begin(clear=self._clear)
+        clear = all(parameter.grad is None for parameter in self.parameters)
+        self._backward = Backward(self._gear, clear)
+        self._arrivals.begin(clear=clear)
         self._finishing = self._finish()
 
     def _queue_finish(self) -> None:
@@ -158,55 +169,27 @@ class Reducer:
             self._begin()
             self._queue_finish()
         self._arrivals.arrived(index)
-        while len(self._works) < len(self.storage) and self._arrivals.complete(len(self._works)):
-            self._launch(self.storage.buckets[len(self._works)])
+        backward, buckets = self._backward, self.storage.buckets
+        while backward.next < len(buckets) and self._arrivals.complete(backward.next):
+            backward.launch(buckets[backward.next])
         self._channel.progress()
-
-    @torch.no_grad()
-    def _launch(self, bucket: Bucket) -> None:
-        """Move the gradients in, free the parameters' own, and hand the bucket to communication."""
-        with self._recorder.span("launch"):
-            sources, targets = [], []
-            for index, view in zip(bucket.indices, bucket.views, strict=True):
-                gradient = self.parameters[index].grad
-                if gradient is None:
-                    self._absent.append(index)
-                    view.zero_()
-                    continue
-                if gradient is not view:
-                    self._expect_dense(index, gradient)
-                    sources.append(gradient)
-                    targets.append(view)
-                    if not self._clear:
-                        self._held[index] = gradient
-                self.parameters[index].grad = None
-            if sources:
-                torch._foreach_copy_(targets, sources)
-            if self._options.check_finite and not torch.isfinite(bucket.flat.sum()):
-                pairs = zip(bucket.indices, bucket.views, strict=True)
-                self._non_finite += [index for index, view in pairs if not torch.isfinite(view).all()]
-            self._works.append(self._channel.all_reduce(bucket.flat, self._ledger.status.note))
-
-    def _expect_dense(self, index: int, gradient: Tensor) -> None:
-        if gradient.layout is not torch.strided:
-            raise UsageError(
-                f"rank {self._channel.rank}: parameter {self.names[index]!r} has a {gradient.layout} gradient, which "
-                "buckets cannot hold; build its layer with sparse=False"
-            )
 
     # -- 3. end of backward -------------------------------------------------------------------------------------
 
     def _finish(self) -> Iterator[bool]:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
+        backward = self._backward
         try:
-            mine_late = self._launch_rest()
+            mine_late = backward.launch_rest(aborted=self._aborted)
+            self._phase = Phase.SETTLING
             yield True
-            statuses = self._wait()
+            statuses = backward.wait()
+            self.exposed_seconds += backward.exposed_seconds
             late = launch_late(self._control.late(), mine_late, self.storage.views, self._channel)
             order = None if self._order_known else self._launch_order()
             if late or order:
                 yield True
-                settle_late(late, self.storage.views, _scale(statuses), self._channel)
+                settle_late(late, self.storage.views, scale_of([one.note for one in statuses]), self._channel)
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
             self._phase = Phase.BROKEN
             raise
@@ -215,38 +198,6 @@ class Reducer:
             self._adopt_order(*order)
         self._phase = Phase.IDLE
         self._control.check(statuses)
-
-    def _launch_rest(self) -> dict[int, Tensor]:
-        """Launch what is left, then the control block; returns this rank's late deltas by parameter."""
-        early = len(self._works)
-        for bucket in self.storage.buckets[early:]:
-            self._launch(bucket)
-        late: dict[int, Tensor] = {}
-        for bucket in self.storage.buckets[:early]:
-            for index in bucket.indices:
-                if (gradient := self.parameters[index].grad) is not None:
-                    late[index] = gradient
-        # A late gradient is a present one, too: its parameter must not end as None.
-        self._absent = [index for index in self._absent if index not in late]
-        block = self._control.fill(
-            self._absent, self._non_finite, list(late), self._ledger.report(aborted=self._aborted)
-        )
-        self._works.append(self._channel.all_reduce(block))
-        self._phase = Phase.SETTLING
-        return late
-
-    def _wait(self) -> list[Status]:
-        """Wait for everything launched, and scale the sums."""
-        with self._recorder.span("wait"):
-            start = time.perf_counter()
-            for at, work in enumerate(self._works):
-                what = f"all-reduce of gradient bucket {at}" if at < len(self.storage) else "exchange of control blocks"
-                self._channel.wait(work, what)
-            self.exposed_seconds += time.perf_counter() - start
-        statuses = self._control.statuses()
-        if not self._channel.scales:
-            torch._foreach_mul_([bucket.flat for bucket in self.storage.buckets], _scale(statuses))
-        return statuses
 
     def _launch_order(self) -> tuple[Tensor, Launched]:
         """Send rank 0's order of arrival to all, as a sum to which only rank 0 contributes."""
@@ -269,8 +220,8 @@ class Reducer:
             parameter.grad = view
         for index in self._control.absent_everywhere():
             self.parameters[index].grad = None
-        self._arrivals.end(self._absent)
-        self._held = {}
+        self._arrivals.end(self._backward.absent)
+        self._backward.held.clear()
         self._ledger.synchronized()
 
     # -- without a backward, and after one that failed ----------------------------------------------------------
@@ -289,10 +240,10 @@ class Reducer:
         self._owes_launch = self._phase is Phase.BACKWARD
         self._phase = Phase.ABORTED
         for index, parameter in enumerate(self.parameters):
-            if self._clear:
+            if self._backward.clear:
                 parameter.grad = None
-            elif index in self._held:
-                parameter.grad = self._held[index]
+            elif index in self._backward.held:
+                parameter.grad = self._backward.held[index]
 
     def settle_aborted(self) -> None:
         """Take part in what the other ranks wait for since this rank's backward was ended by an exception.
@@ -330,9 +281,6 @@ class Reducer:
         return None
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off the parameters, and let go of what refers back to the reducer."""
         self._arrivals.close()
-
-
-def _scale(statuses: Sequence[Status]) -> float:
-    return scale_of([status.note for status in statuses])
+        self._task = None

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.ddp.autograd import GraphTask, is_plain_backward, queue_callback
+from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED, non_finite, scale_of
 from paceline.ddp.ledger import Ledger
 from paceline.errors import DesyncError
@@ -25,6 +25,7 @@ class SoloReducer:
         self._names = [name for name, _ in trained]
         self._parameters, self._ledger = [parameter for _, parameter in trained], ledger
         self._check_finite = check_finite
+        self._accumulators = Accumulators(self._parameters)
         self._task: weakref.ref[GraphTask] | None = None
 
     def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
@@ -35,7 +36,7 @@ class SoloReducer:
 
     def _output_hook(self, _gradient: Tensor) -> None:
         under_way = self._task is not None and self._task() is not None
-        if under_way or not is_plain_backward():
+        if under_way or not self._accumulators.are_meant():
             return
         self._ledger.backward_began()
         if self.sync_enabled and (self._check_finite or self._ledger.status.weighting):
@@ -70,6 +71,3 @@ class SoloReducer:
 
     def settle_aborted(self) -> None:
         """Nobody waits for a rank that is alone."""
-
-    def close(self) -> None:
-        """There are no hooks to take off."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,18 @@ from paceline.ddp.arguments import (
 )
 from paceline.ddp.autograd import is_in_backward
 from paceline.ddp.channel import Channel, open_channel
+from paceline.ddp.guard import StepGuard
 from paceline.ddp.ledger import Ledger, Positioned
 from paceline.ddp.reducer import Options, Reducer
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
 from paceline.ddp.solo import SoloReducer
-from paceline.ddp.steps import StepGuard
+from paceline.ddp.unsupported import Unsupported
 from paceline.errors import UsageError
 from paceline.events import Recorder
-from paceline.modules import unwrap
+from paceline.modules import plain_name
 
 
-class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
     """Replicates `module` over the ranks of a process group and averages gradients during backward.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass so that frameworks that ask
@@ -114,7 +115,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         init_sync = check_init_sync(init_sync)
         options = Options(capacities(bucket_cap_mb, bucket_cap_mb_list), check_finite)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        trained = trained_parameters(module, ignored)
+        trained = [(plain_name(name), parameter) for name, parameter in trained_parameters(module, ignored)]
         self.device = trained[0][1].device
         self._input_device = check_devices(device_ids, output_device, self.device)
         self.process_group = choose_group(process_group, device_mesh)
@@ -132,18 +133,21 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         ]
         self._replicated_buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
         self._ledger = Ledger()
+        parameters = [parameter for _, parameter in trained]
         self.register_load_state_dict_pre_hook(_accept_bare_keys)  # type: ignore[no-untyped-call]
 
         if dist.get_world_size(self.process_group) == 1:
             self._channel: Channel | None = None
             self._reducer: Reducer | SoloReducer = SoloReducer(trained, self._ledger, check_finite)
+            self._guard = StepGuard(parameters, self._ledger, lambda: None)
+            weakref.finalize(self, self._guard.close).atexit = False
             return
         self._channel = open_channel(self.process_group, self.device)
         make_equal(self._channel, replicated, init_sync)
         self._reducer = Reducer(trained, self._channel, self._ledger, options, recorder or Recorder())
-        guard = StepGuard(self._reducer, self._ledger)
+        self._guard = StepGuard(parameters, self._ledger, self._reducer.local_gradient)
         # When the wrapper goes, the module is the user's alone again, without hooks or a channel.
-        weakref.finalize(self, _release, self._reducer, self._channel, guard).atexit = False
+        weakref.finalize(self, _release, self._reducer, self._channel, self._guard).atexit = False
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -152,9 +156,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self._input_device is not None:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
             inputs, kwargs = moved[0], moved_kwargs[0]
-        if not (self.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
-        on_local = self._begin_forward() if self._channel is not None else _nothing
+        self._expect_frozen()
+        on_local = self._begin_forward() if self.training and self._channel is not None else _nothing
         output = self.module(*inputs, **kwargs)
         self._reducer.watch(tensors_in(output), on_local)
         return output
@@ -163,18 +168,20 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Before a training forward: what has to happen on all ranks. Returns what undoes its count."""
         if not is_in_backward():  # not while a checkpoint is recomputed inside backward
             self._reducer.settle_aborted()
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UsageError(
-                    f"parameter {name!r} was frozen when DistributedDataParallel was made and requires a gradient now, "
-                    "which would not be averaged; wrap the module again after unfreezing"
-                )
         if not self.do_sync:
             return _nothing
         self._ledger.forward()
         if self.sync_buffers():
             return _nothing  # the broadcast has happened, so this forward counts whatever its backward does
         return self._ledger.take_back_forward()
+
+    def _expect_frozen(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"parameter {name!r} was frozen when DistributedDataParallel was made and requires a gradient now, "
+                    "which would not be averaged; wrap the module again after unfreezing"
+                )
 
     def sync_buffers(self) -> bool:
         """Broadcast rank 0's buffers, as every training forward does; returns whether there are any to sync.
@@ -237,7 +244,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """
         if self._channel is not None:
             self._reducer.settle_aborted()
-            if self._ledger.forwards_since_sync == 0:
+            if self.training and self._ledger.forwards_since_sync == 0:
                 self._ledger.forward()
                 self.sync_buffers()
         self._reducer.synchronize()
@@ -258,6 +265,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """
         self._reducer.settle_aborted()  # which uses up the weights counted so far, so before this one is
         return self._ledger.weigh(weight)
+
+    def expect_averaged(self, caller: str) -> None:
+        """Refuse, on behalf of `caller`, gradients that are not averages over the ranks.
+
+        Raises:
+            UsageError: says what was not synchronized, and the remedy.
+        """
+        self._guard.expect_whole(caller)
 
     def watch(self, sampler: Positioned) -> None:
         """Compare the sampler's epoch and position across ranks in every synchronized backward."""
@@ -292,33 +307,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if layout and isinstance(self._reducer, Reducer):
             self._reducer.restore_layout(layout)
 
-    def __getstate__(self) -> NoReturn:
-        raise UsageError(
-            "a DistributedDataParallel cannot be copied or pickled, as its buckets and channel belong to this process; "
-            "copy paceline.unwrap(model) and wrap the copy"
-        )
-
-    # -- torch's members that are not supported yet -------------------------------------------------------------
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        """Not supported yet.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError("communication hooks are not supported by Paceline yet; leave register_comm_hook out")
-
-    def join(self, *_: Any, **__: Any) -> NoReturn:
-        """Not supported yet.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            "join() is not supported by Paceline yet; use paceline.data.GlobalBatchSampler, which gives every rank the "
-            "same number of batches, and model.sync_gradients() for an empty one"
-        )
-
 
 def _nothing() -> None:
     """For a forward that cannot be taken back."""
@@ -332,8 +320,7 @@ def _release(reducer: Reducer, channel: Channel, guard: StepGuard) -> None:
 
 def _accept_bare_keys(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Let ``load_state_dict`` take keys without ``module.``, as checkpoints and ``unwrap(model)`` write them."""
-    expected = set(unwrap(model).state_dict())
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        bare = key[len(prefix) :]
-        if bare in expected and f"{prefix}module.{bare}" not in state_dict:
-            state_dict[f"{prefix}module.{bare}"] = state_dict.pop(key)
+    for own in model.state_dict():
+        bare, wanted = prefix + plain_name(own.removeprefix("module.")), prefix + own
+        if bare in state_dict and wanted not in state_dict:
+            state_dict[wanted] = state_dict.pop(bare)

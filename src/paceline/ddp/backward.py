@@ -1,0 +1,134 @@
+"""One synchronized backward under way: what this rank launched, what it lacked, and what came back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from paceline.buckets import Bucket
+from paceline.ddp.channel import Channel, Launched
+from paceline.ddp.control import ControlBlock, Status, scale_of
+from paceline.ddp.ledger import Ledger
+from paceline.ddp.storage import BucketSet
+from paceline.errors import UsageError
+from paceline.events import Recorder
+
+
+@dataclass(frozen=True)
+class Gear:
+    """What every backward of a wrapper works with."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    storage: BucketSet
+    channel: Channel
+    ledger: Ledger
+    control: ControlBlock
+    recorder: Recorder
+    check_finite: bool
+
+
+@dataclass
+class Backward:
+    """From the first gradient to the scaled sums. Buckets are launched in order, each once."""
+
+    gear: Gear
+    clear: bool
+    """Whether no parameter had a gradient when it began."""
+    absent: list[int] = field(default_factory=list)
+    """Parameters for which this rank had no gradient."""
+    held: dict[int, Tensor] = field(default_factory=dict)
+    """Gradients that were there before, and were launched; they come back if an exception ends backward."""
+    exposed_seconds: float = 0.0
+    """Time waited for communication."""
+    _launched: list[Launched] = field(default_factory=list)
+    _non_finite: list[int] = field(default_factory=list)
+
+    @property
+    def next(self) -> int:
+        """The bucket to be launched next; their number when all are."""
+        return len(self._launched)
+
+    @torch.no_grad()
+    def launch(self, bucket: Bucket) -> None:
+        """Move the gradients in, free the parameters' own, and hand the bucket to communication."""
+        gear = self.gear
+        with gear.recorder.span("launch"):
+            sources, targets = [], []
+            for index, view in zip(bucket.indices, bucket.views, strict=True):
+                gradient = gear.parameters[index].grad
+                if gradient is None:
+                    self.absent.append(index)
+                    view.zero_()
+                    continue
+                if gradient is not view:
+                    self._expect_dense(index, gradient)
+                    sources.append(gradient)
+                    targets.append(view)
+                    if not self.clear:
+                        self.held[index] = gradient
+                gear.parameters[index].grad = None
+            if sources:
+                torch._foreach_copy_(targets, sources)
+            if gear.check_finite and not torch.isfinite(bucket.flat.sum()):
+                pairs = zip(bucket.indices, bucket.views, strict=True)
+                self._non_finite += [index for index, view in pairs if not torch.isfinite(view).all()]
+            self._reduce(bucket.flat)
+
+    def _reduce(self, flat: Tensor) -> None:
+        if flat.dtype is torch.float16:  # a sum of N may overflow where the mean does not
+            flat.mul_(1 / self.gear.channel.size)
+            self._launched.append(self.gear.channel.all_reduce(flat))
+        else:
+            self._launched.append(self.gear.channel.all_reduce(flat, self.gear.ledger.status.note))
+
+    def _expect_dense(self, index: int, gradient: Tensor) -> None:
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"rank {self.gear.channel.rank}: parameter {self.gear.names[index]!r} has a {gradient.layout} "
+                "gradient, which buckets cannot hold; build its layer with sparse=False"
+            )
+
+    def launch_rest(self, *, aborted: bool) -> dict[int, Tensor]:
+        """Launch what is left, then the control block; returns this rank's late deltas by parameter."""
+        gear, early = self.gear, self.next
+        for bucket in gear.storage.buckets[early:]:
+            self.launch(bucket)
+        late: dict[int, Tensor] = {}
+        for bucket in gear.storage.buckets[:early]:
+            for index in bucket.indices:
+                if (gradient := gear.parameters[index].grad) is not None:
+                    late[index] = gradient
+        if gear.check_finite:
+            self._non_finite += [index for index, delta in late.items() if not torch.isfinite(delta).all()]
+        # A late gradient is a present one, too: its parameter must not end as None.
+        self.absent = [index for index in self.absent if index not in late]
+        block = gear.control.fill(self.absent, self._non_finite, list(late), gear.ledger.report(aborted=aborted))
+        self._launched.append(gear.channel.all_reduce(block))
+        return late
+
+    def wait(self) -> list[Status]:
+        """Wait for everything launched, and scale the sums; returns what every rank reported.
+
+        Raises:
+            CommunicationError: if a rank ended or did not come.
+        """
+        gear = self.gear
+        with gear.recorder.span("wait"):
+            start = time.perf_counter()
+            for at, launched in enumerate(self._launched):
+                is_bucket = at < len(gear.storage)
+                what = f"all-reduce of gradient bucket {at}" if is_bucket else "exchange of control blocks"
+                gear.channel.wait(launched, what)
+            self.exposed_seconds = time.perf_counter() - start
+        statuses = gear.control.statuses()
+        scale = scale_of([status.note for status in statuses])
+        for flat in (bucket.flat for bucket in gear.storage.buckets):
+            if flat.dtype is torch.float16:
+                flat.mul_(scale * gear.channel.size)
+            elif not gear.channel.scales:
+                flat.mul_(scale)
+        return statuses

@@ -1,0 +1,75 @@
+"""The guard: counts optimizer steps for the control block, and refuses those over gradients that are not whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from paceline.ddp.ledger import Ledger
+from paceline.errors import UsageError
+
+
+class StepGuard:
+    """Watches every optimizer that trains one of `parameters`.
+
+    ``local_gradient()`` names a parameter whose gradient is this rank's own, if there is one.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], ledger: Ledger, local_gradient: Callable[[], str | None]
+    ) -> None:
+        self._ledger, self._local_gradient = ledger, local_gradient
+        self._ours = {id(parameter) for parameter in parameters}
+        self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._trains_ours(optimizer):
+            self.expect_whole("optimizer.step()", self._synchronizations_seen.get(optimizer, 0))
+            self._synchronizations_seen[optimizer] = self._ledger.synchronizations
+
+    def expect_whole(self, caller: str, synchronizations_before: int | None = None) -> None:
+        """Refuse gradients that hold something which was not averaged over the ranks, or not divided by its weight.
+
+        A backward may have stayed local under ``no_sync``, or gone past the wrapper. The latter is looked for only if
+        nothing was synchronized since `synchronizations_before`, as averaged gradients may be replaced by hand.
+
+        Raises:
+            UsageError: says what happened, and names a parameter if there is one to name.
+        """
+        if self._ledger.local_backwards:
+            raise UsageError(
+                f"{caller} found gradients that were not averaged over the ranks: the last backward ran under "
+                "no_sync(); leave it for the last micro-batch, or call model.sync_gradients() first"
+            )
+        if self._ledger.is_weight_pending:
+            raise UsageError(
+                f"{caller} found gradients that were not divided by the weights given to model.weight(): no backward "
+                "through the wrapper's own output followed; call the wrapper and not model.module, or call "
+                "model.sync_gradients() first"
+            )
+        if self._ledger.synchronizations == synchronizations_before and (name := self._local_gradient()) is not None:
+            raise UsageError(
+                f"{caller} found a gradient of {name!r} that was not averaged over the ranks, as no backward was "
+                "synchronized since the last step; call the wrapper and not model.module, or call "
+                "model.sync_gradients() first"
+            )
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._trains_ours(optimizer):
+            self._ledger.status.optimizer_steps += 1
+
+    def _trains_ours(self, optimizer: Optimizer) -> bool:
+        return any(id(parameter) in self._ours for group in optimizer.param_groups for parameter in group["params"])
+
+    def close(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
