@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check bench clean
+.PHONY: help install train test check bench bench-mpi clean
 
 help:  ## show this help
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,11 @@ check: $(VENV)/.dev  ## lint, format, types and layers
 
 bench: $(VENV)/.dev  ## run the benchmarks; dated results go to benchmarks/results
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+bench-mpi: $(VENV)/.dev  ## the same for all-reduce, beside Open MPI, which it installs (Debian, as root)
+	apt-get install -y -qq openmpi-bin libopenmpi-dev
+	$(PIP) mpi4py
+	$(BIN)/paceline run --nproc 2 benchmarks/collectives.py $(ARGS)
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build src/*.egg-info

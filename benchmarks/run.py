@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("step_time.py",)
+SCRIPTS = ("collectives.py", "step_time.py")
 
 
 def main() -> int:

@@ -8,37 +8,42 @@ torchrun --standalone --nproc-per-node 2 examples/plain_loop.py     the same
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import paceline  ##
 from paceline.data import DataLoader  ## instead of torch.utils.data's; batch_size is that of all ranks together
 
 
-def main() -> None:
-    world = paceline.init()  ##
-    torch.manual_seed(0)
-    x = torch.rand(1000, 2) * 2 - 1
-    y = (x.norm(dim=1) < 0.8).long()  # inside the circle or not
-    data = torch.utils.data.TensorDataset(x, y)
-
+def make() -> tuple[TensorDataset, nn.Module]:
+    """Points in a square, whether they are inside a circle, and a network to tell."""
+    x = torch.rand(1024, 2) * 2 - 1
+    y = (x.norm(dim=1) < 0.8).long()
     net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
-    model = paceline.DistributedDataParallel(net.to(world.device))  ## instead of net.to(device)
+    return TensorDataset(x, y), net
+
+
+def main() -> None:
+    """Train and print how many points are told right."""
+    world = paceline.init()  ##
+    device = world.device  ## instead of one chosen by hand
+    with paceline.set_seed(0):  ## instead of torch.manual_seed(0); every rank draws the same in here
+        data, net = make()  ## indented
+    model = paceline.DistributedDataParallel(net.to(device))  ## instead of net.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = DataLoader(data, batch_size=64, shuffle=True)
 
-    for epoch in range(20):
-        for batch in loader:
-            if batch is None:  ## a short last batch may leave this rank without a sample
-                model.sync_gradients()  ##
-            else:
-                inputs, labels = (part.to(world.device) for part in batch)
-                with model.weight(len(labels)):  ## the exact mean, also over slices of different size
-                    F.cross_entropy(model(inputs), labels, reduction="sum").backward()
+    for _ in range(20):
+        for inputs, labels in loader:
+            inputs, labels = inputs.to(device), labels.to(device)
+            with model.weight(len(labels)):  ## the exact mean, also over slices of different size
+                F.cross_entropy(model(inputs), labels, reduction="sum").backward()  ## indented; a sum, not a mean
             optimizer.step()
             optimizer.zero_grad()
 
+    x, y = data.tensors
     with torch.no_grad():
-        accuracy = (model(x.to(world.device)).argmax(1).cpu() == y).float().mean().item()
-    world.print(f"{world.size} rank(s): accuracy {accuracy:.3f}")  ## on rank 0 only
+        accuracy = (model(x.to(device)).argmax(1).cpu() == y).float().mean().item()
+    world.print(f"accuracy {accuracy:.3f}")  ## on rank 0 only
     world.close()  ##
 
 

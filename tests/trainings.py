@@ -73,6 +73,8 @@ class Run:
     poisoned_step: int | None = None
     """Step in which one sample's loss is NaN."""
     evaluate: bool = False
+    memory: bool = False
+    """Whether the model has a buffer that depends on the data and feeds forward."""
 
 
 @dataclass
@@ -94,10 +96,23 @@ class Outcome:
         return self.weights_sha256, self.optimizer_sha256, self.generators_sha256
 
 
+class Memory(nn.Module):
+    """Subtracts the running mean of all it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.copy_(0.9 * self.mean + 0.1 * x.detach().mean(0))
+        return x - self.mean
+
+
 def net(run: Run) -> nn.Module:
     """The model of a run, on every rank the same."""
     with set_seed(run.seed):
         return nn.Sequential(
+            *([Memory()] if run.memory else []),
             nn.Linear(FEATURES, run.width),
             nn.Tanh(),
             nn.Dropout(run.dropout),

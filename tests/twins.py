@@ -27,13 +27,14 @@ INPUTS, OUTPUTS = 5, 3
 class Pools:
     """Ranks by world size, started when first asked for and again after a failure."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str | None = None) -> None:
+        self.backend = backend
         self._pools: dict[int, Ranks] = {}
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         pool = self._pools.get(size)
         if pool is None or not pool.processes:
-            pool = self._pools[size] = Ranks(size, timeout=20)
+            pool = self._pools[size] = Ranks(size, 20, self.backend)
         return pool.run(function, *arguments)
 
     def __enter__(self) -> Pools:

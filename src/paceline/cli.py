@@ -100,7 +100,7 @@ def digits(
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between two checkpoints.")] = None,
     resume: Annotated[bool | None, typer.Option("--resume", help="Go on from the newest checkpoint.")] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
-    backend: Annotated[str | None, typer.Option(help="Process group: gloo, nccl, …")] = None,
+    backend: Annotated[str | None, typer.Option(help="Process group: paceline, gloo, nccl, …")] = None,
 ) -> None:
     """Train a small classifier of handwritten digits, in seconds, on CPU or GPU."""
     options = {name: value for name, value in locals().items() if name != "nproc" and value is not None}

@@ -1,4 +1,4 @@
-"""Every error that Paceline raises, in one tree.
+"""Every error that Paceline raises, in one tree, and its warnings.
 
     PacelineError                       anything raised on purpose by Paceline
     ├── UsageError         ValueError   a mistake that the caller can mend; commands print one line, exit code 2
@@ -11,8 +11,9 @@
     ├── DataError          RuntimeError a sample or batch could not be loaded; names rank, worker and sample
     ├── DesyncError        RuntimeError ranks differ in what must be equal everywhere
     ├── CommunicationError RuntimeError a collective failed: a peer ended, or did not come in time
-    ├── NonFiniteGradient  ArithmeticError  a gradient holds NaN or Inf; names ranks and parameters
-    └── LaunchError        RuntimeError a rank ended badly; names rank, exit code or signal
+    └── NonFiniteGradient  ArithmeticError  a gradient holds NaN or Inf; names ranks and parameters
+
+    CheckpointWarning      UserWarning  a damaged checkpoint was skipped, a folder is not locked
 
 A message is one sentence: what happened, with values and rank; then the remedy.
 """
@@ -73,5 +74,5 @@ class NonFiniteGradient(PacelineError, ArithmeticError):
     """A gradient holds NaN or Inf on at least one rank."""
 
 
-class LaunchError(PacelineError, RuntimeError):
-    """A rank ended badly."""
+class CheckpointWarning(UserWarning):
+    """What users should know of their checkpoints: a damaged one was skipped, a folder is not locked."""

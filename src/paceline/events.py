@@ -1,7 +1,7 @@
 """Spans: named stretches of time on a rank, recorded only while somebody asks for them.
 
-The labels are the words of the design (``forward``, ``launch``, ``wait``, …), so that traces, messages and docs
-speak of the same things.
+Recorded are ``launch``, a bucket being handed to communication, and ``wait``, backward's end waiting for it. Labels are
+the words of the design, so that traces, messages and docs speak of the same things.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sys
 from types import TracebackType
@@ -37,13 +38,14 @@ class set_seed:
         with paceline.set_seed(7):
             model = Net()
 
-    The streams are part of a checkpoint (:func:`rng_state`).
+    The streams are part of a checkpoint (:func:`rng_state`). Before there is a process group, the rank is the
+    environment's ``RANK``, so it may be called before :func:`paceline.init`.
 
     Args:
         seed: any whole number that is not negative.
 
     Raises:
-        UsageError: if `seed` is negative or no whole number.
+        UsageError: if `seed`, or the environment's ``RANK`` where it is needed, is negative or no whole number.
     """
 
     def __init__(self, seed: int) -> None:
@@ -53,8 +55,7 @@ class set_seed:
         self._differ()
 
     def _differ(self) -> None:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        seed_all(derive_seed("rank", self._seed, rank))
+        seed_all(derive_seed("rank", self._seed, _rank()))
 
     def __enter__(self) -> None:
         seed_all(self._seed)
@@ -63,6 +64,16 @@ class set_seed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._differ()
+
+
+def _rank() -> int:
+    """This process's rank; before there is a process group, the one that the launcher gave it."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    given = os.environ.get("RANK", "0")
+    if not given.isdecimal():
+        raise UsageError(f"RANK={given!r} is not a whole number >= 0; torchrun sets it, unset it to run as one process")
+    return int(given)
 
 
 def rng_state() -> dict[str, Any]:

@@ -21,6 +21,8 @@ from torch._C._distributed_c10d import HashStore
 
 from paceline.errors import WorldError
 
+OWN_BACKEND = "paceline"
+"""Registered by ``import paceline``, which importing this module does first."""
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -112,8 +114,9 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     process group that exists, ours or the script's own, is used as it is.
 
     Args:
-        backend: ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group`` takes. By
-            default NCCL for CUDA tensors with Gloo for CPU tensors where there is CUDA, else Gloo.
+        backend: ``"paceline"``, ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group``
+            takes. By default NCCL for CUDA tensors with Gloo for CPU tensors where there is CUDA, else Paceline's own
+            group, which is Gloo with shared memory inside a host.
         timeout: how long a collective waits for a rank, as a ``timedelta`` or in seconds. By default torch's.
 
     Raises:
@@ -139,7 +142,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if timeout is not None and not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
-    chosen = backend or ("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
+    chosen = backend or ("cpu:gloo,cuda:nccl" if use_cuda else OWN_BACKEND)
     try:
         if "RANK" in os.environ:
             dist.init_process_group(chosen, timeout=timeout)

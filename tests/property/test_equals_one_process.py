@@ -98,6 +98,8 @@ def test_unused_parameters_on_more_ranks(pools: Pools, size: int) -> None:
     ),
 )
 def test_any_combination(pools: Pools, size: int, case: Case) -> None:
+    if case.build is Frozen and case.pattern == "no part at all on rank 0":
+        case = replace(case, pattern="all parts")  # Frozen without any part has no gradient at all
     if case.build is Mixed:  # AdamW divides by tiny second moments, which magnifies what bfloat16 rounds
         case = replace(case, optimizer="sgd", batches=case.batches[:2], rtol=BFLOAT16)
     pools.run(size, many, [case])

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream, batch_count, slice_bounds
+from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
+from paceline.data.partition import batch_count, slice_bounds
 
 sizes = st.integers(1, 60)
 batch_sizes = st.integers(1, 17)

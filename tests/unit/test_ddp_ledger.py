@@ -11,8 +11,8 @@ import torch
 
 from paceline.ddp.arguments import capacities, tensors_in
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED
-from paceline.ddp.ledger import Ledger
 from paceline.ddp.guard import StepGuard
+from paceline.ddp.ledger import Ledger
 from paceline.errors import UsageError
 
 

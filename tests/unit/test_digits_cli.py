@@ -228,7 +228,7 @@ def test_a_finished_run_resumes_to_the_same_report(points: Path, finished: tuple
 OTHER_RUN = {
     "no resume": ([*SHORT], "already holds checkpoints up to step 12; continue them with --resume"),
     "batch size": (["--epochs", "1", "--batch-size", "64", "--resume"], "batch_size=128, this run has batch_size=64"),
-    "lr": ([*SHORT, "--lr", "0.01", "--resume"], "lr=[0.05], this run has lr=[0.01]"),
+    "lr": ([*SHORT, "--lr", "0.01", "--resume"], "lr=[0.1], this run has lr=[0.01]"),
     "seed": ([*SHORT, "--seed", "1", "--resume"], "seed=0, this run has seed=1"),
 }
 

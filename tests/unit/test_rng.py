@@ -57,6 +57,23 @@ def test_ranks_agree_inside_the_block_and_differ_after_it() -> None:
     assert [after for _, after in run_ranks(3, streams, False)] == [after for _, after in results]
 
 
+def test_before_there_is_a_process_group_the_launchers_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every rank had rank 0's streams when set_seed came before init(): the same dropout everywhere.
+    found = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        set_seed(3)
+        found.append(draw())
+    assert found == [after for _, after in run_ranks(2, streams, False)]
+
+
+@pytest.mark.parametrize("rank", ["", "one", "-1", "1.0"])
+def test_a_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(UsageError, match=f"^RANK='{rank}' is not a whole number >= 0"):
+        set_seed(3)
+
+
 def test_how_much_was_drawn_inside_the_block_does_not_matter_after_it() -> None:
     with set_seed(3):
         draw()

@@ -92,6 +92,17 @@ def test_resumed_between_the_steps_of_accumulation(pools: Pools, tmp_path: Path)
     assert [other.bits() for other in again] == [one.bits() for one in whole]
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_resumed_with_buffers_that_depend_on_data_and_feed_forward(
+    pools: Pools, tmp_path: Path, accumulate: int
+) -> None:
+    # Micro-batches under no_sync do not broadcast buffers: rank 1 went on with its own, but resumed with rank 0's.
+    run = Run(config(tmp_path / "whole", accumulate=accumulate), memory=True)
+    whole = pools.run(2, train, run)
+    again = interrupted(pools, 2, replace(run, config=config(tmp_path / "cut", accumulate=accumulate)), 2)
+    assert [other.bits() for other in again] == [one.bits() for one in whole]
+
+
 def test_interrupted_in_every_epoch(pools: Pools, tmp_path: Path) -> None:
     run = Run(config(tmp_path / "whole"), dropout=0.3, augment=True)
     whole = pools.run(2, train, run)

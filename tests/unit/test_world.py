@@ -86,7 +86,7 @@ def seen(world: World) -> tuple[World, str]:
         init("mpi")
     except WorldError as error:
         message = str(error)
-    assert init("gloo") == init(timeout=timedelta(seconds=5)) == world
+    assert init("paceline") == init(timeout=timedelta(seconds=5)) == world
     return world, message
 
 

@@ -1,6 +1,6 @@
 """Checkpoints that are whole or not there: verified, readable without pickle, for any number of ranks."""
 
 from paceline.checkpoint.checkpointer import Checkpointer
-from paceline.checkpoint.warning import CheckpointWarning
+from paceline.errors import CheckpointWarning
 
 __all__ = ["CheckpointWarning", "Checkpointer"]

@@ -20,9 +20,8 @@ from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.registered import Registered, Stateful
 from paceline.checkpoint.saved import GENERATORS, RANK_ROLE, Saved
 from paceline.checkpoint.storage import Storage, reason, step_name
-from paceline.checkpoint.warning import CheckpointWarning
 from paceline.checkpoint.writer import Draft
-from paceline.errors import CheckpointError, DesyncError, NoCheckpoint, UsageError
+from paceline.errors import CheckpointError, CheckpointWarning, DesyncError, NoCheckpoint, UsageError
 from paceline.world import World
 
 Object = TypeVar("Object", bound=Stateful)

@@ -9,8 +9,7 @@ import warnings
 import weakref
 from pathlib import Path
 
-from paceline.checkpoint.warning import CheckpointWarning
-from paceline.errors import UsageError
+from paceline.errors import CheckpointWarning, UsageError
 
 _UNSUPPORTED = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 

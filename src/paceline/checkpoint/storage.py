@@ -24,8 +24,7 @@ from pathlib import Path
 from paceline.checkpoint.lock import FolderLock
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.verify import Damaged, read_whole
-from paceline.checkpoint.warning import CheckpointWarning
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _OURS = re.compile(r"\.(writing|replaced|deleted)-(step-\d{8,18})")

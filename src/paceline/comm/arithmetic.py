@@ -21,7 +21,8 @@ _COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+"""torch adds and multiplies bool as Gloo does: or, and."""
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _COMPLEX = (torch.complex64, torch.complex128)
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
@@ -41,6 +42,12 @@ def code_of(op: ReduceOp.RedOpType) -> int:
     return list(_COMBINE).index(op)
 
 
+def name_of(code: int) -> str:
+    """The reduction's name, by :func:`code_of` of it."""
+    names = [str(op).rpartition(".")[2] for op in _COMBINE]
+    return names[code] if 0 <= code < len(names) else f"reduction {code}"
+
+
 def reduce_into(
     results: Sequence[Tensor], parts: Sequence[Tensor], op: ReduceOp.RedOpType, scale: float | None = None
 ) -> None:
@@ -51,7 +58,7 @@ def reduce_into(
     combine = _COMBINE[op]
     count, dtype = parts[0].numel(), parts[0].dtype
     length = max(1, PIECE_BYTES // dtype.itemsize)
-    scratch = torch.empty(min(length, count), dtype=dtype)
+    scratch = torch.empty(min(length, count), dtype=dtype, device="cpu")
     for start in range(0, count, length):
         piece = slice(start, min(start + length, count))
         total = scratch[: piece.stop - start]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,12 +17,15 @@ from torch.distributed import ReduceOp
 
 from paceline.comm.arithmetic import code_of, reduce_into, share
 from paceline.comm.engine import Engine, Header, Kind, Operation
+from paceline.errors import DesyncError, UsageError
 
 STAGE_BYTES = 2 * 2**20
 """Bytes of one half of the stage; measured in ``benchmarks/collectives.py``."""
 HALVES = 2
 Note = tuple[float, float]
 """Two numbers that travel with an operation."""
+Begun = tuple[Header, Callable[[list[Header]], None]]
+"""What is posted of an operation: its header, and its work."""
 
 
 class Collectives:
@@ -39,14 +43,36 @@ class Collectives:
         """Reduce `tensor` over all ranks, in place."""
         scale = 1 / self.size if op is ReduceOp.AVG else None
         if self._engine.arena.offset_of(tensor) is not None:
-            self._engine.wait(self.post_all_reduce(tensor, op, scale))
+            self._all_reduce_shared(tensor, op, scale)
             return
 
-        def copy_out(chunk: Tensor, staged: Tensor) -> None:
-            chunk.copy_(staged)
+        def begin(turn: int, start: int, count: int) -> Begun:
+            staged = self._half(tensor.dtype, turn)[:count]
+            staged.copy_(tensor[start : start + count])
+            header = self._header(Kind.all_reduce, tensor, start, count, staged, code_of(op))
+            return header, partial(self._reduce, op, scale)
 
-        header = Header(Kind.all_reduce, tensor.dtype, reduce=code_of(op))
-        self._staged(header, tensor, partial(self._reduce, op, scale), copy_out=copy_out)
+        def end(turn: int, start: int, count: int) -> None:
+            tensor[start : start + count].copy_(self._half(tensor.dtype, turn)[:count])
+
+        self._stream(tensor.numel(), self._half(tensor.dtype).numel(), begin, end)
+
+    def _all_reduce_shared(self, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None) -> None:
+        """Reduce a tensor where it lies, all at once; where another rank stages its own, in that rank's chunks."""
+        start, total, taken = 0, tensor.numel(), 0
+
+        def compute(headers: list[Header]) -> None:
+            nonlocal taken
+            taken = min(header.count for header in headers)
+            self._reduce(op, scale, headers)
+
+        while True:
+            rest = tensor[start:]
+            header = self._header(Kind.all_reduce, tensor, start, total - start, rest, code_of(op))
+            self._engine.run(header, compute)
+            start += taken
+            if start >= total:
+                return
 
     def post_all_reduce(
         self,
@@ -59,10 +85,15 @@ class Collectives:
         """Begin to reduce `tensor`, which lies in this rank's shared memory.
 
         The result is multiplied by `scale`, or by ``factor`` of all ranks' notes, while it is summed.
+
+        Raises:
+            UsageError: if it lies elsewhere.
         """
-        offset = self._engine.arena.offset_of(tensor)
-        assert offset is not None, "only what lies in shared memory can be posted"
-        header = Header(Kind.all_reduce, tensor.dtype, tensor.numel(), code_of(op), 0, offset, note or (0.0, 0.0))
+        if self._engine.arena.offset_of(tensor) is None:
+            raise UsageError("a reduction can be launched of a tensor that the group's allocate() gave, no other")
+        count = tensor.numel()
+        kind = Kind.launched_all_reduce
+        header = self._header(kind, tensor, 0, count, tensor, code_of(op), note=note or (0.0, 0.0))
 
         def compute(headers: list[Header]) -> None:
             self._reduce(op, scale if factor is None else factor([one.note for one in headers]), headers)
@@ -71,54 +102,163 @@ class Collectives:
 
     def _reduce(self, op: ReduceOp.RedOpType, scale: float | None, headers: list[Header]) -> None:
         """This rank's share of an all-reduce: read everybody's, write to everybody's."""
-        mine = share(headers[0].count, self.place, self.size)
-        parts = [part[mine] for part in self._operands(headers)]
-        reduce_into(parts, parts, op, scale)
+        count = min(header.count for header in headers)
+        mine = share(count, self.place, self.size)
+        if mine.start < mine.stop:
+            parts = [part[mine] for part in self._operands(headers)]
+            reduce_into(parts, parts, op, scale)
 
     # -- the others ---------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Make `tensor` equal to that of the rank in place `root`."""
 
-        def take(chunk: Tensor, headers: list[Header]) -> None:
-            if self.place != root:
-                chunk.copy_(self._operands(headers)[root])
+        def begin(turn: int, start: int, count: int) -> Begun:
+            chunk, staged = tensor[start : start + count], self._half(tensor.dtype, turn)[:count]
+            if self.place == root:
+                staged.copy_(chunk)
 
-        header = Header(Kind.broadcast, tensor.dtype, root=root)
-        self._staged(header, tensor, take=take, copy_in=self.place == root)
+            def take(headers: list[Header]) -> None:
+                if self.place != root:
+                    chunk.copy_(self._operands(headers)[root])
+
+            return self._header(Kind.broadcast, tensor, start, count, staged, root=root), take
+
+        self._stream(tensor.numel(), self._half(tensor.dtype).numel(), begin)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """Every rank's `tensor`, into `outputs` in the order of ranks."""
 
-        def take(start: int, headers: list[Header]) -> None:
-            for output, part in zip(outputs, self._operands(headers), strict=True):
-                output[start : start + part.numel()].copy_(part)
+        def begin(turn: int, start: int, count: int) -> Begun:
+            staged = self._half(tensor.dtype, turn)[:count]
+            staged.copy_(tensor[start : start + count])
 
-        self._staged(Header(Kind.all_gather, tensor.dtype), tensor, at=take)
+            def take(headers: list[Header]) -> None:
+                for output, part in zip(outputs, self._operands(headers), strict=True):
+                    output[start : start + count].copy_(part)
+
+            return self._header(Kind.all_gather, tensor, start, count, staged), take
+
+        self._stream(tensor.numel(), self._half(tensor.dtype).numel(), begin)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
         """The reduction over all ranks of their input number `place`, into `output`."""
         scale = 1 / self.size if op is ReduceOp.AVG else None
-        length = max(1, self._half(output.dtype).numel() // self.size)
-        under_way: deque[Operation] = deque()
-        for turn, start in enumerate(range(0, max(1, output.numel()), length)):
-            count = min(length, output.numel() - start)
-            staged = self._half(output.dtype, turn)[: count * self.size].view(self.size, count)
-            if len(under_way) == HALVES:
-                self._engine.wait(under_way.popleft())
-            for row, given in zip(staged, inputs, strict=True):
+
+        def begin(turn: int, start: int, count: int) -> Begun:
+            staged = self._half(output.dtype, turn)[: count * self.size]
+            for row, given in zip(staged.view(self.size, count), inputs, strict=True):
                 row.copy_(given[start : start + count])
 
-            def compute(headers: list[Header], start: int = start, count: int = count) -> None:
-                rows = [part.view(self.size, count)[self.place] for part in self._operands(headers)]
+            def compute(headers: list[Header]) -> None:
+                rows = [part[self.place * count : (self.place + 1) * count] for part in self._operands(headers)]
                 reduce_into([output[start : start + count]], rows, op, scale)
 
-            header = Header(
-                Kind.reduce_scatter, output.dtype, count * self.size, code_of(op), offset=self._offset(staged)
-            )
-            under_way.append(self._engine.post(header, compute))
-        for operation in under_way:
-            self._engine.wait(operation)
+            header = self._header(Kind.reduce_scatter, output, start, count * self.size, staged, code_of(op))
+            return header, compute
+
+        self._stream(output.numel(), max(1, self._half(output.dtype).numel() // self.size), begin)
+
+    def reduce(self, tensor: Tensor, op: ReduceOp.RedOpType, root: int) -> None:
+        """Reduce `tensor` over all ranks, into that of the rank in place `root`; the others keep theirs."""
+        scale = 1 / self.size if op is ReduceOp.AVG else None
+
+        def begin(turn: int, start: int, count: int) -> Begun:
+            staged = self._half(tensor.dtype, turn)[:count]
+            staged.copy_(tensor[start : start + count])
+
+            def compute(headers: list[Header]) -> None:
+                mine = share(count, self.place, self.size)
+                parts = [part[mine] for part in self._operands(headers)]
+                reduce_into([parts[root]], parts, op, scale)
+
+            return self._header(Kind.reduce, tensor, start, count, staged, code_of(op), root), compute
+
+        def end(turn: int, start: int, count: int) -> None:
+            if self.place == root:
+                tensor[start : start + count].copy_(self._half(tensor.dtype, turn)[:count])
+
+        self._stream(tensor.numel(), self._half(tensor.dtype).numel(), begin, end)
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
+        """Every rank's `tensor`, into `outputs` of the rank in place `root`; the others give none."""
+
+        def begin(turn: int, start: int, count: int) -> Begun:
+            staged = self._half(tensor.dtype, turn)[:count]
+            staged.copy_(tensor[start : start + count])
+
+            def take(headers: list[Header]) -> None:
+                if self.place == root:
+                    for output, part in zip(outputs, self._operands(headers), strict=True):
+                        output[start : start + count].copy_(part)
+
+            return self._header(Kind.gather, tensor, start, count, staged, root=root), take
+
+        self._stream(tensor.numel(), self._half(tensor.dtype).numel(), begin)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
+        """Input number `place` of the rank in place `root`, into `output`; the others give no inputs."""
+
+        def begin(turn: int, start: int, count: int) -> Begun:
+            staged = self._half(output.dtype, turn)[: count * self.size]
+            if self.place == root:
+                for row, given in zip(staged.view(self.size, count), inputs, strict=True):
+                    row.copy_(given[start : start + count])
+
+            def take(headers: list[Header]) -> None:
+                rows = self._operands(headers)[root]
+                output[start : start + count].copy_(rows[self.place * count : (self.place + 1) * count])
+
+            return self._header(Kind.scatter, output, start, count * self.size, staged, root=root), take
+
+        self._stream(output.numel(), max(1, self._half(output.dtype).numel() // self.size), begin)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Input number `p` goes to the rank in place `p`, of which output number `p` comes; lengths may differ.
+
+        Raises:
+            DesyncError: on every rank, if one sends more or less than another expects.
+        """
+        dtype, place, size = inputs[0].dtype, self.place, self.size
+        longest = self._longest_exchange(outputs, inputs)
+
+        def begin(turn: int, start: int, count: int) -> Begun:
+            staged = self._half(dtype, turn)[: count * size]
+            for row, given in zip(staged.view(size, count), inputs, strict=True):
+                piece = given[start : start + count]
+                row[: piece.numel()].copy_(piece)
+
+            def take(headers: list[Header]) -> None:
+                for output, rows in zip(outputs, self._operands(headers), strict=True):
+                    piece = output[start : start + count]
+                    piece.copy_(rows[place * count : place * count + piece.numel()])
+
+            header = self._header(Kind.all_to_all, inputs[0], start, count * size, staged)
+            return replace(header, total=longest), take
+
+        if longest:
+            self._stream(longest, max(1, self._half(dtype).numel() // size), begin)
+
+    def _longest_exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
+        """Tell all ranks who sends how much to whom; the length of the longest."""
+        staged = self._half(torch.int64)[: 2 * self.size].view(2, self.size)
+        staged.copy_(torch.tensor([[one.numel() for one in some] for some in (inputs, outputs)], device="cpu"))
+        said: list[list[list[int]]] = []
+
+        def take(headers: list[Header]) -> None:
+            for memory, header in zip(self._engine.memories, headers, strict=True):
+                said.append(memory.tensor(header.offset, 2 * self.size, torch.int64).view(2, self.size).tolist())
+
+        self._engine.run(replace(self._header(Kind.all_to_all, inputs[0], 0, 1, staged), total=-1), take)
+        names = self._engine.names
+        for sender, (sends, _) in enumerate(said):
+            for receiver, (_, expects) in enumerate(said):
+                if sends[receiver] != expects[sender]:
+                    raise DesyncError(
+                        f"rank {names[self.place]}: in all_to_all, rank {names[sender]} sends {sends[receiver]} "
+                        f"elements to rank {names[receiver]}, which expects {expects[sender]}; make them equal"
+                    )
+        return max(max(sends) for sends, _ in said)
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
@@ -126,53 +266,54 @@ class Collectives:
 
     # -- chunks through the stage -------------------------------------------------------------------------------
 
-    def _staged(
+    def _stream(
         self,
-        header: Header,
-        tensor: Tensor,
-        compute: Callable[[list[Header]], None] | None = None,
-        *,
-        take: Callable[[Tensor, list[Header]], None] | None = None,
-        at: Callable[[int, list[Header]], None] | None = None,
-        copy_in: bool = True,
-        copy_out: Callable[[Tensor, Tensor], None] | None = None,
+        total: int,
+        length: int,
+        begin: Callable[[int, int, int], Begun],
+        end: Callable[[int, int, int], None] | None = None,
     ) -> None:
-        """Send `tensor` through the stage, chunk by chunk.
+        """Send `total` elements through the stage in chunks of `length`, each of them one operation.
 
-        Each chunk is one operation, whose work is ``compute(headers)``, ``take(chunk, headers)`` or
-        ``at(start, headers)``; ``copy_out(chunk, staged)`` follows when it is finished.
+        ``begin(turn, start, count)`` fills the half of the stage and describes the operation, ``end`` with the same
+        arguments follows when it is finished.
         """
-        under_way: deque[tuple[Operation, Tensor, Tensor]] = deque()
+        under_way: deque[tuple[Operation, tuple[int, int, int]]] = deque()
 
         def finish() -> None:
-            operation, chunk, staged = under_way.popleft()
+            operation, chunk = under_way.popleft()
             self._engine.wait(operation)
-            if copy_out is not None:
-                copy_out(chunk, staged)
+            if end is not None:
+                end(*chunk)
 
-        length = self._half(tensor.dtype).numel()
-        for turn, start in enumerate(range(0, max(1, tensor.numel()), length)):
+        for turn, start in enumerate(range(0, max(1, total), length)):
             if len(under_way) == HALVES:
                 finish()
-            chunk = tensor[start : start + length]
-            staged = self._half(tensor.dtype, turn)[: chunk.numel()]
-            if copy_in:
-                staged.copy_(chunk)
-            work = compute or (partial(take, chunk) if take else partial(at, start) if at else None)
-            assert work is not None
-            described = Header(
-                header.kind, header.dtype, chunk.numel(), header.reduce, header.root, self._offset(staged)
-            )
-            under_way.append((self._engine.post(described, work), chunk, staged))
+            chunk = (turn, start, min(length, total - start))
+            header, compute = begin(*chunk)
+            if turn == 1:  # if ranks differ in what they do, all of them stop before the second operation
+                self._engine.agree(under_way[0][0])
+            under_way.append((self._engine.post(header, compute), chunk))
         while under_way:
             finish()
+
+    def _header(
+        self,
+        kind: Kind,
+        tensor: Tensor,
+        start: int,
+        count: int,
+        operand: Tensor,
+        reduce: int = 0,
+        root: int = 0,
+        note: Note = (0.0, 0.0),
+    ) -> Header:
+        offset = operand.data_ptr() - self._engine.arena.address if count else 0
+        return Header(kind, tensor.dtype, tensor.numel(), start, count, reduce, root, offset, note)
 
     def _operands(self, headers: Sequence[Header]) -> list[Tensor]:
         pairs = zip(self._engine.memories, headers, strict=True)
         return [memory.tensor(header.offset, header.count, header.dtype) for memory, header in pairs]
-
-    def _offset(self, staged: Tensor) -> int:
-        return staged.data_ptr() - self._engine.arena.address
 
     def _half(self, dtype: torch.dtype, turn: int = 0) -> Tensor:
         """One half of the stage, as elements of `dtype`."""

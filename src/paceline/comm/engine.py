@@ -2,13 +2,17 @@
 
     post       write the header of operation k, ring everybody
     compute    once everybody has posted k and the headers agree: read the others' memory, write the result
-    done       say so, ring everybody
+    done       ring everybody
     finished   once everybody is done with k, nobody reads our memory for it any more
 
 An operation is posted without waiting, so several can be under way; :meth:`Engine.progress` takes them further
 without ever blocking, :meth:`Engine.wait` blocks on eventfds *and* on the peers' pidfds, so that a dead peer is known
-at once and by its rank. Ringing an eventfd orders all writes before it ahead of what the woken rank reads; what a rank
-knows of another is what it read after a ring, so plain memory is never polled.
+at once and by its rank. A ring adds to an eventfd how many operations were posted and done since the last one: so what
+a rank knows of another came through the kernel, which orders all writes before the ring ahead of what the woken rank
+reads. Plain memory is never polled.
+
+No operation may follow a mismatch in it that some ranks have posted already and others never will: so a collective of
+several operations posts the second one when all agree on the first (:meth:`Engine.agree`).
 """
 
 from __future__ import annotations
@@ -16,26 +20,35 @@ from __future__ import annotations
 import os
 import select
 import struct
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from functools import cache
+from typing import NoReturn
 
 import torch
 
-from paceline.comm.handshake import Peer
+from paceline.comm.arithmetic import name_of
+from paceline.comm.handshake import Peer, world_rank
 from paceline.comm.shared_memory import Arena, Segment
 from paceline.errors import CommunicationError, DesyncError
 
 SLOTS = 256
 """Operations that may be under way at once."""
-_HEADER = struct.Struct("<qqqqqqqdd")
-_COUNTERS = struct.Struct("<qq")
+_HEADER = struct.Struct("@9q2d")
 _SLOTS_AT = 64
 _SLOT_BYTES = 128
 _SPINS = 20
+_DONE = 32
+"""In what a ring adds, the number of operations done begins at this bit; below is the number of those posted."""
+_NAP_S = 1.0
+"""Longest sleep in one piece. Time in which this process itself stood still counts as no more than that."""
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -60,18 +73,32 @@ class Kind(IntEnum):
     all_gather = 3
     reduce_scatter = 4
     barrier = 5
+    launched_all_reduce = 6
+    """One that was launched; all ranks' operands lie in shared memory."""
+    reduce = 7
+    gather = 8
+    scatter = 9
+    all_to_all = 10
+
+
+_REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.reduce)
+_ROOTS = {Kind.broadcast: "from", Kind.scatter: "from", Kind.reduce: "to", Kind.gather: "to"}
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank says of an operation. All but `offset` and `note` must be equal on every rank."""
+    """What a rank says of an operation. All but `count`, `offset` and `note` must be equal on every rank."""
 
     kind: Kind
     dtype: torch.dtype = torch.uint8
+    total: int = 0
+    """Elements of the whole collective, of this rank's part where ranks have parts."""
+    start: int = 0
+    """Where in these the operation begins."""
     count: int = 0
-    """Elements, of this rank's part where ranks have parts."""
+    """Elements that this rank has ready for it. May differ where some ranks stage a tensor and others share it."""
     reduce: int = 0
-    """Which reduction, by its place in c10d's list."""
+    """Which reduction, as :func:`arithmetic.code_of` counts."""
     root: int = 0
     offset: int = -1
     """Where the operand lies in the rank's memory, in bytes."""
@@ -81,45 +108,53 @@ class Header:
     def pack(self, number: int) -> bytes:
         """As it lies in memory."""
         code = DTYPES.index(self.dtype)
-        return _HEADER.pack(number, self.kind, code, self.count, self.reduce, self.root, self.offset, *self.note)
+        what = number, self.kind, code, self.total, self.start, self.count, self.reduce, self.root, self.offset
+        return _HEADER.pack(*what, *self.note)
 
     @classmethod
-    def unpack(cls, segment: Segment, number: int) -> tuple[int, Header]:
-        """Number and header in the slot of operation `number`."""
+    def unpack(cls, segment: Segment, number: int) -> Header | None:
+        """The header of operation `number`; None if another one lies in its place."""
         found, kind, code, *rest, first, second = _HEADER.unpack_from(segment.memory, _slot(number))
-        count, reduce, root, offset = rest
-        return found, cls(Kind(kind), DTYPES[code], count, reduce, root, offset, (first, second))
+        if found != number:
+            return None
+        total, start, count, reduce, root, offset = rest
+        return cls(Kind(kind), DTYPES[code], total, start, count, reduce, root, offset, (first, second))
 
     def same_as(self, other: Header) -> bool:
         """Whether both describe the same operation."""
-        return (self.kind, self.dtype, self.count, self.reduce, self.root) == (
-            other.kind,
-            other.dtype,
-            other.count,
-            other.reduce,
-            other.root,
+        return (
+            self.kind == other.kind
+            and self.dtype is other.dtype
+            and self.total == other.total
+            and self.start == other.start
+            and self.reduce == other.reduce
+            and self.root == other.root
         )
 
     def __str__(self) -> str:
-        return f"{self.kind.name} of {self.count} × {str(self.dtype).removeprefix('torch.')}" + (
-            f" from rank {self.root}" if self.kind is Kind.broadcast else ""
-        )
+        if self.kind is Kind.barrier:
+            return "barrier"
+        amount = f"{self.total} × " if self.total >= 0 else ""
+        text = f"{self.kind.name} of {amount}{str(self.dtype).removeprefix('torch.')}"
+        if self.kind in _REDUCES:
+            text += f" by {name_of(self.reduce)}"
+        return text + (f" from element {self.start}" if self.start else "")
 
 
-@dataclass
 class Operation:
     """One operation under way on this rank."""
 
-    number: int
-    header: Header
-    compute: Callable[[list[Header]], None]
-    """Called with every local rank's header, in the order of ranks, once all are there."""
-    computed: bool = False
-    finished: bool = False
-    error: Exception | None = None
+    __slots__ = ("compute", "computed", "error", "finished", "header", "number")
+
+    def __init__(self, number: int, header: Header, compute: Callable[[list[Header]], None]) -> None:
+        self.number, self.header = number, header
+        self.compute = compute
+        """Called with every local rank's header, in the order of ranks, once all are there."""
+        self.computed = self.finished = False
+        self.error: Exception | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Progress:
     """How far a peer has come, as of its last ring."""
 
@@ -127,33 +162,39 @@ class _Progress:
     done: int = 0
 
 
-@dataclass
 class Engine:
-    """Runs operations with the other ranks of this host.
+    """Runs operations with the other ranks of this host. Threads may share it; they take turns.
 
     ``members`` are the group ranks on this host in ascending order, this rank's own included; ``rank`` is ours.
     """
 
-    arena: Arena
-    peers: list[Peer]
-    rank: int
-    timeout: timedelta
-    _posted: int = 0
-    _done: int = 0
-    _under_way: deque[Operation] = field(default_factory=deque)
-    _progress: dict[int, _Progress] = field(default_factory=dict)
-    _broken: str = ""
-
-    def __post_init__(self) -> None:
-        self._progress = {peer.rank: _Progress() for peer in self.peers}
-        self.members = sorted([self.rank, *self._progress])
-        self._segments: dict[int, Segment] = {peer.rank: peer.memory for peer in self.peers} | {self.rank: self.arena}
-        self.memories = [self._segments[rank] for rank in self.members]
+    def __init__(self, arena: Arena, peers: Sequence[Peer], rank: int, timeout: timedelta) -> None:
+        self.arena, self.peers, self.rank, self.timeout = arena, list(peers), rank, timeout
+        self._name = world_rank(rank)
+        self._progress = {peer.rank: _Progress() for peer in peers}
+        self.members = sorted([rank, *self._progress])
+        self._names = {peer.rank: peer.name for peer in peers} | {rank: self._name}
+        self.names = [self._names[member] for member in self.members]
+        """What messages call the members: their ranks in the world."""
+        self._segments: dict[int, Segment] = {peer.rank: peer.memory for peer in peers} | {rank: arena}
+        self.memories = [self._segments[member] for member in self.members]
+        self._posted = self._done = 0
+        self._unsaid = 0
+        self._under_way: deque[Operation] = deque()
+        self._broken = ""
+        self._ended: set[int] = set()
+        self._lock = threading.RLock()
+        self._interrupt = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
-        for peer in self.peers:
+        self._poll.register(self._interrupt, select.POLLIN)
+        for peer in peers:
             self._poll.register(peer.ringing, select.POLLIN)
             self._poll.register(peer.alive, select.POLLIN)
         self._spins = _SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
+        descriptors = [self._interrupt, *(one for peer in peers for one in peer.descriptors())]
+        self._close_descriptors = weakref.finalize(self, _close_all, descriptors)
+        self._close_descriptors.atexit = False
+        _engines().add(self)
 
     # -- posting and progress -----------------------------------------------------------------------------------
 
@@ -161,23 +202,30 @@ class Engine:
         """Begin an operation, without waiting for anyone (unless too many are under way).
 
         Raises:
-            CommunicationError: if a peer is gone.
+            CommunicationError: if the group has failed before, or fails now.
         """
-        self._expect_whole()
-        while len(self._under_way) >= SLOTS - 1:
-            self.wait(self._under_way[0])
-        operation = Operation(self._posted, header, compute)
-        self.arena.memory[_slot(self._posted) : _slot(self._posted) + _HEADER.size] = header.pack(self._posted)
-        self._posted += 1
-        self._under_way.append(operation)
-        self._ring()
-        return operation
+        with self._lock:
+            self._expect_whole()
+            while len(self._under_way) >= SLOTS - 1:
+                self._wait_until(self._under_way[0], _is_finished)
+            operation = Operation(self._posted, header, compute)
+            at = _slot(operation.number)
+            self.arena.memory[at : at + _HEADER.size] = header.pack(operation.number)
+            self._posted += 1
+            self._under_way.append(operation)
+            self._unsaid += 1
+            self._ring()
+            return operation
 
     def progress(self) -> None:
         """Take operations as far as they go now."""
-        if self._under_way:
-            self._listen()
-            self._advance()
+        # Whoever holds the lock does it already.
+        if self._under_way and self._lock.acquire(blocking=False):
+            try:
+                self._listen()
+                self._advance()
+            finally:
+                self._lock.release()
 
     def wait(self, operation: Operation) -> None:
         """Wait until `operation` is finished.
@@ -186,54 +234,77 @@ class Engine:
             DesyncError: on every rank, if ranks posted different operations under its number; the group stays usable.
             CommunicationError: if a peer ended, or did not come before the timeout; names it.
         """
-        self.progress()
-        spins = self._spins
-        deadline = None
-        while not operation.finished:
-            self._expect_whole()
-            if spins:
-                spins -= 1
-                self._listen()
-            else:
-                deadline = deadline or time.monotonic() + self.timeout.total_seconds()
-                self._block(operation, deadline)
-            self._advance()
+        if not operation.finished:
+            with self._lock:
+                self._wait_until(operation, _is_finished)
         if operation.error is not None:
             raise operation.error
+
+    def agree(self, operation: Operation) -> None:
+        """Wait until everybody has posted `operation`, and the same one. Raises what :meth:`wait` raises."""
+        if not operation.computed:
+            with self._lock:
+                self._wait_until(operation, _is_computed)
+        if operation.error is not None:
+            self.wait(operation)
 
     def run(self, header: Header, compute: Callable[[list[Header]], None]) -> None:
         """Post an operation and wait for it."""
         self.wait(self.post(header, compute))
 
+    def _wait_until(self, operation: Operation, is_over: Callable[[Operation], bool]) -> None:
+        spins, left = self._spins, self.timeout.total_seconds()
+        try:
+            self._listen()
+            self._advance()
+            while not is_over(operation):
+                self._expect_whole()
+                if spins:
+                    spins -= 1
+                    self._listen()
+                else:
+                    left = self._block(operation, left)
+                self._advance()
+        except CommunicationError:
+            raise
+        except BaseException as error:  # KeyboardInterrupt, too: the others count on what is not done now
+            self._broken = self._broken or f"rank {self._name} was interrupted by {type(error).__name__}"
+            raise
+
     def _advance(self) -> None:
         """Compute what everybody has posted, finish what everybody is done with, in order."""
         posted = min((peer.posted for peer in self._progress.values()), default=self._posted)
-        rang = False
         for operation in self._under_way:
             if operation.number >= posted:
                 break
             if not operation.computed:
                 self._compute(operation)
-                rang = True
-        if rang:
+        if self._unsaid:
             self._ring()
         done = min((peer.done for peer in self._progress.values()), default=self._done)
         while self._under_way and self._under_way[0].computed and self._under_way[0].number < done:
             self._under_way.popleft().finished = True
 
     def _compute(self, operation: Operation) -> None:
-        headers = [self._header(rank, operation.number) for rank in self.members]
+        if self._broken:
+            return
+        headers = [self._header(rank, operation) for rank in self.members]
         operation.error = self._mismatch(operation.number, headers)
         if operation.error is None:
-            operation.compute(headers)
+            try:
+                operation.compute(headers)
+            except BaseException as error:
+                # The others would take what is half done for the result; so they are never told that it is done.
+                self._broken = f"rank {self._name} could not compute {operation.header} ({error})"
+                raise
         operation.computed = True
         self._done = operation.number + 1
+        self._unsaid += 1 << _DONE
 
-    def _header(self, rank: int, number: int) -> Header:
-        found, header = Header.unpack(self._segments[rank], number)
-        if found != number:
-            self._broken = f"rank {rank} shows operation {found} in the place of {number}"
-            self._expect_whole()
+    def _header(self, rank: int, operation: Operation) -> Header:
+        header = Header.unpack(self._segments[rank], operation.number)
+        if header is None:
+            self._fail(f"rank {self._names[rank]} shows another operation", operation)
         return header
 
     def _mismatch(self, number: int, headers: Sequence[Header]) -> DesyncError | None:
@@ -242,74 +313,146 @@ class Engine:
             return None
         said: dict[str, list[str]] = {}
         for rank, header in zip(self.members, headers, strict=True):
-            text = str(header) + (f", reduction {header.reduce}" if header.kind is Kind.all_reduce else "")
-            said.setdefault(text, []).append(str(rank))
+            text = str(header)
+            if header.kind in _ROOTS and 0 <= header.root < len(self.members):
+                text += f" {_ROOTS[header.kind]} rank {self.names[header.root]}"
+            said.setdefault(text, []).append(str(self._names[rank]))
         parts = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in said.items())
         return DesyncError(
-            f"rank {self.rank}: ranks are out of step in operation {number} of this group ({parts}); "
+            f"rank {self._name}: ranks are out of step in operation {number} of this group ({parts}); "
             "call the same collectives in the same order, with equal shapes and dtypes, on every rank"
         )
 
     # -- signals ------------------------------------------------------------------------------------------------
 
     def _ring(self) -> None:
-        """Show how far we are, then wake everybody; the eventfd's write orders the two."""
-        _COUNTERS.pack_into(self.arena.memory, 0, self._posted, self._done)
+        """Tell everybody what was posted and done since the last ring."""
+        said, self._unsaid = self._unsaid, 0
         for peer in self.peers:
-            os.eventfd_write(peer.bell, 1)
+            os.eventfd_write(peer.bell, said)
 
     def _listen(self) -> None:
         """Note how far those peers are that rang."""
         for peer in self.peers:
             try:
-                os.eventfd_read(peer.ringing)
+                said = os.eventfd_read(peer.ringing)
             except BlockingIOError:
                 continue
-            self._note(peer)
+            progress = self._progress[peer.rank]
+            progress.posted += said & ((1 << _DONE) - 1)
+            progress.done += said >> _DONE
 
-    def _note(self, peer: Peer) -> None:
-        progress = self._progress[peer.rank]
-        progress.posted, progress.done = _COUNTERS.unpack_from(peer.memory.memory, 0)
-
-    def _block(self, operation: Operation, deadline: float) -> None:
-        """Sleep until somebody rings, ends, or the time is over."""
-        ready = {descriptor for descriptor, _ in self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)}
-        if not ready:
-            late = [peer for peer in self.peers if not self._has_done(peer, operation)]
-            who = ", ".join(f"rank {peer.rank} (pid {peer.pid}, {self._where(peer)})" for peer in late)
-            self._broken = f"{who} did not take part within {self.timeout.total_seconds():g} s"
-            self._expect_whole(operation)
+    def _block(self, operation: Operation, left: float) -> float:
+        """Sleep until somebody rings or ends, a second at most; returns what is left of the time."""
+        missing = [peer for peer in self.peers if self._progress[peer.rank].done <= operation.number]
+        for peer in missing:
+            if peer.rank in self._ended:
+                self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation)
+        nap = min(left, _NAP_S)
+        began = time.monotonic()
+        others = [engine for engine in _engines() if engine is not self and engine._under_way]
+        ready = {descriptor for descriptor, _ in self._poll_with(others).poll(nap * 1000)}
+        left -= min(time.monotonic() - began, nap)
         self._listen()
+        for engine in others:
+            with suppress(Exception):  # whoever waits for that engine gets its error
+                engine.progress()
         for peer in self.peers:
-            if peer.alive in ready:
-                self._note(peer)  # what it finished before it ended counts
+            if peer.alive in ready:  # what it did before it ended counts, and has been heard now
                 self._poll.unregister(peer.alive)
-                if not self._has_done(peer, operation):
-                    self._broken = f"rank {peer.rank} (pid {peer.pid}) has ended"
-                    self._expect_whole(operation)
+                self._ended.add(peer.rank)
+        if not ready and left <= 0:
+            late = [peer for peer in missing if self._progress[peer.rank].posted <= operation.number] or missing
+            who = ", ".join(f"rank {peer.name} (pid {peer.pid}, {self._where(peer)})" for peer in late)
+            self._fail(f"{who} did not take part within {self.timeout.total_seconds():g} s", operation)
+        return left
 
-    def _has_done(self, peer: Peer, operation: Operation) -> bool:
-        return self._progress[peer.rank].done > operation.number
+    def _poll_with(self, others: Sequence[Engine]) -> select.poll:
+        """What wakes us while `others` have operations under way, too.
+
+        Ranks may wait for two groups in different order; then each has to do its part of what it does not wait for.
+        """
+        if not others:
+            return self._poll
+        poll = select.poll()
+        for descriptor in self._alarms():
+            poll.register(descriptor, select.POLLIN)
+        for engine in others:
+            for peer in engine.peers:
+                poll.register(peer.ringing, select.POLLIN)
+        return poll
+
+    def _alarms(self) -> list[int]:
+        """The descriptors that concern us: those that ring, and those of peers not yet known to have ended."""
+        alive = [peer.alive for peer in self.peers if peer.rank not in self._ended]
+        return [self._interrupt, *(peer.ringing for peer in self.peers), *alive]
 
     def _where(self, peer: Peer) -> str:
         return f"which has begun {self._progress[peer.rank].posted} operations of this group"
 
-    def _expect_whole(self, operation: Operation | None = None) -> None:
+    # -- failure and the end ------------------------------------------------------------------------------------
+
+    def _fail(self, what: str, operation: Operation) -> NoReturn:
+        self._broken = f"{what} in {operation.header}, operation {operation.number} of this group"
+        raise CommunicationError(f"rank {self._name}: {self._broken}; {_REMEDY}")
+
+    def _expect_whole(self) -> None:
         if self._broken:
-            during = f" in {operation.header}, operation {operation.number} of this group" if operation else ""
             raise CommunicationError(
-                f"rank {self.rank}: {self._broken}{during}; look for that rank's own error, and start again from the "
-                "last checkpoint"
+                f"rank {self._name}: this process group cannot be used any more, since {self._broken}; {_REMEDY}"
             )
 
     def close(self) -> None:
-        """Give descriptors and memory back."""
-        for peer in self.peers:
-            for descriptor in peer.descriptors():
-                os.close(descriptor)
-        os.close(self.arena.descriptor)
+        """Give descriptors and memory back; whoever waits in another thread gets an error."""
+        if not self._close_descriptors.alive:
+            return
+        self._broken = self._broken or "it was destroyed"
+        os.eventfd_write(self._interrupt, 1)
+        with self._lock:
+            self._drop()
+
+    def leave_to_parent(self) -> None:
+        """In a process forked from the rank: let go of everything that is the rank's own."""
+        self._lock = threading.RLock()
+        self._broken = "this process was forked from a rank, and only the rank itself belongs to the group"
+        self._drop()
+
+    def _drop(self) -> None:
+        self._close_descriptors()
+        self.arena.close()
         self.peers = []
+        self._under_way.clear()
+
+
+_REMEDY = "look for that rank's own error, and start again from the last checkpoint"
 
 
 def _slot(number: int) -> int:
     return _SLOTS_AT + number % SLOTS * _SLOT_BYTES
+
+
+def _is_finished(operation: Operation) -> bool:
+    return operation.finished
+
+
+def _is_computed(operation: Operation) -> bool:
+    return operation.computed
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+@cache
+def _engines() -> weakref.WeakSet[Engine]:
+    """The engines of this process; forked children (DataLoader workers) let go of them."""
+    engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+    def leave() -> None:
+        for engine in list(engines):
+            engine.leave_to_parent()
+        engines.clear()
+
+    os.register_at_fork(after_in_child=leave)
+    return engines

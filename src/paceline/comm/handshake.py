@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 import sys
@@ -19,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from paceline.comm.shared_memory import Arena, Segment
@@ -26,7 +28,8 @@ from paceline.errors import CommunicationError
 
 SPLIT = "PACELINE_HOSTS"
 """Environment variable that makes one host count as several, for tests: ranks are dealt to so many in blocks."""
-_STRAY_S = 1.0
+_SECRET_BYTES = 32
+_WHO = struct.Struct("<qq")
 
 
 class Refused(Exception):
@@ -38,6 +41,9 @@ class Peer:
     """Another rank of this host."""
 
     rank: int
+    """In the group."""
+    name: int
+    """In the world: what messages call it."""
     pid: int
     alive: int
     """pidfd: readable once the process has ended."""
@@ -66,10 +72,12 @@ def host_identity(rank: int, size: int) -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = "/".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))
-        for trial in (os.memfd_create("paceline", os.MFD_CLOEXEC), os.eventfd(0), os.pidfd_open(os.getpid())):
+        for trial in (os.eventfd(0), os.pidfd_open(os.getpid())):
             os.close(trial)
-        socket.socket(socket.AF_UNIX).close()
-    except OSError as error:
+        Arena().close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+            link.bind(f"\0paceline/{secrets.token_hex(16)}")
+    except (OSError, ValueError) as error:
         raise Refused(f"the system refuses it: {error}") from error
     parts = int(os.environ.get(SPLIT, "1"))
     return f"{boot}/{spaces}/{os.getuid()}/{rank * parts // size}"
@@ -96,76 +104,164 @@ def agree_on_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> li
     return [said["host"] for said in everyone]
 
 
+def world_rank(rank: int) -> int:
+    """What messages call this process: its rank in the world, which in a sub-group is not its `rank` there."""
+    return dist.get_rank() if dist.is_initialized() else rank
+
+
 def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta) -> list[Peer]:
     """Exchange descriptors with `peers`, the other ranks of this host; all call this together.
 
     Raises:
-        CommunicationError: if one does not come in time.
+        CommunicationError: if one does not come in time, or ends.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
-    address, secret = f"\0paceline/{secrets.token_hex(16)}", secrets.token_bytes(32)
     found: dict[int, Peer] = {}
+    try:
+        _connect(store, rank, peers, arena, timeout, found)
+    except BaseException as error:
+        for descriptor in [one for peer in found.values() for one in peer.descriptors()]:
+            os.close(descriptor)
+        if isinstance(error, OSError):
+            raise CommunicationError(
+                f"rank {rank}: it could not exchange shared memory with the {len(peers)} other ranks of this host "
+                f"({error}); look for the first error of another rank, and whether 'ulimit -n' is too low"
+            ) from error
+        raise
+    return [found[peer] for peer in peers]
+
+
+def _connect(
+    store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta, found: dict[int, Peer]
+) -> None:
+    """Connect to lower ranks, accept higher ones. Strangers may connect as well; nobody waits for them."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    address, secret = f"\0paceline/{secrets.token_hex(16)}", secrets.token_bytes(_SECRET_BYTES)
+    missing = set(peers)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(address)
-        listener.listen(len(peers) + 8)
+        listener.listen(1024)
+        listener.setblocking(False)
         store.set(f"socket/{rank}", json.dumps([address, secret.hex()]))
-        links: dict[int, tuple[socket.socket, int]] = {}
+        poll = select.poll()
+        poll.register(listener, select.POLLIN)
+        links: dict[int, tuple[socket.socket, int | None, bytes, int]] = {}
+        """By descriptor: link, the rank it must be or None, what it must know, and our eventfd if we have sent it."""
+        stack.callback(_drop, links)
         for other in (peer for peer in peers if peer < rank):
             where, token = json.loads(_get(store, f"socket/{other}", rank, other, timeout))
-            link = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            link.settimeout(max(_STRAY_S, deadline - time.monotonic()))
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            links[link.fileno()] = link, other, bytes.fromhex(token), -1
+            link.settimeout(max(0.01, deadline - time.monotonic()))
             link.connect(where)
-            links[other] = (link, _send(link, bytes.fromhex(token), rank, arena))
-        missing = {peer for peer in peers if peer > rank}
+            links[link.fileno()] = link, other, bytes.fromhex(token), _send(link, bytes.fromhex(token), rank, arena)
+            poll.register(link, select.POLLIN)
         while missing:
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                link, _ = listener.accept()
-            except TimeoutError:
-                raise _late(rank, missing, timeout) from None
-            stack.enter_context(link)
-            other, descriptors = _receive(link, secret)
-            if other in missing:
-                missing.discard(other)
-                found[other] = _peer(link, other, descriptors, arena.size, _send(link, secret, rank, arena))
-        for other, (link, ringing) in links.items():
-            said, descriptors = _receive(link, bytes.fromhex(json.loads(store.get(f"socket/{other}"))[1]))
-            if said != other:
-                raise _late(rank, {other}, timeout)
-            found[other] = _peer(link, other, descriptors, arena.size, ringing)
-    return [found[peer] for peer in peers]
+            ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not ready:
+                raise _late(rank, missing, timeout)
+            for descriptor, _ in ready:
+                if descriptor == listener.fileno():
+                    if (stranger := _accept(listener)) is not None:
+                        links[stranger.fileno()] = stranger, None, secret, -1
+                        poll.register(stranger, select.POLLIN)
+                    continue
+                link, expected, token, bell = links.pop(descriptor)
+                poll.unregister(descriptor)
+                with link:
+                    other, name, received = _receive(link, token)
+                    if other not in missing or expected not in (None, other):
+                        _close(received)
+                        if expected is not None:
+                            _close([bell])
+                            raise _gone(rank, expected)
+                        continue
+                    found[other] = _peer(link, rank, other, name, received, bell, token, arena)
+                    missing.discard(other)
+
+
+def _accept(listener: socket.socket) -> socket.socket | None:
+    """Whoever connects, if it is a process of this user."""
+    try:
+        link, _ = listener.accept()
+    except OSError:
+        return None
+    if _credentials(link)[1] != os.getuid():
+        link.close()
+        return None
+    return link
 
 
 def _send(link: socket.socket, secret: bytes, rank: int, arena: Arena) -> int:
     """Send who we are, our memory, and an eventfd to ring us with; returns the latter."""
     ringing = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    socket.send_fds(link, [secret + struct.pack("<q", rank)], [arena.descriptor, ringing])
+    try:
+        socket.send_fds(link, [secret + _WHO.pack(rank, world_rank(rank))], [arena.descriptor, ringing])
+    except BaseException:
+        os.close(ringing)
+        raise
     return ringing
 
 
-def _receive(link: socket.socket, secret: bytes) -> tuple[int, list[int]]:
-    """The rank on the other side and its descriptors; (-1, []) for anyone who does not belong here."""
-    _, uid, _ = _credentials(link)
+def _receive(link: socket.socket, secret: bytes) -> tuple[int, int, list[int]]:
+    """The rank on the other side, its rank in the world, its descriptors; (-1, -1, …) for one who does not belong here.
+
+    Never waits, never reads more than a hello has.
+    """
     descriptors: list[int] = []
     try:
-        link.settimeout(max(_STRAY_S, link.gettimeout() or 0))
-        text, descriptors, _, _ = socket.recv_fds(link, len(secret) + 8, 2)
-        if uid == os.getuid() and len(descriptors) == 2 and secrets.compare_digest(text[: len(secret)], secret):
-            return int(struct.unpack("<q", text[len(secret) :])[0]), descriptors
+        link.setblocking(False)
+        flags = socket.MSG_CMSG_CLOEXEC
+        text, descriptors, _, _ = socket.recv_fds(link, _SECRET_BYTES + _WHO.size, 2, flags)
+        if len(descriptors) == 2 and secrets.compare_digest(text[:_SECRET_BYTES], secret):
+            rank, name = _WHO.unpack(text[_SECRET_BYTES:])
+            return rank, name, descriptors
     except (OSError, struct.error):
         pass
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return -1, []
+    return -1, -1, descriptors
 
 
-def _peer(link: socket.socket, rank: int, descriptors: list[int], size: int, ringing: int) -> Peer:
-    memory, bell = descriptors
+def _peer(
+    link: socket.socket,
+    rank: int,
+    other: int,
+    name: int,
+    received: list[int],
+    ringing: int,
+    secret: bytes,
+    arena: Arena,
+) -> Peer:
+    """The peer on the other side of `link`, which gets our hello if it has not had it yet."""
+    memory, bell = received
     pid = _credentials(link)[0]
-    peer = Peer(rank, pid, os.pidfd_open(pid), Segment(memory, size), ringing, bell)
-    os.close(memory)  # the mapping keeps it
-    return peer
+    try:
+        if ringing < 0:
+            ringing = _send(link, secret, rank, arena)
+        alive = os.pidfd_open(pid)
+        try:
+            return Peer(other, name, pid, alive, Segment(memory), ringing, bell)
+        except BaseException:
+            os.close(alive)
+            raise
+    except BaseException as error:
+        _close([bell, ringing])
+        if isinstance(error, (ProcessLookupError, ConnectionError)):
+            raise _gone(rank, other) from error
+        raise
+    finally:
+        os.close(memory)  # the mapping keeps it
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _drop(links: dict[int, tuple[socket.socket, int | None, bytes, int]]) -> None:
+    for link, _, _, bell in links.values():
+        link.close()
+        _close([bell])
 
 
 def _credentials(link: socket.socket) -> tuple[int, int, int]:
@@ -188,4 +284,10 @@ def _late(rank: int, missing: set[int], timeout: timedelta) -> CommunicationErro
     return CommunicationError(
         f"rank {rank}: rank {who} did not come to make the process group within {timeout.total_seconds():g} s; "
         "look for its own error"
+    )
+
+
+def _gone(rank: int, other: int) -> CommunicationError:
+    return CommunicationError(
+        f"rank {rank}: rank {other} ended while the process group was made; look for its own error"
     )

@@ -1,4 +1,4 @@
-"""The ``"paceline"`` backend of torch.distributed: collectives of one host through shared memory.
+"""The ``"paceline"`` backend of torch.distributed: collectives through shared memory, and Gloo between hosts.
 
 ``dist.init_process_group("paceline")`` after ``import paceline``. What training uses is native for CPU tensors; the
 rest goes to Gloo, CUDA tensors to NCCL. ``docs/backend.md`` has the table.
@@ -6,7 +6,6 @@ rest goes to Gloo, CUDA tensors to NCCL. ``docs/backend.md`` has the table.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,8 +20,6 @@ from torch._C._distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     PrefixStore,
-    ProcessGroup,
-    ProcessGroupGloo,
     ReduceScatterOptions,
     Store,
 )
@@ -31,39 +28,34 @@ from torch.distributed import ReduceOp
 from paceline.comm.arithmetic import supports
 from paceline.comm.collectives import Collectives, Note
 from paceline.comm.engine import DTYPES, Engine, Operation
-from paceline.comm.handshake import Refused, agree_on_hosts, connect
-from paceline.comm.shared_memory import Arena
-from paceline.comm.work import Handle, Runner
+from paceline.comm.exchange import Exchanging
+from paceline.comm.hierarchy import Hierarchy
+from paceline.comm.hosts import open_collectives
+from paceline.comm.operands import Flat, options_of, reduction_of
+from paceline.comm.work import Handle
+from paceline.errors import UsageError
 
 NAME = "paceline"
 
 
-class PacelineProcessGroup(dist.ProcessGroup):
-    """A process group whose CPU collectives run through shared memory where all ranks are on one host.
+class PacelineProcessGroup(Exchanging):
+    """A process group whose CPU collectives run through shared memory among the ranks of a host.
 
-    A method that is overridden here is native; every other one is Gloo's, in C++. Where shared memory cannot be
+    What is not native here is delegated (:class:`~paceline.comm.delegation.Delegating`). Where shared memory cannot be
     used, all of them are, and a warning says why.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
-        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-        self._set_default_backend(ProcessGroup.BackendType.GLOO)
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            settings = dist.ProcessGroupNCCL.Options()
-            settings._timeout = timeout
-            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, settings)
-            self._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
-        self.timeout = timeout
-        self._runner = Runner(f"paceline rank {rank}")
-        self._engine = _make_engine(PrefixStore("paceline/", store), rank, size, timeout)
-        self._collectives = Collectives(self._engine) if self._engine is not None else None
+        super().__init__(store, rank, size, timeout)
+        self._engine: Engine | None = None
+        self._collectives: Collectives | Hierarchy | None = None
+        if opened := open_collectives(PrefixStore("paceline/", store), rank, size, timeout):
+            self._engine, self._collectives = opened
 
     @property
     def native(self) -> bool:
-        """Whether collectives run through shared memory."""
-        return self._collectives is not None
+        """Whether all ranks are on one host and share memory, so that :meth:`launch_all_reduce` works."""
+        return isinstance(self._collectives, Collectives)
 
     def getBackendName(self) -> str:
         """The backend's name, as torch asks for it."""
@@ -94,7 +86,8 @@ class PacelineProcessGroup(dist.ProcessGroup):
 
         No thread works on it: :meth:`progress` carries it on, :meth:`finish` waits.
         """
-        return self._native.post_all_reduce(tensor, ReduceOp.SUM, None, note, factor)
+        assert isinstance(self._collectives, Collectives), "only among ranks of one host; see native"
+        return self._collectives.post_all_reduce(tensor, ReduceOp.SUM, None, note, factor)
 
     def progress(self) -> None:
         """Take launched operations as far as they go now, without waiting."""
@@ -105,7 +98,8 @@ class PacelineProcessGroup(dist.ProcessGroup):
         self._whole_engine().wait(operation)
 
     def _whole_engine(self) -> Engine:
-        assert self._engine is not None, "this group does not use shared memory"
+        if self._engine is None:
+            raise UsageError(f"rank {self.rank()}: this group does not use shared memory; a warning said why")
         return self._engine
 
     # -- c10d ---------------------------------------------------------------------------------------------------
@@ -113,22 +107,22 @@ class PacelineProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """Native for one CPU tensor and the reductions that :func:`arithmetic.supports` names."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        options = _options(AllreduceOptions, opts, reduce=True)
-        op = _reduction(options.reduceOp)
+        options = options_of(AllreduceOptions, opts, reduce=True)
+        op = reduction_of(options.reduceOp)
         if not self._is_native(tensors) or op is None or not supports(op, tensors[0].dtype):
             return super().allreduce(tensors, options)
 
         def run() -> None:
             for tensor in tensors:
-                with _Flat(tensor) as flat:
+                with Flat(tensor) as flat:
                     self._native.all_reduce(flat, op)
 
         return self._submit(run, tensors, options)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """Several all-reduces, one after the other."""
-        options = _options(AllreduceCoalescedOptions, opts)
-        op = _reduction(options.reduceOp)
+        options = options_of(AllreduceCoalescedOptions, opts)
+        op = reduction_of(options.reduceOp)
         if op is None or not all(self._is_native([one]) and supports(op, one.dtype) for one in tensors):
             return super().allreduce_coalesced(tensors, options)
         plain = AllreduceOptions()
@@ -140,85 +134,112 @@ class PacelineProcessGroup(dist.ProcessGroup):
     ) -> Any:
         """Native for CPU tensors."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        options = _options(BroadcastOptions, opts)
+        options = options_of(BroadcastOptions, opts)
         if root is not None:
             options.rootRank = root
+        if not 0 <= options.rootRank < self.size():
+            raise UsageError(
+                f"rank {self.rank()}: broadcast from rank {options.rootRank} of a group of {self.size()}; "
+                f"give one from 0 to {self.size() - 1}"
+            )
         if not self._is_native(tensors):
             return super().broadcast(tensors, options)
 
         def run() -> None:
-            with _Flat(tensors[0]) as flat:
+            with Flat(tensors[0]) as flat:
                 self._native.broadcast(flat, options.rootRank)
 
         return self._submit(run, tensors, options)
 
     def allgather(self, outputs: Any, tensors: Any = None, opts: Any = None) -> Any:
-        """Native for equal CPU tensors; uneven ones are Gloo's."""
-        options = _options(AllgatherOptions, opts)
+        """Native for CPU tensors; uneven ones, which Gloo refuses, are a broadcast from every rank."""
+        options = options_of(AllgatherOptions, opts)
         given, wanted = tensors[0], outputs[0]
-        even = all(output.shape == given.shape and output.dtype == given.dtype for output in wanted)
-        if not even or not self._is_native([given]):
+        if not self._is_native([given, *wanted]) or any(output.dtype != given.dtype for output in wanted):
             return super().allgather(outputs, tensors, options)
+        if len(wanted) != self.size() or wanted[self.rank()].numel() != given.numel():
+            raise UsageError(
+                f"rank {self.rank()}: all_gather of a tensor of {given.numel()} elements into tensors of "
+                f"{[output.numel() for output in wanted]}; give {self.size()}, each like the tensor of its rank"
+            )
+        if any(output.numel() != given.numel() for output in wanted):
+            return self._allgather_uneven(wanted, given, options)
 
         def run() -> None:
-            flats = [output if output.is_contiguous() else torch.empty_like(given).contiguous() for output in wanted]
-            self._native.all_gather([flat.view(-1) for flat in flats], given.contiguous().view(-1))
-            for output, flat in zip(wanted, flats, strict=True):
-                if output is not flat:
-                    output.copy_(flat)
+            flats = [Flat(output, read=False) for output in wanted]
+            self._native.all_gather([flat.flat for flat in flats], given.contiguous().view(-1))
+            for flat in flats:
+                flat.write_back()
+
+        return self._submit(run, wanted, options)
+
+    def _allgather_uneven(self, wanted: Sequence[Tensor], given: Tensor, options: Any) -> Handle:
+        def run() -> None:
+            wanted[self.rank()].copy_(given.view_as(wanted[self.rank()]))
+            for root, output in enumerate(wanted):
+                with Flat(output) as flat:
+                    self._native.broadcast(flat, root)
 
         return self._submit(run, wanted, options)
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         """``all_gather_into_tensor``."""
-        options = _options(AllgatherOptions, opts)
-        if not self._is_native([tensor]) or output.numel() != tensor.numel() * self.size():
+        options = options_of(AllgatherOptions, opts)
+        even = output.numel() == tensor.numel() * self.size() and output.dtype == tensor.dtype
+        if not even or not self._is_native([tensor, output]):
             return super()._allgather_base(output, tensor, options)
 
         def run() -> None:
-            with _Flat(output, read=False) as flat:
+            with Flat(output, read=False) as flat:
                 self._native.all_gather(flat.chunk(self.size()), tensor.contiguous().view(-1))
 
         return self._submit(run, [output], options)
 
     def reduce_scatter(self, outputs: Any, inputs: Any = None, opts: Any = None) -> Any:  # type: ignore[override]
         """Native for equal CPU tensors."""
-        options = _options(ReduceScatterOptions, opts)
+        options = options_of(ReduceScatterOptions, opts)
         output, given = outputs[0], inputs[0]
-        op = _reduction(options.reduceOp)
-        even = all(one.numel() == output.numel() for one in given)
-        if not even or not self._is_native([output]) or op is None or not supports(op, output.dtype):
+        op = reduction_of(options.reduceOp)
+        even = len(given) == self.size() and all(
+            one.numel() == output.numel() and one.dtype == output.dtype for one in given
+        )
+        if not even or not self._is_native([output, *given]) or op is None or not supports(op, output.dtype):
             return super().reduce_scatter(outputs, inputs, options)
 
         def run() -> None:
-            with _Flat(output, read=False) as flat:
+            with Flat(output, read=False) as flat:
                 self._native.reduce_scatter(flat, [one.contiguous().view(-1) for one in given], op)
 
         return self._submit(run, outputs, options)
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         """``reduce_scatter_tensor``."""
-        options = _options(ReduceScatterOptions, opts)
-        op = _reduction(options.reduceOp)
-        even = tensor.numel() == output.numel() * self.size()
-        if not even or not self._is_native([output]) or op is None or not supports(op, output.dtype):
+        options = options_of(ReduceScatterOptions, opts)
+        op = reduction_of(options.reduceOp)
+        even = tensor.numel() == output.numel() * self.size() and tensor.dtype == output.dtype
+        if not even or not self._is_native([output, tensor]) or op is None or not supports(op, output.dtype):
             return super()._reduce_scatter_base(output, tensor, options)
         return self.reduce_scatter([output], [list(tensor.contiguous().view(-1).chunk(self.size()))], options)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Several ``all_gather_into_tensor``, one after the other."""
-        works = [self._allgather_base(out, given, opts) for out, given in zip(outputs, inputs, strict=True)]
-        return works[-1]
+        return _last([self._allgather_base(out, given, opts) for out, given in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Several ``reduce_scatter_tensor``, one after the other."""
-        works = [self._reduce_scatter_base(out, given, opts) for out, given in zip(outputs, inputs, strict=True)]
-        return works[-1]
+        return _last([self._reduce_scatter_base(out, given, opts) for out, given in zip(outputs, inputs, strict=True)])
+
+    # torch 2.13's names for the same
+    all_gather_single = _allgather_base  # type: ignore[assignment]
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
     def barrier(self, opts: Any = None) -> Any:
-        """Native unless devices are named."""
-        options = _options(BarrierOptions, opts)
-        if self._collectives is None:
+        """Native unless a device is named."""
+        options = options_of(BarrierOptions, opts)
+        on_device = options.device_ids or (options.device is not None and options.device.type != "cpu")
+        if self._collectives is None or on_device:
             return super().barrier(options)
         return self._submit(self._native.barrier, [], options)
 
@@ -233,73 +254,35 @@ class PacelineProcessGroup(dist.ProcessGroup):
     # -- inside -------------------------------------------------------------------------------------------------
 
     @property
-    def _native(self) -> Collectives:
+    def _native(self) -> Collectives | Hierarchy:
         assert self._collectives is not None
         return self._collectives
 
     def _is_native(self, tensors: Sequence[Tensor]) -> bool:
+        for tensor in tensors:
+            if tensor.device.type not in ("cpu", "cuda"):
+                raise UsageError(
+                    f"rank {self.rank()}: a tensor on device '{tensor.device}' was given to the process group; move "
+                    "it to 'cpu' or 'cuda'"
+                )
         return self._collectives is not None and all(
             tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.dtype in DTYPES
             for tensor in tensors
         )
 
     def _submit(self, run: Any, result: Sequence[Tensor], options: Any) -> Handle:
-        with torch.no_grad():
-            return self._runner.submit(torch.no_grad()(run), result, asynchronous=options.asyncOp)
+        # Written to outside of inference mode, inference tensors raise.
+        inference = any(one.is_inference() for one in result if isinstance(one, Tensor))
+        mode = torch.inference_mode() if inference else torch.no_grad()
+        return self._runner.submit(mode(run), result, asynchronous=options.asyncOp)
 
 
-class _Flat:
-    """A tensor as a flat contiguous one; what is written to that is written to the tensor at the end."""
-
-    def __init__(self, tensor: Tensor, *, read: bool = True) -> None:
-        self._tensor = tensor.detach()
-        contiguous = self._tensor.is_contiguous()
-        fresh = self._tensor.contiguous() if read else torch.empty_like(self._tensor).contiguous()
-        self._flat = self._tensor if contiguous else fresh
-
-    def __enter__(self) -> Tensor:
-        return self._flat.view(-1)
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None and self._flat is not self._tensor:
-            self._tensor.copy_(self._flat)
-
-
-def _options(kind: Any, given: Any, *, reduce: bool = False) -> Any:
-    """c10d's options object; callers in C++ and Python give it, an operation, or nothing."""
-    if isinstance(given, kind):
-        return given
-    options = kind()
-    if reduce and given is not None:
-        options.reduceOp = given
-    options.asyncOp = True
-    return options
-
-
-def _reduction(op: Any) -> ReduceOp.RedOpType | None:
-    """The plain reduction in c10d's object; None for one with a factor."""
-    for kind in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
-        if op == kind:
-            return kind
-    for kind in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
-        if op == kind:
-            return kind
-    return None
-
-
-def _make_engine(store: Store, rank: int, size: int, timeout: timedelta) -> Engine | None:
-    """The engine, or None where shared memory cannot be used; then one warning on rank 0 says why."""
-    try:
-        hosts = agree_on_hosts(store, rank, size, timeout)
-        if len(set(hosts)) > 1:
-            raise Refused(f"the ranks are on {len(set(hosts))} hosts")
-    except Refused as refused:
-        if rank == 0:
-            warnings.warn(f"the process group uses Gloo, not shared memory: {refused}", stacklevel=2)
-        return None
-    arena = Arena()
-    peers = connect(store, rank, [other for other in range(size) if other != rank], arena, timeout)
-    return Engine(arena, peers, rank, timeout)
+def _last(works: Sequence[Any]) -> Any:
+    """The last of several works; ours end in their order, so only others' have to be waited for."""
+    for work in works[:-1]:
+        if not isinstance(work, Handle):
+            work.wait()
+    return works[-1]
 
 
 def _create(options: Any, _backend_options: Any = None) -> PacelineProcessGroup:

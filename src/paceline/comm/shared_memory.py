@@ -7,9 +7,13 @@ back when a piece is freed. So a rank maps the others' memory once, and allocate
 
 from __future__ import annotations
 
+import bisect
 import mmap
 import os
-from math import prod
+import sys
+import threading
+import weakref
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,40 +25,60 @@ HEADER_BYTES = 64 * 1024
 _PAGE = mmap.PAGESIZE
 _MADV_REMOVE = getattr(mmap, "MADV_REMOVE", 9)
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_ADDRESSES = 2**46
+"""Bytes of addresses that all groups together may take; x86-64 has twice as many."""
+_GROUPS = 16
 
 
 class Segment:
     """One rank's memory, as this process sees it."""
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        self.size = size
-        self.memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
-        self.address = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
+    def __init__(self, descriptor: int) -> None:
+        self.size = os.fstat(descriptor).st_size
+        # Before 3.13 Python keeps a copy of the descriptor with each mapping.
+        untracked = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+        self.memory = mmap.mmap(descriptor, self.size, flags=mmap.MAP_SHARED | _MAP_NORESERVE, **untracked)
+        with torch.inference_mode(False):
+            self.address = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
         """`count` elements of `dtype` at `offset` bytes; its storage is just these, so that copies stay small."""
         if count == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Where a contiguous tensor lies in this memory; None if elsewhere."""
+        """Where a contiguous tensor lies in this memory; None if elsewhere. An empty one lies anywhere."""
+        if tensor.numel() == 0:
+            return 0
         offset = tensor.data_ptr() - self.address
         inside = 0 <= offset <= self.size - tensor.numel() * tensor.element_size()
-        return offset if inside and tensor.is_contiguous() else None
+        if not inside or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return None
+        return offset
 
 
 class Arena(Segment):
     """This rank's own memory, from which tensors are allocated."""
 
-    def __init__(self) -> None:
-        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    def __init__(self, ranks: int = 1) -> None:
+        """Make the memory of one of `ranks` ranks on this host.
+
+        Raises:
+            OSError: where the system refuses.
+        """
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        # Everybody maps everybody's, in every group.
+        size = min(physical, _ADDRESSES // (_GROUPS * ranks)) // _PAGE * _PAGE
         self.descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self.descriptor)
+        """Close the descriptor; the memory lives on as long as something uses it."""
+        self.close.atexit = False
         os.ftruncate(self.descriptor, size)
-        super().__init__(self.descriptor, size)
-        self._next = HEADER_BYTES
+        super().__init__(self.descriptor)
         self._used: dict[int, int] = {}  # offset → bytes, in pages
-        self._free: list[tuple[int, int]] = []  # (offset, bytes)
+        self._free: list[tuple[int, int]] = [(HEADER_BYTES, size - HEADER_BYTES)]  # (offset, bytes), no two adjacent
+        self._lock = threading.Lock()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A zeroed flat tensor of `numel` elements in shared memory.
@@ -62,35 +86,72 @@ class Arena(Segment):
         Raises:
             UsageError: if the host has not that much memory.
         """
-        length = max(_PAGE, -(-numel * dtype.itemsize // _PAGE) * _PAGE)
-        if length > _available():
-            raise UsageError(
-                f"{prod((numel, dtype.itemsize)):,} bytes of shared memory were asked for, but the host has "
-                f"{_available():,} left; use fewer ranks or a smaller model"
-            )
+        if numel < 0:
+            raise UsageError(f"a tensor of {numel} elements was asked for; ask for 0 or more")
+        with torch.inference_mode(False):
+            if numel == 0:
+                return self.tensor(0, 0, dtype)
+            length = -(-numel * dtype.itemsize // _PAGE) * _PAGE
+            available = available_memory()
+            if length > available:
+                raise UsageError(
+                    f"{numel * dtype.itemsize:,} bytes of shared memory were asked for, but the host has "
+                    f"{available:,} left; use fewer ranks or a smaller model"
+                )
+            with self._lock:
+                offset = self._take(length)
+            return self.tensor(offset, numel, dtype)
+
+    def _take(self, length: int) -> int:
         for at, (offset, held) in enumerate(self._free):
             if held >= length:
-                self._free[at] = (offset + length, held - length)
-                break
-        else:
-            offset = self._next
-            if offset + length > self.size:
-                raise UsageError(f"the shared memory of this rank, {self.size:,} bytes, is used up; free some first")
-            self._next += length
-        self._used[offset] = length
-        return self.tensor(offset, numel, dtype)
+                self._free[at : at + 1] = [(offset + length, held - length)] if held > length else []
+                self._used[offset] = length
+                return offset
+        raise UsageError(
+            f"{length:,} bytes of shared memory were asked for, but no piece of this rank's {self.size:,} is that "
+            "long; free some first"
+        )
 
     def free(self, tensor: Tensor) -> None:
-        """Give a tensor's memory back to the host. It must not be used any more."""
+        """Give a tensor's memory back to the host. It must not be used any more.
+
+        Raises:
+            UsageError: if it was not allocated here, or has been freed before.
+        """
+        if tensor.numel() == 0:
+            return
         offset = tensor.data_ptr() - self.address
-        length = self._used.pop(offset)
-        self.memory.madvise(_MADV_REMOVE, offset, length)
-        self._free.append((offset, length))
+        with self._lock:
+            length = self._used.pop(offset, None)
+            if length is None:
+                raise UsageError("this tensor is none that allocate() gave, or it was freed before; free each once")
+            self.memory.madvise(_MADV_REMOVE, offset, length)
+            at = bisect.bisect(self._free, (offset, 0))
+            after = self._free[at : at + 1]
+            if after and after[0][0] == offset + length:
+                length += self._free.pop(at)[1]
+            if at and sum(self._free[at - 1]) == offset:
+                start, held = self._free.pop(at - 1)
+                self._free.insert(at - 1, (start, held + length))
+            else:
+                self._free.insert(at, (offset, length))
 
 
-def _available() -> int:
+def available_memory() -> int:
+    """Bytes that can be had now: of the host, or of the container where that has less."""
+    available = 1 << 62
     with open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 1 << 62
+                available = int(line.split()[1]) * 1024
+                break
+    try:
+        group = Path("/sys/fs/cgroup")
+        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        for line in (group / "memory.stat").read_text().splitlines():
+            if line.startswith(("inactive_file ", "active_file ")):
+                left += int(line.split()[1])  # the page cache gives way
+        return max(0, min(available, left))
+    except (OSError, ValueError):  # no limit, or another kind of container
+        return available

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.errors import CommunicationError
+
 
 class Handle(dist.Work):
     """A ``Work``: finished when its function has run, with that function's error if it raised."""
@@ -32,32 +34,41 @@ class Handle(dist.Work):
             self._error = error
         with self._lock:
             self._event.set()
-            if self._future is not None:
-                self._settle(self._future)
+            future = self._future
+        if future is not None:  # outside the lock: its callbacks may ask for us
+            self._settle(future)
 
     def _settle(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
             future.set_result(self._result)
-        else:
+        elif isinstance(self._error, Exception):
             future.set_exception(self._error)
+        else:
+            future.set_exception(CommunicationError(f"the operation was interrupted by {self._error!r}"))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until finished; raises what the operation raised."""
         seconds = timeout.total_seconds()
         if not self._event.wait(seconds if seconds > 0 else None):
-            raise RuntimeError(f"the operation was not finished within {seconds:g} s")
+            raise CommunicationError(f"the operation was not finished within {seconds:g} s; wait longer")
         if self._error is not None:
             raise self._error
         return True
 
+    def join(self) -> None:
+        """Wait until finished, without raising."""
+        self._event.wait()
+
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the operation's tensors."""
         with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self._event.is_set():
-                    self._settle(self._future)
-            return self._future
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+            finished = self._event.is_set()
+        if finished:
+            self._settle(future)
+        return future
 
     def is_completed(self) -> bool:
         """Whether it is finished."""
@@ -87,29 +98,45 @@ class Runner:
         self._name = name
         self._queue: queue.SimpleQueue[tuple[Handle, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Handle | None = None
+        self._queued: Handle | None = None
+        """The last one for the thread, until it is finished."""
+        self._turn = threading.RLock()
 
     def submit(self, function: Callable[[], None], result: Sequence[Tensor], *, asynchronous: bool) -> Handle:
         """Run `function` now, or after those before it in the thread; returns its handle."""
         handle = Handle(result)
-        if not asynchronous and (self._last is None or self._last.is_completed()):
-            handle.run(function)
+        with self._turn:
+            if not asynchronous and (self._is_idle() or threading.current_thread() is self._thread):
+                handle.run(function)
+                return handle
+            if self._thread is None or not self._thread.is_alive():  # dead in a forked child
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+            self._queued = handle
+            self._queue.put((handle, function))
             return handle
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
-        self._last = handle
-        self._queue.put((handle, function))
-        return handle
+
+    def _is_idle(self) -> bool:
+        return self._queued is None or self._queued.is_completed()
+
+    def drain(self) -> None:
+        """Wait until everything begun before has ended, whether well or not."""
+        last = self._queued
+        if last is not None:
+            last.join()
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
             handle, function = item
             handle.run(function)
+            if self._queued is handle:
+                self._queued = None
+            del item, handle, function  # or the tensors would live until the next operation
 
     def close(self) -> None:
         """Let the thread end after what is queued."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(5)
+            if self._thread is not threading.current_thread():
+                self._thread.join(5)
             self._thread = None

@@ -2,7 +2,6 @@
 
 from paceline.data.distributed import DistributedSampler
 from paceline.data.loader import DataLoader
-from paceline.data.partition import batch_bounds, batch_count, slice_bounds
 from paceline.data.sampler import GlobalBatchSampler
 from paceline.data.stream import GlobalBatchStream
 
@@ -11,7 +10,4 @@ __all__ = [
     "DistributedSampler",
     "GlobalBatchSampler",
     "GlobalBatchStream",
-    "batch_bounds",
-    "batch_count",
-    "slice_bounds",
 ]

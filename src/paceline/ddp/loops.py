@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import UsageError
@@ -15,7 +16,9 @@ from paceline.errors import UsageError
 Batch = TypeVar("Batch")
 
 
-def accumulate(model: DistributedDataParallel, batches: Iterable[Batch], every: int) -> Iterator[Batch]:
+def accumulate(
+    model: DistributedDataParallel, batches: Iterable[Batch], every: int, total: int | None = None
+) -> Iterator[Batch]:
     """Go through `batches` in windows of `every`; only the last of each window synchronizes gradients.
 
     The last window may be short; it synchronizes, too, so no batch is lost. Weigh each micro-batch
@@ -28,24 +31,54 @@ def accumulate(model: DistributedDataParallel, batches: Iterable[Batch], every: 
                 optimizer.step()
                 optimizer.zero_grad()
 
+    Which batch is the last is told, in this order, by `total`, by the iterable itself (``at_last``, which
+    :class:`paceline.data.DataLoader` has) and by its length. An iterable without any of these (a generator, ``map``,
+    ``enumerate``) is asked for one batch in advance, so a loader inside it counts one batch too many as consumed, and
+    a checkpoint would skip it: wrap the result instead, ``tqdm(accumulate(model, loader, every=4))``, or give `total`.
+
     Args:
         model: the wrapper; ``model.do_sync`` tells whether a window ends with the batch just given.
-        batches: any iterable. One that says itself when it gives its last batch (``at_last``, as
-            :class:`paceline.data.DataLoader` does) is not asked for a batch in advance.
+        batches: any iterable.
         every: micro-batches per window, >= 1.
+        total: how many batches there are to come; of an epoch that was resumed, what is left of it.
 
     Raises:
-        UsageError: if `every` is less than 1.
+        UsageError: if `every` is less than 1 or `total` less than 0; at the end, if the last window was not
+            synchronized because `total`, or the length, was not the number of batches that came.
     """
     if every < 1:
         raise UsageError(f"accumulate(every={every}): a window holds at least 1 micro-batch")
-    pairs = _reported(batches) if hasattr(batches, "at_last") else _looked_ahead(batches)
+    if total is not None and total < 0:
+        raise UsageError(f"accumulate(total={total}): give the number of batches, at least 0, or leave it out")
+    if total is None and not hasattr(batches, "at_last"):
+        total = _length(batches)
+    pairs: Iterator[tuple[Batch, bool]]
+    if total is not None:
+        pairs = ((batch, count == total) for count, batch in enumerate(batches, start=1))
+    else:
+        pairs = _reported(batches) if hasattr(batches, "at_last") else _looked_ahead(batches)
+    count, synchronized = 0, True
     try:
         for count, (batch, last) in enumerate(pairs, start=1):
-            model.require_backward_grad_sync = last or count % every == 0
+            model.require_backward_grad_sync = synchronized = last or count % every == 0
             yield batch
     finally:
         model.enable_grad_sync()
+    if not synchronized:
+        raise UsageError(
+            f"accumulate expected {total} batches and got {count}, so the last window's gradients were not "
+            "synchronized; give total=, the number that is left of the epoch, or wrap accumulate's result (in tqdm, "
+            "say) rather than the loader"
+        )
+
+
+def _length(batches: Any) -> int | None:
+    if isinstance(getattr(batches, "dataset", None), IterableDataset):
+        return None  # torch's DataLoader can only guess
+    try:
+        return len(batches)
+    except TypeError:  # it has none, or is a loader or a bar around something that has none
+        return None
 
 
 def _reported(batches: Any) -> Iterator[tuple[Any, bool]]:
@@ -102,7 +135,8 @@ def gather_for_metrics(value: Any) -> Any:
             has no rows.
 
     Returns:
-        The same structure, on the CPU of every rank; ``None`` if no rank had rows.
+        The same structure, tuples as tuples and named ones by their names, on the CPU of every rank; ``None`` if no
+        rank had rows.
 
     Raises:
         UsageError: for a value that is no tensor, or a tensor without dimensions.
@@ -125,7 +159,7 @@ def _rows_on_cpu(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rows_on_cpu(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_rows_on_cpu(item) for item in value]
+        return _alike(value, [_rows_on_cpu(item) for item in value])
     raise UsageError(
         f"gather_for_metrics takes tensors, or tuples, lists and dicts of them, not {type(value).__name__}"
     )
@@ -139,4 +173,11 @@ def _concatenated(parts: list[Any]) -> Any:
         return torch.cat(parts)
     if isinstance(first, dict):
         return {key: _concatenated([part[key] for part in parts]) for key in first}
-    return [_concatenated(list(items)) for items in zip(*parts, strict=True)]
+    return _alike(first, [_concatenated(list(items)) for items in zip(*parts, strict=True)])
+
+
+def _alike(model: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    """`items` as the kind of sequence that `model` is."""
+    if isinstance(model, list):
+        return items
+    return type(model)(*items) if hasattr(model, "_fields") else tuple(items)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from paceline.errors import CheckpointMismatch, UsageError
+from paceline.errors import UsageError
 from paceline.train.schedule import Decay, LrScaling
 
 
@@ -64,34 +63,3 @@ class TrainConfig:
             raise UsageError(f"checkpoint_every must be at least 1, not {self.checkpoint_every}")
         if self.checkpoint_dir is None and (self.resume or self.checkpoint_every):
             raise UsageError("resume and checkpoint_every need checkpoint_dir, the folder of the checkpoints")
-
-
-_DECISIVE = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "decay", "clip_norm")
-
-
-class Settings:
-    """What decides the numbers of a run; a checkpoint is refused if it was written under other settings."""
-
-    def __init__(self, config: TrainConfig, **more: Any) -> None:
-        chosen = asdict(config)
-        self._values: dict[str, Any] = {name: chosen[name] for name in _DECISIVE} | more
-        if config.decay == "none":
-            del self._values["epochs"]  # a run may be made longer unless its schedule depends on its length
-
-    def state_dict(self) -> dict[str, Any]:
-        """The settings by name."""
-        return dict(self._values)
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Compare with what was saved.
-
-        Raises:
-            CheckpointMismatch: names the first setting that differs, with both values.
-        """
-        for name in sorted(saved.keys() | self._values.keys()):
-            before, now = saved.get(name), self._values.get(name)
-            if before != now:
-                raise CheckpointMismatch(
-                    f"the checkpoint was written with {name}={before!r}, this run has {name}={now!r}; "
-                    "resume with the same settings, or start anew in another folder"
-                )

@@ -64,10 +64,9 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
 
 
 def all_sum(values: Tensor, model: DistributedDataParallel) -> Tensor:
-    """The sum over the model's ranks of `values`, a small float64 vector on the CPU."""
+    """The sum over the model's ranks of `values`, a small float64 vector; a new one, on the CPU."""
+    on_cpu = "cpu:" in str(dist.get_backend_config(model.process_group))
+    total = values.to("cpu" if on_cpu else model.device, copy=True)
     if dist.get_world_size(model.process_group) > 1:
-        device = model.device if "gloo" not in str(dist.get_backend_config(model.process_group)) else values.device
-        moved = values.to(device)
-        dist.all_reduce(moved, group=model.process_group)
-        values = moved.cpu()
-    return values
+        dist.all_reduce(total, group=model.process_group)
+    return total.cpu()

@@ -1,15 +1,50 @@
-"""The identity of a data set, so that a run is not resumed on other data unnoticed."""
+"""What must be equal when a run is resumed: the settings that decide its numbers, and its data."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from paceline.errors import CheckpointMismatch
 from paceline.fingerprint import dataset_digest
+from paceline.train.config import TrainConfig
+
+_DECISIVE = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "decay", "clip_norm")
+
+
+class Settings:
+    """What decides the numbers of a run; a checkpoint is refused if it was written under other settings."""
+
+    def __init__(self, config: TrainConfig, **more: Any) -> None:
+        chosen = asdict(config)
+        self._values: dict[str, Any] = {name: chosen[name] for name in _DECISIVE} | more
+        if config.decay == "none":
+            del self._values["epochs"]  # a run may be made longer unless its schedule depends on its length
+
+    def state_dict(self) -> dict[str, Any]:
+        """The settings by name."""
+        return dict(self._values)
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Compare with what was saved.
+
+        Raises:
+            CheckpointMismatch: names the first setting that differs, with both values.
+        """
+        for name in sorted(saved.keys() | self._values.keys()):
+            before, now = saved.get(name), self._values.get(name)
+            if before != now:
+                raise CheckpointMismatch(
+                    f"the checkpoint was written with {name}={before!r}, this run has {name}={now!r}; "
+                    "resume with the same settings, or start anew in another folder"
+                )
 
 
 class DataIdentity:
-    """Saved with a checkpoint; loading it compares."""
+    """The data that a run trains on; a checkpoint is refused if it was written on other data.
+
+    What is noticed is what :func:`paceline.fingerprint.dataset_digest` reads.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self._digest = dataset_digest(dataset)

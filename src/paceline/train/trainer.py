@@ -17,9 +17,10 @@ from paceline.checkpoint import Checkpointer, exchange
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
 from paceline.errors import NoCheckpoint, UsageError
-from paceline.train.config import Settings, TrainConfig
+from paceline.modules import unwrap
+from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, all_sum, evaluate
-from paceline.train.identity import DataIdentity
+from paceline.train.identity import DataIdentity, Settings
 from paceline.train.reporting import MetricsLog, ProgressDisplay
 from paceline.train.schedule import lr_factor, scaled_lr
 
@@ -91,6 +92,7 @@ class Trainer:
         self.result = Result()
         if not isinstance(loader.progress, GlobalBatchSampler):
             raise UsageError("the Trainer needs data of a known length; write a plain loop for a stream")
+        self._refuse_what_cannot_work()
         self._dataset_size = loader.progress.size
         self._steps_per_epoch = -(-len(loader) // config.accumulate)
         self.batch_size = loader.progress.batch_size * config.accumulate
@@ -101,6 +103,25 @@ class Trainer:
         self.scheduler = LambdaLR(optimizer, factor)
         model.watch(loader.progress)
         self._checkpointer = self._open_checkpoints() if config.checkpoint_dir else None
+
+    def _refuse_what_cannot_work(self) -> None:
+        size = torch.distributed.get_world_size(self.model.process_group)
+        if size != (world_size := torch.distributed.get_world_size()):
+            raise UsageError(
+                f"the model averages over {size} ranks but the world has {world_size}, over all of which the Trainer "
+                "splits the data and writes checkpoints; wrap the model without process_group, or write a plain loop"
+            )
+        if self.evaluation is not None and self.evaluation.loader.progress is self.loader.progress:
+            raise UsageError(
+                "training and evaluation share one loader or sampler, and an evaluation starts its loader anew, so "
+                "training would never end; give Evaluation a DataLoader of its own"
+            )
+        buffers = unwrap(self.model).state_dict().keys() & dict(unwrap(self.model).named_buffers()).keys()
+        if self.config.checkpoint_dir and size > 1 and buffers and not self.model.forward_sync_buffers:
+            raise UsageError(
+                f"with broadcast_buffers=False every rank has buffers of its own ({min(buffers)!r}, say), but a "
+                "checkpoint holds rank 0's; leave it out, or checkpoint_dir"
+            )
 
     def fit(self) -> Result:
         """Train to the end of the last epoch, from the newest checkpoint if the config says so.
@@ -161,7 +182,9 @@ class Trainer:
         """The rest of the epoch; returns the mean loss over it and the learning rate at its end."""
         start, exposed, before = time.perf_counter(), self.model.exposed_seconds, self._samples_consumed()
         epoch = self.loader.progress.epoch
-        seen, logged = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        # Where the losses are, so that the CPU waits for a GPU only when it logs; MPS has no float64.
+        home = "cpu" if self.model.device.type == "mps" else self.model.device
+        seen, logged = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64, device=home)
         values: dict[str, float] = {}
         for batch in accumulate(self.model, self.loader, self.config.accumulate):
             self._micro_batch(batch, logged)
@@ -170,11 +193,11 @@ class Trainer:
             lr = self._step()
             display.advance(epoch)
             if self.result.steps % self.config.log_every == 0 or self.loader.at_last:
-                logged = all_sum(logged, self.model)
-                seen += logged
-                values = {"loss": float(logged[0] / logged[1]), "lr": lr}
+                sums = all_sum(logged, self.model)
+                seen += sums
+                values = {"loss": float(sums[0] / sums[1]), "lr": lr}
                 log.write(self.result.steps, values)
-                logged = torch.zeros_like(logged)
+                logged.zero_()
             self._save_if_due()
             if self.loader.at_last:
                 self.result.samples += self._samples_consumed() - before
@@ -196,7 +219,8 @@ class Trainer:
         loss, weight = self.loss(self.model, batch)
         with self.model.weight(weight):
             loss.backward()
-        logged += torch.tensor([float(loss.detach()), float(weight)], dtype=torch.float64)
+        logged[0] += loss.detach().squeeze().to(logged.device)
+        logged[1] += float(weight)
 
     def _step(self) -> float:
         """The optimizer's step; returns the learning rate that it used."""
@@ -254,4 +278,5 @@ class Trainer:
         every = self.config.checkpoint_every
         at_end = self.loader.at_last and (every is None or self.loader.progress.epoch == self.config.epochs - 1)
         if at_end or (every is not None and self.result.steps % every == 0):
+            self.model.sync_buffers()  # rank 0's are saved, and a resumed run goes on with them on every rank
             self._checkpointer.save(self.result.steps)

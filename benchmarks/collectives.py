@@ -1,0 +1,139 @@
+"""All-reduce through shared memory beside Gloo, Open MPI (if installed) and the memory's own speed, in one run.
+
+``make bench-mpi`` installs Open MPI and mpi4py and runs this with them. The limit is one rank's share of the work on
+memory alone: to read its part of everybody's tensors and to write the result to everybody's.
+Run by ``make bench``, or: paceline run --nproc 2 benchmarks/collectives.py --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import paceline
+from measure import median_ratio, save
+
+SIZES = (4, 4096, 65536, 1_000_000, 26_214_400, 104_857_600)
+"""Bytes of a float32 tensor; 26,214,400 is the 25 MB of torch DDP's buckets."""
+MPI_SCRIPT = Path(__file__).with_name("mpi_all_reduce.py")
+
+
+def timed(run: Callable[[], Any], repeat: int) -> float:
+    """Seconds per call, all ranks starting together; the slowest rank's counts."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(repeat):
+        run()
+    seconds = torch.tensor((time.perf_counter() - start) / repeat, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def memory_limit(shared: list[Tensor], rank: int) -> Callable[[], None]:
+    """What no all-reduce of this kind can do without: read one share of every tensor, write it to every tensor."""
+    count = shared[0].numel()
+    share = slice(rank * count // len(shared), (rank + 1) * count // len(shared))
+    parts = [tensor[share] for tensor in shared]
+    scratch = torch.empty(32768)
+
+    def run() -> None:
+        for start in range(0, parts[0].numel(), scratch.numel()):
+            piece = slice(start, start + scratch.numel())
+            total = scratch[: parts[0][piece].numel()]
+            torch.add(parts[0][piece], parts[-1][piece], out=total)
+            for part in parts:
+                part[piece].copy_(total)
+
+    return run
+
+
+def mpi_seconds(size: int, ranks: int, repeat: int) -> float:
+    """Seconds per call of Open MPI's in-place all-reduce; the other ranks are asleep meanwhile."""
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), sys.executable, str(MPI_SCRIPT)]
+    done = subprocess.run([*command, str(size), str(repeat)], capture_output=True, text=True, check=True, timeout=120)
+    return float(done.stdout.split()[-1])
+
+
+def measure(size: int, rounds: int, gloo: Any, with_mpi: bool) -> dict[str, list[float]]:
+    """Seconds per call of each variant in each round; `gloo` is a group beside the world's own."""
+    world = paceline.init()
+    group = dist.distributed_c10d._get_default_group()
+    assert isinstance(group, PacelineProcessGroup)
+    count = size // 4
+    ordinary, other = torch.ones(count), torch.ones(count)
+    shared = group.allocate(count, torch.float32)
+    private = [torch.ones(count) for _ in range(world.size)]
+    variants: dict[str, Callable[[], Any]] = {
+        "gloo": lambda: dist.all_reduce(other, group=gloo),
+        "ordinary": lambda: dist.all_reduce(ordinary),
+        "zero copy": lambda: dist.all_reduce(shared),
+        "limit": memory_limit(private, world.rank),
+    }
+    repeat = max(1, min(200, 20_000_000 // max(size, 1)))
+    seconds: dict[str, list[float]] = {name: [] for name in (*variants, *(["open mpi"] if with_mpi else []))}
+    for round_ in range(rounds + 1):
+        for name, run in variants.items():
+            elapsed = timed(run, repeat)
+            if round_:
+                seconds[name].append(elapsed)
+            for tensor in (ordinary, other, shared):
+                tensor.fill_(1)
+        if with_mpi and round_:
+            said = torch.zeros((), dtype=torch.float64)
+            if world.is_main:
+                said.fill_(mpi_seconds(size, world.size, repeat))
+            dist.broadcast(said, src=0)
+            seconds["open mpi"].append(float(said))
+    group.free(shared)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
+    parser.add_argument("--rounds", type=int, default=11)
+    options = parser.parse_args()
+    world = paceline.init("paceline")
+    gloo = dist.new_group(backend="gloo")
+    with_mpi = shutil.which("mpirun") is not None and find_spec("mpi4py") is not None
+    title = f"all-reduce, float32, {world.size} ranks: times as fast as"
+    table = Table("bytes", "zero copy ms", "Gloo", "Open MPI", "limit", "| ordinary: Gloo", title=title)
+    results = {}
+    for size in options.sizes:
+        seconds = measure(size, options.rounds, gloo, with_mpi)
+        row: dict[str, float] = {f"{name} ms": 1000 * statistics.median(took) for name, took in seconds.items()}
+        for ours in ("zero copy", "ordinary"):
+            for name in seconds:
+                if name != ours:
+                    row[f"{name} / {ours}"] = median_ratio(seconds[name], seconds[ours])
+        results[str(size)] = {name: round(value, 4) for name, value in row.items()}
+        table.add_row(
+            f"{size:,}",
+            f"{row['zero copy ms']:.3f}",
+            f"{row['gloo / zero copy']:.2f}",
+            f"{row['open mpi / zero copy']:.2f}" if with_mpi else "-",
+            f"{row['limit / zero copy']:.2f}",
+            f"{row['gloo / ordinary']:.2f}",
+        )
+    if world.is_main:
+        Console(width=100).print(table)
+        print("kept in", save(f"collectives-{world.size}-ranks", results))
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

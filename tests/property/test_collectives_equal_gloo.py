@@ -1,0 +1,402 @@
+"""Promise: every collective gives what Gloo gives, and sums are taken in the order of ranks, to the bit."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from paceline.comm.collectives import STAGE_BYTES
+from paceline.comm.work import Handle
+from paceline.world import World
+from twins import Pools
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
+COMPLEX = (torch.complex64, torch.complex128)
+EVERY = (*FLOATS, *INTEGERS, *COMPLEX, torch.bool)
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.complex64: 1e-5}
+REDUCTIONS = [
+    *((name, dtype) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX") for dtype in FLOATS),
+    *((name, dtype) for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR") for dtype in INTEGERS),
+    *((name, dtype) for name in ("SUM", "AVG") for dtype in COMPLEX),
+    *((name, torch.bool) for name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")),
+]
+LAYOUTS = ("plain", "transposed", "strided", "requires grad", "0-dim", "inference")
+# torch 2.13 renamed them and warns of the old names.
+all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_from = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+WAYS = ("sync", "async", "future", "polled")
+no_shrinking = settings(deadline=None, max_examples=15, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    with Pools("paceline") as pools:
+        yield pools
+
+
+@functools.cache
+def gloo() -> dist.ProcessGroup:
+    """Gloo beside the backend under test, once for each rank."""
+    return dist.new_group(backend="gloo")
+
+
+def values(seed: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    """What `rank` brings along: the same wherever it is computed."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (count,), generator=generator).bool()
+    if dtype.is_complex:
+        return torch.randn(count, 2, generator=generator, dtype=torch.float64).view(torch.complex128)[:, 0].to(dtype)
+    if dtype.is_floating_point:
+        return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0 if dtype is torch.uint8 else -9, 9, (count,), generator=generator).to(dtype)
+
+
+def shaped(flat: Tensor, layout: str) -> Tensor:
+    """The same numbers in a tensor of another layout; a new one, so that it can be written to."""
+    count = flat.numel()
+    if layout == "transposed" and count % 2 == 0:
+        return flat.view(2, -1).t().contiguous().t()
+    if layout == "strided":
+        return flat.new_zeros(count, 3)[:, 1].copy_(flat)
+    if layout == "requires grad" and (flat.is_floating_point() or flat.is_complex()):
+        return flat.clone().requires_grad_()
+    if layout == "0-dim" and count == 1:
+        return flat.clone().view(())
+    if layout == "inference":
+        with torch.inference_mode():
+            return flat.clone()
+    return flat.clone()
+
+
+def finish(way: str, work: Any) -> None:
+    """Wait for a collective in one of the ways that c10d has."""
+    if way == "sync":
+        assert work is None
+        return
+    if way == "future":
+        work.get_future().wait()
+    while way == "polled" and not work.is_completed():
+        time.sleep(0.0002)
+    work.wait()
+    assert work.is_completed() or not isinstance(work, Handle)  # Gloo's do not say so after a wait
+
+
+def same(ours: Any, other: Any, what: str, rounds: bool = False) -> None:
+    """Equal to the bit, or but for rounding where sums may be taken in another order."""
+    for mine, gloos in zip(ours, other, strict=True):
+        tolerance = ROUNDING.get(mine.dtype, 1e-12) if rounds else 0.0
+        torch.testing.assert_close(
+            mine.detach(),
+            gloos.detach().view_as(mine),
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=True,
+            msg=lambda m: f"{what}: {m}",
+        )
+
+
+# -- reductions --------------------------------------------------------------------------------------------------------
+
+
+def reduces(world: World, cases: list[Any]) -> None:
+    for seed, (kind, (name, dtype), count, form, way) in enumerate(cases):
+        op = getattr(ReduceOp, name)
+        asynchronous = way != "sync"
+        results: list[list[Tensor]] = []
+        for group, layout in ((None, form), (gloo(), "plain")):  # Gloo takes strides for neighbours, silently
+            mine = shaped(values(seed, world.rank, count, dtype), layout)
+            everyone = [shaped(values(seed + 50 * i, world.rank, count, dtype), layout) for i in range(world.size)]
+            if kind == "all_reduce":
+                work = dist.all_reduce(mine, op, group, asynchronous)
+                result = [mine]
+            elif kind == "reduce":
+                root = seed % world.size
+                work = dist.reduce(mine, root, op, group, asynchronous)
+                result = [mine] if world.rank == root else []
+            elif kind == "reduce_scatter":
+                result = [torch.empty_like(mine)]
+                work = dist.reduce_scatter(result[0], everyone, op, group, asynchronous)
+            else:
+                result = [torch.empty(count, dtype=dtype)]
+                whole = torch.cat([one.detach().reshape(-1) for one in everyone])
+                work = reduce_scatter_from(result[0], whole, op, group, asynchronous)
+            finish(way if group is None or way == "sync" else "async", work)  # not all of Gloo's have futures
+            results.append(result)
+        what = f"rank {world.rank} of {world.size}: {cases[seed]}"
+        same(*results, what, rounds=dtype.is_floating_point or dtype.is_complex)
+
+
+counts = st.one_of(
+    st.sampled_from([0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65]),
+    st.integers(0, 3000),
+    st.sampled_from([STAGE_BYTES // 8 + d for d in (-1, 0, 1)] + [STAGE_BYTES // 2 + 1]),
+)
+# Gloo's reduce_scatter knows fewer dtypes and reductions than all_reduce does.
+kinds = st.sampled_from(["all_reduce", "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"])
+
+
+@no_shrinking
+@given(
+    size=st.sampled_from([2, 3, 4, 5]),
+    cases=st.lists(
+        st.tuples(kinds, st.sampled_from(REDUCTIONS), counts, st.sampled_from(LAYOUTS), st.sampled_from(WAYS)),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_reductions(pools: Pools, size: int, cases: list[Any]) -> None:
+    pools.run(size, reduces, cases)
+
+
+# -- collectives that move bytes ---------------------------------------------------------------------------------------
+
+
+def moves(world: World, cases: list[Any]) -> None:
+    for seed, (kind, dtype, count, form, way) in enumerate(cases):
+        n, rank, root = world.size, world.rank, seed % world.size
+        asynchronous = way != "sync"
+        results: list[list[Tensor]] = []
+        for group, layout in ((None, form), (gloo(), "plain")):  # Gloo takes strides for neighbours, silently
+            # Gloo does not take every dtype, so it gets the bytes.
+            kept, unit = (dtype, 1) if group is None else (torch.uint8, dtype.itemsize)
+            length = count * unit
+            mine = shaped(values(seed, rank, count, dtype).view(kept), layout)
+            many = [shaped(values(seed + 50 * i, rank, count, dtype).view(kept), layout) for i in range(n)]
+            empty = [torch.zeros_like(mine, requires_grad=False) for _ in range(n)]
+            whole = torch.zeros(n * length, dtype=kept)
+            if kind == "broadcast":
+                work, result = dist.broadcast(mine, root, group, asynchronous), [mine]
+            elif kind == "all_gather":
+                work, result = dist.all_gather(empty, mine, group, asynchronous), empty
+            elif kind == "all_gather_into_tensor":
+                work = all_gather_into(whole, mine.detach().reshape(-1), group, asynchronous)
+                result = [whole]
+            elif kind == "all_gather_in_place":
+                part = whole[rank * length : (rank + 1) * length].copy_(mine.detach().reshape(-1))
+                work, result = all_gather_into(whole, part, group, asynchronous), [whole]
+            elif kind == "all_to_all":
+                work, result = all_to_all(empty, many, group, asynchronous), empty
+            elif kind == "all_to_all_single":
+                given = torch.cat([one.detach().reshape(-1) for one in many])
+                work, result = dist.all_to_all_single(whole, given, group=group, async_op=asynchronous), [whole]
+            elif kind == "all_to_all_uneven":
+                # rank r sends (r + i) % 3 elements to rank i, and so gets as many from it
+                takes = [(rank + i) % 3 * unit for i in range(n)]
+                given = values(seed, rank, sum(takes) // unit, dtype).view(kept)
+                whole = torch.zeros(sum(takes), dtype=kept)
+                work = dist.all_to_all_single(whole, given, takes, takes, group=group, async_op=asynchronous)
+                result = [whole]
+            elif kind == "gather":
+                work = dist.gather(mine, empty if rank == root else None, root, group, asynchronous)
+                result = empty if rank == root else []
+            else:
+                work = dist.scatter(empty[0], many if rank == root else None, root, group, asynchronous)
+                result = empty[:1]
+            finish(way if group is None or way == "sync" else "async", work)  # not all of Gloo's have futures
+            results.append([one.detach().reshape(-1).view(dtype) for one in result])
+        same(*results, f"rank {rank} of {n}: {cases[seed]}")
+
+
+def all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any, asynchronous: bool) -> Any:
+    if group is not None:  # Gloo knows the other form only
+        flat = torch.zeros(len(outputs) * outputs[0].numel(), dtype=outputs[0].dtype)
+        given = torch.cat([one.detach().reshape(-1) for one in inputs])
+        work = dist.all_to_all_single(flat, given, group=group)
+        for output, part in zip(outputs, flat.chunk(len(outputs)), strict=True):
+            output.copy_(part.view_as(output))
+        return work if not asynchronous else dist.barrier(group, async_op=True)
+    return dist.all_to_all(outputs, inputs, group, asynchronous)
+
+
+MOVES = (
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_in_place",
+    "all_to_all",
+    "all_to_all_single",
+    "all_to_all_uneven",
+    "gather",
+    "scatter",
+)
+
+
+@no_shrinking
+@given(
+    size=st.sampled_from([2, 3, 4, 5]),
+    cases=st.lists(
+        st.tuples(
+            st.sampled_from(MOVES),
+            st.sampled_from(EVERY),
+            counts,
+            st.sampled_from(LAYOUTS),
+            st.sampled_from(WAYS),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_moving_bytes(pools: Pools, size: int, cases: list[Any]) -> None:
+    pools.run(size, moves, cases)
+
+
+# -- the order of summation --------------------------------------------------------------------------------------------
+
+
+def naive(size: int, seed: int, count: int, dtype: torch.dtype) -> Tensor:
+    """The sum in the order of ranks."""
+    total = values(seed, 0, count, dtype)
+    for rank in range(1, size):
+        total = total + values(seed, rank, count, dtype)
+    return total
+
+
+def sums(world: World, dtype: torch.dtype, count: int, cuts: list[int], offset: int, shares: bool) -> None:
+    group: Any = dist.distributed_c10d._get_default_group()
+    expected = naive(world.size, 1, count, dtype)
+    edges = sorted({0, count, *(cut % (count + 1) for cut in cuts)})
+    # One rank may share its memory while another has to stage its own: the same result.
+    memory = torch.zeros(count + offset, dtype=dtype)
+    if shares and world.rank != 1:
+        memory = group.allocate(count + offset, dtype)
+    bucket = memory[offset:]
+    bucket.copy_(values(1, world.rank, count, dtype))
+    for start, stop in pairwise(edges):
+        dist.all_reduce(bucket[start:stop])
+    assert torch.equal(bucket, expected), f"rank {world.rank}: {(bucket != expected).sum()} elements differ"
+
+    launched = group.allocate(count, dtype)
+    launched.copy_(values(1, world.rank, count, dtype))
+    pieces = [launched[start:stop] for start, stop in pairwise(edges)]
+    for operation in [group.launch_all_reduce(piece) for piece in pieces]:
+        group.finish(operation)
+    assert torch.equal(launched, expected)
+    group.free(launched)
+
+    piece = torch.empty(count, dtype=dtype)
+    dist.reduce_scatter(piece, [values(1, world.rank, count, dtype) for _ in range(world.size)])
+    assert torch.equal(piece, expected)
+    if shares and world.rank != 1:
+        group.free(memory)
+
+
+@no_shrinking
+@given(
+    size=st.sampled_from([2, 4, 4]),
+    dtype=st.sampled_from(FLOATS),
+    count=st.one_of(st.integers(1, 5000), st.integers(STAGE_BYTES // 8, STAGE_BYTES // 2)),
+    cuts=st.lists(st.integers(0, 10**6), max_size=5),
+    offset=st.integers(0, 40),
+    shares=st.booleans(),
+)
+def test_sums_have_the_same_bits_for_every_layout(
+    pools: Pools, size: int, dtype: torch.dtype, count: int, cuts: list[int], offset: int, shares: bool
+) -> None:
+    pools.run(size, sums, dtype, count, cuts, offset, shares)
+
+
+# -- everything else, on a few shapes ----------------------------------------------------------------------------------
+
+
+def messages(world: World) -> None:
+    n, rank = world.size, world.rank
+    following, before = (rank + 1) % n, (rank - 1) % n
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
+        for count in (0, 1, 1000):
+            mine, got = values(2, rank, count, dtype), torch.zeros(count, dtype=dtype)
+            sent = dist.isend(mine.view(torch.uint8), following)
+            dist.recv(got.view(torch.uint8), before)
+            sent.wait()
+            assert torch.equal(got, values(2, before, count, dtype))
+    everyone = []
+    if rank == 0:
+        for _ in range(n - 1):  # whoever comes first
+            got = torch.zeros(1)
+            everyone.append((dist.recv(got), got.item()))
+        assert sorted(everyone) == [(other, other) for other in range(1, n)]
+    else:
+        dist.send(torch.full((1,), float(rank)), 0)
+    dist.barrier()  # or rank 0 might take what follows for what it waits for from anyone
+    mine, got = torch.full((3,), float(rank)), torch.zeros(3)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, following), dist.P2POp(dist.irecv, got, before)]):
+        work.wait()
+    assert got.tolist() == [before] * 3
+
+
+def objects(world: World) -> None:
+    n, rank = world.size, world.rank
+    everyone: list[Any] = [None] * n
+    dist.all_gather_object(everyone, {"rank": rank, "long": "x" * 10**rank})
+    assert [one["rank"] for one in everyone] == list(range(n))
+    box = [("from", 1)] if rank == 1 else [None]
+    dist.broadcast_object_list(box, src=1)
+    assert box == [("from", 1)]
+    gathered: list[Any] | None = [None] * n if rank == 0 else None
+    dist.gather_object(rank * 2, gathered, dst=0)
+    assert gathered is None or gathered == [2 * other for other in range(n)]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, [f"for {other}" for other in range(n)] if rank == 0 else None, src=0)
+    assert received == [f"for {rank}"]
+
+
+def coalesced(world: World) -> None:
+    n, rank, group = world.size, world.rank, gloo()
+    lists = [[values(i, rank, count, torch.float32) for i, count in enumerate((1, 700, 0, 33))] for _ in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        dist.all_reduce_coalesced(lists[0])
+        dist.all_reduce_coalesced(lists[1], group=group)
+    same(*lists, "all_reduce_coalesced", rounds=True)
+    everyone = [[torch.zeros(2), torch.zeros(3)] for _ in range(n)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        dist.all_gather_coalesced(everyone, [torch.full((2,), float(rank)), torch.full((3,), float(rank))])
+    assert [[one[0].item() for one in some] for some in everyone] == [[r, r] for r in range(n)]
+
+
+def groups(world: World) -> None:
+    rank, n = world.rank, world.size
+    dist.barrier()
+    dist.barrier(async_op=True).wait()
+    odd = dist.new_group([1, 2])
+    pair = dist.new_group([0, n - 1])
+    if rank in (1, 2):
+        mine = torch.full((3,), float(rank))
+        dist.all_reduce(mine, group=odd)
+        assert mine.tolist() == [3.0] * 3
+        box = [rank]
+        dist.broadcast_object_list(box, src=2, group=odd)
+        assert box == [2]
+    if rank in (0, n - 1):
+        got = torch.full((1,), float(rank))
+        dist.broadcast(got, src=n - 1, group=pair)
+        assert got.item() == n - 1
+    whole: Any = dist.distributed_c10d._get_default_group()
+    whole.monitored_barrier(timedelta(seconds=10))
+    with pytest.raises(RuntimeError, match=r"not safe to split|does not support splitting"):
+        dist.split_group(split_ranks=[list(range(n))])
+    for group in (odd, pair):
+        if dist.get_rank(group) >= 0:
+            dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("function", [messages, objects, coalesced, groups])
+def test_whatever_else_c10d_has(pools: Pools, function: Any) -> None:
+    pools.run(3, function)
+    if function is not groups:
+        pools.run(2, function)

@@ -1,0 +1,386 @@
+"""Peers that die, stop or come late; strangers at the door; what is left behind when all are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.utils.data import DataLoader
+
+from paceline.comm import handshake
+from paceline.comm.shared_memory import Arena
+from paceline.errors import CommunicationError
+from paceline.launch.store import LOOPBACK, loopback_store
+from paceline.world import World
+from ranks import Ranks, run_ranks
+
+
+def sums(world: World, count: int = 1000) -> None:
+    tensor = torch.full((count,), float(world.rank + 1))
+    dist.all_reduce(tensor)
+    assert tensor.eq(sum(range(1, world.size + 1))).all()
+
+
+def pid(world: World) -> int:
+    sums(world)
+    return os.getpid()
+
+
+# -- peers that end ----------------------------------------------------------------------------------------------------
+
+
+def die(world: World, how: str, workers: int, called: str) -> tuple[str, float, int]:
+    """Rank 1 ends before a collective; the others say what they see, and how long after."""
+    sums(world)
+    if world.rank == 1:
+        batches: Any = None
+        if workers:
+            batches = iter(DataLoader(list(range(10**6)), num_workers=workers, multiprocessing_context="fork"))  # type: ignore[arg-type]
+            next(batches)
+        Path(os.environ["DIED"]).write_text(str(time.time()))
+        if how == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
+    call: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(torch.ones(7)),
+        "large": lambda: dist.all_reduce(torch.ones(3_000_000)),
+        "async": lambda: dist.all_reduce(torch.ones(7), async_op=True).wait(),
+        "future": lambda: dist.all_reduce(torch.ones(7), async_op=True).get_future().wait(),
+        "barrier": dist.barrier,
+    }
+    try:
+        call[called]()
+    except CommunicationError as error:
+        took = time.time() - float(Path(os.environ["DIED"]).read_text())
+        with pytest.raises(CommunicationError, match="cannot be used any more, since rank 1"):
+            sums(world)
+        return str(error), took, world.rank
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize(
+    ("how", "workers", "called"),
+    [
+        ("SIGKILL", 0, "all_reduce"),
+        ("exit", 0, "large"),
+        ("exit", 0, "async"),
+        ("SIGKILL", 0, "future"),
+        ("SIGKILL", 2, "barrier"),
+        ("exit", 2, "all_reduce"),
+    ],
+)
+def test_a_dead_peer_is_named_within_a_second_also_while_its_workers_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, workers: int, called: str
+) -> None:
+    died = tmp_path / "died"
+    with Ranks(3, 30, "paceline") as ranks:
+        victim = ranks.run(pid)[1]
+        ranks.run(setenv, "DIED", str(died))
+        for pipe in ranks._pipes:
+            pipe.send((die, (how, workers, called)))
+        for rank in (0, 2):
+            assert ranks._pipes[rank].poll(20)
+            ok, answer = ranks._pipes[rank].recv()
+            assert ok, answer
+            said, took, _ = answer
+            assert re.match(rf"rank {rank}: rank 1 \(pid {victim}\) has ended in ", said), said
+            assert took < 1, took
+        for process in Path("/proc").glob("[0-9]*"):  # workers that outlived rank 1
+            with contextlib.suppress(OSError):
+                if int((process / "stat").read_text().rpartition(")")[2].split()[2]) == victim:
+                    os.kill(int(process.name), signal.SIGKILL)
+
+
+def setenv(world: World, name: str, value: str) -> None:
+    os.environ[name] = value
+
+
+def leave_early(world: World) -> str:
+    """Rank 1 takes part in everything and then ends; nobody minds until it is missing."""
+    sums(world)
+    if world.rank == 1:
+        dist.barrier()
+        os._exit(0)
+    dist.barrier()
+    time.sleep(0.3)
+    start = time.monotonic()
+    with pytest.raises(CommunicationError, match=r"rank 1 \(pid \d+\) has ended in barrier"):
+        dist.barrier()
+    assert time.monotonic() - start < 1
+    return "seen"
+
+
+def test_a_peer_that_ended_after_its_part_is_missed_only_by_the_next_collective() -> None:
+    with Ranks(2, 20, "paceline") as ranks:
+        for pipe in ranks._pipes:
+            pipe.send((leave_early, ()))
+        assert ranks._pipes[0].poll(15)
+        assert ranks._pipes[0].recv() == (True, "seen")
+
+
+# -- peers that are late -----------------------------------------------------------------------------------------------
+
+
+def late(world: World, seconds: float) -> None:
+    sums(world)
+    if world.rank == 1:
+        time.sleep(seconds)
+    sums(world)
+
+
+def test_a_late_peer_is_waited_for() -> None:
+    run_ranks(2, late, 1.5, backend="paceline", timeout=10)
+
+
+def busy(world: World, seconds: float) -> int:
+    end = time.monotonic() + seconds
+    rounds = 0
+    going = torch.ones(1)
+    while going.item():
+        sums(world, 10_000)
+        going.fill_(float(time.monotonic() < end))
+        dist.broadcast(going, 0)
+        rounds += 1
+    return rounds
+
+
+@pytest.mark.parametrize("stopped", [[1], [0, 1]])
+def test_a_rank_that_is_stopped_for_less_than_the_timeout_raises_no_alarm(stopped: list[int]) -> None:
+    with Ranks(2, 4, "paceline") as ranks:  # the group's timeout: 3.2 s
+        pids = ranks.run(pid)
+        ranks.timeout = 20
+        for pipe in ranks._pipes:
+            pipe.send((busy, (2.0,)))
+        time.sleep(0.5)
+        # All stopped together, they may stay so for longer than the timeout: nobody was waited for meanwhile.
+        pause = 2.0 if len(stopped) == 1 else 4.5
+        for rank in stopped:
+            os.kill(pids[rank], signal.SIGSTOP)
+        time.sleep(pause)
+        for rank in stopped:
+            os.kill(pids[rank], signal.SIGCONT)
+            time.sleep(0.3)
+        for pipe in ranks._pipes:
+            assert pipe.poll(10)
+            ok, answer = pipe.recv()
+            assert ok, answer
+
+
+# -- strangers ---------------------------------------------------------------------------------------------------------
+
+
+def strange(world: World, kind: str) -> int:
+    """Make a group while strangers knock at every socket of ours that there is."""
+    done = threading.Event()
+    knocks = 0
+    held: list[socket.socket] = []
+    count_read, count_write = os.pipe()
+    os.set_blocking(count_read, False)
+    child = os.fork() if kind == "another user" else -1
+    if child == 0:  # its own process: the kernel tells the listener who connects
+        with contextlib.suppress(BaseException):
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            end = time.monotonic() + 3
+            while time.monotonic() < end:
+                os.write(count_write, b"." * knock(kind, held))
+                time.sleep(0.001)
+        os._exit(0)
+
+    def run() -> None:
+        nonlocal knocks
+        while not done.is_set():
+            knocks += knock(kind, held)
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=run)
+    if child < 0:
+        thread.start()
+    try:
+        for _ in range(6):
+            group = dist.new_group(list(range(world.size)))
+            tensor = torch.full((100,), float(world.rank + 1))
+            dist.all_reduce(tensor, group=group)
+            assert tensor.eq(sum(range(1, world.size + 1))).all()
+            assert group.native  # type: ignore[attr-defined]
+            dist.destroy_process_group(group)
+    finally:
+        done.set()
+        if child > 0:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            with contextlib.suppress(BlockingIOError):
+                knocks = len(os.read(count_read, 10**6))
+        else:
+            thread.join()
+        for link in held:
+            link.close()
+        os.close(count_read)
+        os.close(count_write)
+    return knocks
+
+
+def knock(kind: str, held: list[socket.socket]) -> int:
+    knocks = 0
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        if "@paceline/" not in line:
+            continue
+        with contextlib.suppress(OSError):
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            link.setblocking(False)
+            link.connect("\0" + line.rpartition("@")[2])
+            knocks += 1
+            if kind == "random bytes":
+                link.send(os.urandom(48))
+            elif kind == "huge":
+                link.send(b"\xff" * 200_000)
+            elif kind == "wrong secret":
+                read, write = os.pipe()
+                socket.send_fds(link, [bytes(32) + bytes(16)], [read, write, read, write])
+                os.close(read)
+                os.close(write)
+            elif kind == "silent" and len(held) < 100:
+                held.append(link)
+                continue
+            link.close()
+    return knocks
+
+
+@pytest.mark.parametrize("kind", ["random bytes", "huge", "silent", "wrong secret", "another user"])
+def test_strangers_at_the_socket_change_nothing(kind: str) -> None:
+    if kind == "another user" and os.getuid():
+        pytest.skip("only root can become another user")
+    assert sum(run_ranks(3, strange, kind, backend="paceline", timeout=30)) > 0
+
+
+def test_another_users_process_is_turned_away_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        name = f"\0paceline-test/{os.getpid()}"
+        listener.bind(name)
+        listener.listen()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+            link.connect(name)
+            monkeypatch.setattr(handshake, "_credentials", lambda link: (os.getpid(), os.getuid() + 1, 0))
+            assert handshake._accept(listener) is None
+            assert link.recv(1) == b""
+
+
+# -- what is left ------------------------------------------------------------------------------------------------------
+
+
+def holders() -> set[int]:
+    """Processes that hold a memory of ours, by descriptor or mapping."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            names = [os.readlink(descriptor) for descriptor in (process / "fd").iterdir()]
+            if any("memfd:paceline" in name for name in names) or "memfd:paceline" in (process / "maps").read_text():
+                found.add(int(process.name))
+    return found
+
+
+def hold(world: World) -> int:
+    sums(world, 2_000_000)
+    group: Any = dist.distributed_c10d._get_default_group()
+    world_tensor = group.allocate(20_000_000, torch.float32).fill_(1.0)
+    group.launch_all_reduce(world_tensor)
+    return os.getpid()
+
+
+def test_nothing_is_left_when_all_ranks_are_killed() -> None:
+    before = [set(os.listdir(folder)) for folder in ("/dev/shm", "/tmp")]
+    with Ranks(3, 30, "paceline") as ranks:
+        pids = set(ranks.run(hold))
+        assert pids <= holders()
+        for one in pids:
+            os.kill(one, signal.SIGKILL)
+        for process in ranks.processes:
+            process.join(5)
+    assert not pids & holders()
+    ours = [set(os.listdir(folder)) - old for folder, old in zip(("/dev/shm", "/tmp"), before, strict=True)]
+    assert not [name for names in ours for name in names if "paceline" in name]
+    assert not ours[0]
+
+
+# -- where it cannot work ----------------------------------------------------------------------------------------------
+
+
+def refuse(name: str, what: str, pipe: Any, rank: int, port: int) -> None:
+    """A rank of its own making, on which the system refuses something."""
+    import warnings
+
+    import paceline  # noqa: F401
+
+    if rank == 1:
+
+        def refused(*_: Any) -> Any:
+            raise PermissionError(1, f"{name} is forbidden here")
+
+        if name == "platform":
+            handshake.sys = type("sys", (), {"platform": "darwin"})  # type: ignore[attr-defined]
+        else:
+            setattr(socket if name == "socket" else os, name, refused)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME="lo")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.init_process_group("paceline", timeout=timedelta(seconds=20))
+    tensor = torch.full((5,), float(rank + 1))
+    dist.all_reduce(tensor)
+    group: Any = dist.distributed_c10d._get_default_group()
+    pipe.send(([str(one.message) for one in caught], tensor.tolist(), group.native, group.getBackendName()))
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("memfd_create", "rank 1: the system refuses it: [Errno 1] memfd_create is forbidden here"),
+        ("pidfd_open", "rank 1: the system refuses it: [Errno 1] pidfd_open is forbidden here"),
+        ("platform", "rank 1: shared memory between ranks needs Linux, this is darwin"),
+    ],
+)
+def test_one_rank_that_cannot_share_memory_makes_all_use_gloo_and_rank_0_says_why(name: str, said: str) -> None:
+    from ranks import _context
+
+    store = loopback_store()
+    pipes = []
+    for rank in range(2):
+        ours, theirs = _context.Pipe()
+        process = _context.Process(target=refuse, args=(name, said, theirs, rank, store.port))
+        process.start()
+        pipes.append((ours, process))
+    for rank, (pipe, process) in enumerate(pipes):
+        assert pipe.poll(30)
+        warned, result, native, backend = pipe.recv()
+        assert warned == ([f"the process group uses Gloo, not shared memory: {said}"] if rank == 0 else [])
+        assert (result, native, backend) == ([3.0] * 5, False, "paceline")
+        process.join(10)
+        assert process.exitcode == 0
+
+
+def test_a_rank_that_never_comes_to_the_handshake_is_named_and_nothing_stays_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    arena = Arena()
+    with pytest.raises(CommunicationError, match=r"rank 0: rank 1 did not come .* within 0\.2 s"):
+        handshake.connect(HashStore(), 0, [1], arena, timedelta(seconds=0.2))
+    with pytest.raises(CommunicationError, match=r"rank 1: rank 0 did not come .* within 0\.2 s"):
+        handshake.connect(HashStore(), 1, [0], arena, timedelta(seconds=0.2))
+    del arena
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before

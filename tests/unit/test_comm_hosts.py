@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import paceline
+from paceline.comm.collectives import Collectives
+from paceline.comm.handshake import SPLIT
+from paceline.comm.hierarchy import Hierarchy, rows_of
+from paceline.world import World
+from ranks import Ranks, run_ranks
+
+ROOT = Path(__file__).parents[2]
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rows"),
+    [
+        ("aa", [[0, 1]]),
+        ("aabb", [[0, 1], [2, 3]]),
+        ("abab", [[0, 2], [1, 3]]),
+        ("baab", [[0, 3], [1, 2]]),
+        ("aab", [[0, 1], [2]]),
+        ("abc", [[0], [1], [2]]),
+    ],
+)
+def test_ranks_are_grouped_by_host_in_the_order_of_their_lowest(hosts: str, rows: list[list[int]]) -> None:
+    assert rows_of(hosts) == rows
+
+
+# -- one machine, split by force ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def split(parts: int) -> Iterator[dist.ProcessGroup]:
+    """A group of all ranks that takes this host for `parts` hosts."""
+    os.environ[SPLIT] = str(parts)
+    try:
+        group = dist.new_group(backend="paceline")
+        yield group
+        dist.destroy_process_group(group)
+    finally:
+        del os.environ[SPLIT]
+
+
+def operand(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    made = torch.randn(count, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    return (made * 8).to(dtype)
+
+
+def exact_sum(size: int, hosts: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Ranks of a host in their order, then hosts in theirs."""
+    each = size // hosts
+    sums = []
+    for host in range(hosts):
+        total = operand(host * each, count, dtype)
+        for rank in range(host * each + 1, (host + 1) * each):
+            total = total + operand(rank, count, dtype)
+        sums.append(total)
+    result = sums[0]
+    for total in sums[1:]:
+        result = result + total
+    return result
+
+
+def reductions(world: World, hosts: int) -> None:
+    size = world.size
+    with split(hosts) as group:
+        assert isinstance(group._collectives, Hierarchy)  # type: ignore[attr-defined]
+        assert not group.native  # type: ignore[attr-defined]
+        for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.complex64):
+            for count in (0, 1, 3, 1000, 40_001):
+                tensor = operand(world.rank, count, dtype)
+                dist.all_reduce(tensor, group=group)
+                assert torch.equal(tensor, exact_sum(size, hosts, count, dtype)), (dtype, count)
+        large = operand(world.rank, 5_000_001, torch.float32)  # several chunks, the last with a tail
+        work = dist.all_reduce(large, AVG, group=group, async_op=True)
+        work.wait()
+        assert torch.equal(large, exact_sum(size, hosts, 5_000_001, torch.float32) * (1 / size))
+        highest = operand(world.rank, 77, torch.float32).view(7, 11).t()  # not contiguous
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        wanted = torch.stack([operand(rank, 77, torch.float32).view(7, 11).t() for rank in range(size)])
+        assert torch.equal(highest, wanted.amax(0))
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(4, 2), (6, 3)])
+def test_sums_over_hosts_are_in_the_order_of_ranks_then_hosts(size: int, hosts: int) -> None:
+    run_ranks(size, reductions, hosts, backend="gloo")
+
+
+def others(world: World) -> None:
+    size = world.size
+    warnings.simplefilter("ignore", FutureWarning)  # all_gather_into_tensor has a new name in torch 2.13
+    with split(2) as group:
+        for root in range(size):
+            for given in (operand(world.rank, 100, torch.float32), torch.tensor([world.rank == 1]), torch.empty(0)):
+                want = torch.tensor([root == 1]) if given.dtype is torch.bool else operand(root, 100, torch.float32)
+                dist.broadcast(given, root, group=group)
+                assert given.numel() == 0 or torch.equal(given, want)
+        gathered = [torch.empty(5) for _ in range(size)]
+        dist.all_gather(gathered, operand(world.rank, 5, torch.float32), group=group)
+        assert all(torch.equal(one, operand(rank, 5, torch.float32)) for rank, one in enumerate(gathered))
+        uneven = [torch.empty(rank) for rank in range(size)]
+        dist.all_gather(uneven, torch.full((world.rank,), float(world.rank)), group=group)
+        assert [one.tolist() for one in uneven] == [[float(rank)] * rank for rank in range(size)]
+        whole = torch.empty(3 * size)
+        dist.all_gather_into_tensor(whole, torch.full((3,), float(world.rank)), group=group)
+        assert torch.equal(whole, torch.arange(float(size)).repeat_interleave(3))
+        part = torch.empty(7)
+        dist.reduce_scatter_tensor(part, operand(world.rank, 7 * size, torch.float32), group=group)
+        total = exact_sum(size, 2, 7 * size, torch.float32)
+        assert torch.equal(part, total.view(size, 7)[world.rank])
+        dist.barrier(group=group)
+        values: list[Any] = [None] * size
+        dist.all_gather_object(values, {"rank": world.rank}, group=group)
+        assert values == [{"rank": rank} for rank in range(size)]
+
+
+def test_the_other_collectives_cross_hosts() -> None:
+    run_ranks(4, others, backend="gloo")
+
+
+def trained(world: World, hosts: int) -> Tensor:
+    """Parameters after three steps of our DDP, whose channels take the split."""
+    os.environ[SPLIT] = str(hosts)
+    try:
+        torch.manual_seed(0)
+        model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)))
+    finally:
+        del os.environ[SPLIT]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(operand(10 * step + world.rank, 32, torch.float32).view(2, 16)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_ddp_trains_over_hosts_as_on_one() -> None:
+    with Ranks(4, backend="paceline") as ranks:
+        one, two = ranks.run(trained, 1), ranks.run(trained, 2)
+    assert all(torch.equal(result, two[0]) for result in two)
+    torch.testing.assert_close(two[0], one[0], rtol=1e-5, atol=1e-6)
+
+
+def alone(world: World, hosts: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with split(hosts) as group:
+            assert group._collectives is None  # type: ignore[attr-defined]
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor, group=group)
+            assert tensor.tolist() == [world.size] * 3
+            with pytest.raises(paceline.UsageError, match="does not use shared memory"):
+                group.allocate(3, torch.float32)  # type: ignore[attr-defined]
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize(
+    ("size", "hosts", "why"),
+    [(2, 2, "each of the 2 ranks is on a host of its own"), (3, 2, "different numbers of ranks (2, 1)")],
+)
+def test_where_a_hierarchy_cannot_be_made_gloo_is_used_and_it_is_said_once(size: int, hosts: int, why: str) -> None:
+    said = run_ranks(size, alone, hosts, backend="gloo")
+    assert len(said[0]) == 1
+    assert why in said[0][0]
+    assert said[1:] == [[]] * (size - 1)
+
+
+# -- two hosts as network namespaces --------------------------------------------------------------------------------
+
+
+def ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[tuple[str, str]]]:
+    """Two network namespaces, joined by a cable: (namespace, address) of each."""
+    if shutil.which("ip") is None:
+        pytest.skip("there is no ip command to make network namespaces with")
+    names = [f"paceline{os.getpid()}{side}" for side in "ab"]
+    net = f"10.{os.getpid() // 250 % 250}.{os.getpid() % 250}"
+    addresses = [f"{net}.1", f"{net}.2"]
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
+            ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+            for name, address in zip(names, addresses, strict=True):
+                ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
+                for device in ("lo", "cable"):
+                    ip("-n", name, "link", "set", device, "up")
+                ip("netns", "exec", name, "true")
+        except OSError as error:
+            pytest.skip(f"network namespaces are not permitted here: {error}")
+        yield list(zip(names, addresses, strict=True))
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist, paceline
+from torch import nn
+from paceline.comm.hierarchy import Hierarchy
+
+with paceline.init("paceline", timeout=40) as world:
+    group = dist.group.WORLD
+    assert isinstance(group._collectives, Hierarchy) and not group.native
+    tensor = torch.arange(100_003.) * (world.rank + 1)
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, torch.arange(100_003.) * 10)
+    torch.manual_seed(0)
+    model = paceline.DistributedDataParallel(nn.Linear(300, 300))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.full((2, 300), world.rank + 1.0)).mean().backward()
+        optimizer.step()
+    sums = [None] * 4
+    dist.all_gather_object(sums, float(model.module.weight.detach().double().sum()))
+    assert len(set(sums)) == 1
+    if "die" in sys.argv and world.rank == 3:
+        import os
+        os._exit(3)
+    if "die" in sys.argv:
+        try:
+            dist.all_reduce(torch.ones(1000))
+        except paceline.errors.CommunicationError as error:
+            print(error)
+            sys.exit(4)
+    world.print("trained on", world.node, world.local_size)
+"""
+
+
+def start(hosts: list[tuple[str, str]], script: Path, *arguments: str) -> list[subprocess.Popen[str]]:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(4):
+        name, _ = hosts[rank // 2]
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": str(rank % 2),
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": str(rank // 2),
+            "MASTER_ADDR": hosts[0][1],
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "cable",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = ["ip", "netns", "exec", name, sys.executable, "-W", "error", str(script), *arguments]
+        processes.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+            )
+        )
+    return processes
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    try:
+        outputs = [process.communicate(timeout=90) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def test_two_network_namespaces_train_as_two_hosts(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    results = ended(start(hosts, script))
+    assert [code for code, _, _ in results] == [0] * 4, results
+    assert results[0][1] == "trained on 0 2\n"
+
+
+def test_a_dead_rank_is_an_error_on_both_hosts(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    results = ended(start(hosts, script, "die"))
+    assert [code for code, _, _ in results] == [4, 4, 4, 3], results
+    assert "rank 3 (pid" in results[2][1]  # its neighbour
+    assert "with rank 3 on other hosts failed" in results[1][1]  # its like on the other host
+
+
+def test_one_host_stays_one_host_without_the_split() -> None:
+    assert run_ranks(2, is_plain, backend="paceline") == [True, True]
+
+
+def is_plain(_: World) -> bool:
+    return isinstance(dist.group.WORLD._collectives, Collectives)  # type: ignore[union-attr]

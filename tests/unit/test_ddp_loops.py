@@ -1,0 +1,221 @@
+"""What loops need beside the wrapper: accumulation, clipping, metrics over all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset
+
+from paceline.data import GlobalBatchSampler
+from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics
+from paceline.errors import UsageError
+from paceline.world import World
+from twins import Pools, same_gradients
+
+TINY = 1e-4
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    with Pools() as pools:
+        yield pools
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(4, 4, dtype=torch.float64) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def data(rank: int, step: int, count: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(count, 4, generator=generator, dtype=torch.float64)
+
+
+# -- accumulate --------------------------------------------------------------------------------------------------------
+
+
+class Reports:
+    """A loader that says itself when it gives its last batch, and must not be asked ahead."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.given, self.at_last = count, 0, False
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in range(self.count):
+            self.given, self.at_last = batch + 1, batch == self.count - 1
+            yield batch
+
+
+def windows(world: World) -> None:
+    model = DistributedDataParallel(Deep())
+    for count, every, expected in (
+        (5, 2, [False, True, False, True, True]),
+        (4, 2, [False, True, False, True]),
+        (3, 1, [True, True, True]),
+        (2, 5, [False, True]),
+        (0, 3, []),
+    ):
+        assert [model.do_sync for _ in accumulate(model, iter(range(count)), every)] == expected
+        reports, seen = Reports(count), []
+        for batch in accumulate(model, reports, every):
+            assert reports.given == batch + 1
+            seen.append(model.do_sync)
+        assert seen == expected
+        assert model.do_sync
+    for _ in accumulate(model, range(4), every=4):
+        assert not model.require_backward_grad_sync
+        with pytest.raises(UsageError, match="before the gradients were synchronized"):
+            clip_grad_norm_(model, 1.0)
+        break
+    assert model.do_sync
+    with pytest.raises(UsageError, match=r"accumulate\(every=0\)"):
+        next(accumulate(model, [1], every=0))
+    with model.no_sync():
+        with model.no_sync():
+            pass
+        assert not model.do_sync
+    assert model.do_sync
+
+
+def test_accumulate_synchronizes_the_last_of_each_window_and_of_all(pools: Pools) -> None:
+    pools.run(1, windows)
+    pools.run(2, windows)
+
+
+class Counted:
+    """Batches of which more or fewer may come than its length says, as of a bar around a resumed loader."""
+
+    def __init__(self, count: int, length: int) -> None:
+        self.count, self.length, self.given = count, length, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(1, self.count + 1):
+            self.given = number
+            yield number
+
+
+def test_batches_of_known_number_are_not_fetched_ahead(pools: Pools) -> None:
+    # A bar around the loader was asked one batch ahead, so that a resumed run skipped a batch.
+    assert pools.run(1, counted) == [None]
+
+
+def counted(world: World) -> None:
+    model = DistributedDataParallel(Deep())
+    expected = [False, True, False, True, True]
+    for batches, total in ((Counted(5, 5), None), (Counted(5, 99), 5)):
+        seen = []
+        for batch in accumulate(model, batches, 2, total):
+            assert batches.given == batch
+            seen.append(model.do_sync)
+        assert seen == expected
+    assert [model.do_sync for _ in accumulate(model, map(str, range(5)), 2, total=5)] == expected
+    assert [model.do_sync for _ in accumulate(model, TorchLoader(range(5)), 2)] == expected
+    # A length that says too much, but no window is left open; and one that is a guess, so it does not count.
+    assert [model.do_sync for _ in accumulate(model, Counted(4, 5), 2)] == expected[:4]
+    assert [model.do_sync for _ in accumulate(model, TorchLoader(Guessed()), 2)] == expected
+    with pytest.raises(UsageError, match=r"accumulate\(total=-1\)"):
+        next(accumulate(model, [1], 2, total=-1))
+
+
+class Guessed(IterableDataset[int]):
+    """Five samples that say they are four."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def left_open(world: World) -> str:
+    model = DistributedDataParallel(Deep())
+    with pytest.raises(UsageError) as raised:
+        list(accumulate(model, Counted(3, 5), 2))
+    assert model.do_sync
+    return str(raised.value)
+
+
+def test_a_window_left_open_because_fewer_batches_came_is_an_error(pools: Pools) -> None:
+    for message in pools.run(2, left_open):
+        assert message.startswith("accumulate expected 5 batches and got 3, so the last window's gradients were not")
+
+
+def clipped(world: World, norm_type: float) -> None:
+    torch.manual_seed(0)
+    module = Deep()
+    twin = copy.deepcopy(module)
+    model = DistributedDataParallel(module, bucket_cap_mb=TINY)
+    model(data(world.rank, 0)).sum(1).mean().backward()
+    twin(torch.cat([data(rank, 0) for rank in range(world.size)])).sum(1).mean().backward()
+    norm = clip_grad_norm_(model, 0.1, norm_type)
+    other = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1, norm_type)
+    torch.testing.assert_close(norm, other, rtol=1e-12, atol=0)
+    same_gradients(module, twin)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 10.0, norm_type).item(), 0.1, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_equals_one_process(pools: Pools, norm_type: float) -> None:
+    pools.run(3, clipped, norm_type)
+
+
+# -- gather_for_metrics ------------------------------------------------------------------------------------------------
+
+
+def gathered(world: World, size: int, batch_size: int) -> list[tuple[Any, list[int]]]:
+    sampler = GlobalBatchSampler(size, batch_size, shuffle=False)
+    found = []
+    for share in sampler:
+        rows = torch.tensor(share)
+        value = {"rows": rows, "pair": (rows * 2, [rows.double().unsqueeze(1)])} if share else None
+        result = gather_for_metrics(value)
+        assert result["pair"][0].tolist() == [2 * row for row in result["rows"].tolist()]
+        assert result["pair"][1][0].shape == (len(result["rows"]), 1)
+        found.append(result["rows"].tolist())
+    assert gather_for_metrics(None) is None
+    only = gather_for_metrics(torch.ones(2) if world.is_main else None)
+    assert only.tolist() == [1, 1]
+    return found
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(10, 4), (7, 3), (5, 1), (6, 6)])
+def test_every_row_is_gathered_exactly_once_in_order(pools: Pools, size: int, batch_size: int) -> None:
+    for ranks in (1, 3):
+        for found in pools.run(ranks, gathered, size, batch_size):
+            assert list(chain(*found)) == list(range(size))
+
+
+class Pair(NamedTuple):
+    rows: Tensor
+    more: tuple[Tensor, list[Tensor]]
+
+
+def pairs(world: World) -> Any:
+    rows = torch.tensor([world.rank])
+    result = gather_for_metrics(Pair(rows, (rows, [rows])))
+    return type(result), type(result.more), type(result.more[1]), result.rows.tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tuples_are_gathered_as_tuples_and_named_ones_by_name(pools: Pools, size: int) -> None:
+    assert pools.run(size, pairs) == [(Pair, tuple, list, list(range(size)))] * size
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1.0), 3, "text", {"a": 1.5}])
+def test_only_tensors_with_rows_are_gathered(value: Any) -> None:
+    with pytest.raises(UsageError, match="gather_for_metrics takes tensors"):
+        gather_for_metrics(value)

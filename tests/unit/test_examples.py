@@ -1,0 +1,44 @@
+"""The example runs as its docstring says, and its marks are true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from processes import paceline
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
+
+
+def accuracy(folder: Path, *arguments: str, **options: tuple[str, ...]) -> str:
+    done = paceline(folder, *arguments, **options)
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if "accuracy" in line]
+    return line
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The line that the script prints as an ordinary one, without a launcher."""
+    return accuracy(tmp_path_factory.mktemp("alone"), program=(str(EXAMPLE),))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_plain_loop_ends_with_the_same_accuracy_on_any_number_of_ranks(
+    alone: str, tmp_path: Path, size: int
+) -> None:
+    assert accuracy(tmp_path, "run", "--nproc", str(size), str(EXAMPLE)) == alone
+    assert alone.startswith("accuracy 0.9")
+
+
+def test_the_lines_without_a_mark_are_those_of_an_ordinary_script() -> None:
+    _, docstring, code = EXAMPLE.read_text().split('"""', 2)
+    assert "Only the lines marked with ## differ" in docstring
+    unmarked = [line for line in code.splitlines() if "##" not in line]
+    assert not [line for line in unmarked if "paceline" in line or "world" in line]
+    # An indented block belongs to its head, which differs, so it is marked, too.
+    lines = code.splitlines()
+    heads = [number for number, line in enumerate(lines) if line.strip().startswith("with ") and "##" in line]
+    assert heads
+    assert all("##" in lines[number + 1] for number in heads)

@@ -1,0 +1,121 @@
+"""What the Trainer refuses before it trains, and what it does not ask of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from paceline.train import Evaluation, TrainConfig, Trainer
+from paceline.world import World
+from trainings import Points, squared, squared_error
+from twins import Pools
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    with Pools() as pools:
+        yield pools
+
+
+def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+    x, y, _ = batch
+    return squared(model(x), y), len(x)
+
+
+def trainer(model: DistributedDataParallel, samples: int = 16, evaluation: Any = None, **config: Any) -> Trainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(Points(samples, torch.float32), 4)
+    given = TrainConfig(**{"epochs": 1, "show_progress": False, "log_every": 1000, **config})
+    return Trainer(model, optimizer, loss, loader, given, evaluation(loader) if evaluation else None)
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+
+
+def refusal(function: Any, *arguments: Any, **options: Any) -> str:
+    try:
+        function(*arguments, **options)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def sharing(world: World) -> list[str]:
+    model = DistributedDataParallel(linear())
+    of = [
+        lambda loader: loader,
+        lambda loader: DataLoader(loader.dataset, batch_sampler=loader.progress),
+        lambda loader: DataLoader(loader.dataset, 4),
+    ]
+    return [
+        refusal(trainer, model, evaluation=lambda loader, of=each: Evaluation(of(loader), squared_error, ("error",)))
+        for each in of
+    ]
+
+
+def test_one_loader_or_sampler_for_training_and_evaluation_is_refused(pools: Pools) -> None:
+    # Every evaluation took the loader back to epoch 0, so training never ended.
+    [(same, sampler, own)] = pools.run(1, sharing)
+    assert same.startswith("training and evaluation share one loader or sampler, ")
+    assert (sampler, own) == (same, "")
+
+
+def in_a_part_of_the_world(world: World) -> str:
+    groups = [dist.new_group([rank]) for rank in range(world.size)]
+    return refusal(trainer, DistributedDataParallel(linear(), process_group=groups[world.rank]))
+
+
+def test_a_model_that_averages_over_a_part_of_the_world_is_refused(pools: Pools) -> None:
+    for message in pools.run(2, in_a_part_of_the_world):
+        assert message.startswith("the model averages over 1 ranks but the world has 2, ")
+
+
+def with_own_buffers(world: World, folder: str | None, module: str = "norm") -> str:
+    net = linear() if module == "norm" else nn.Linear(6, 3)
+    return refusal(trainer, DistributedDataParallel(net, broadcast_buffers=False), checkpoint_dir=folder)
+
+
+def test_buffers_of_each_ranks_own_are_not_checkpointed_as_rank_0s(pools: Pools, tmp_path: Path) -> None:
+    for message in pools.run(2, with_own_buffers, str(tmp_path)):
+        assert message.startswith("with broadcast_buffers=False every rank has buffers of its own ('1.num_batches_")
+    assert list(tmp_path.iterdir()) == []
+    assert pools.run(2, with_own_buffers, None) == ["", ""]
+    assert pools.run(1, with_own_buffers, str(tmp_path / "alone")) == [""]
+    assert pools.run(2, with_own_buffers, str(tmp_path / "without"), "plain") == ["", ""]
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a number is read out of a tensor, for which the CPU waits on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def reads(world: World) -> list[int]:
+    counts = []
+    for samples in (4, 40):
+        each = trainer(DistributedDataParallel(linear()), samples, accumulate=2)
+        with Reads() as mode:
+            each.fit()
+        counts.append(mode.count)
+    return counts
+
+
+def test_no_number_is_read_out_of_a_tensor_between_two_lines_of_metrics(pools: Pools) -> None:
+    # float(loss) after every micro-batch made the CPU wait for the GPU.
+    [(one_batch, ten_batches)] = pools.run(1, reads)
+    assert one_batch == ten_batches > 0
