@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.ddp import DistributedDataParallel
+from paceline.ddp import DistributedDataParallel, clip_grad_norm_
 from paceline.errors import NonFiniteGradient, UsageError
 from paceline.world import World
 from ranks import Ranks
@@ -300,3 +300,20 @@ def compiled_inside(world: World) -> list[list[str]]:
 def test_names_are_the_users_own_with_a_compiled_module_inside(two: Ranks) -> None:
     for plain, compiled in two.run(compiled_inside):
         assert plain == compiled
+
+
+def clip_after_a_local_backward(world: World) -> str:
+    model = DistributedDataParallel(net())
+    with model.no_sync():
+        model(sample(world)).sum().backward()
+    with pytest.raises(UsageError) as caught:
+        clip_grad_norm_(model, 1.0)
+    model.sync_gradients()
+    clip_grad_norm_(model, 1.0)
+    return str(caught.value)
+
+
+def test_clipping_local_gradients_is_refused(two: Ranks) -> None:
+    """Each rank would clip by a norm of its own."""
+    for message in two.run(clip_after_a_local_backward):
+        assert "clip_grad_norm_() found gradients that were not averaged" in message

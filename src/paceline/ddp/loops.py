@@ -115,11 +115,13 @@ def clip_grad_norm_(
     Raises:
         UsageError: in the middle of an accumulation window, where gradients are still local to each rank.
     """
-    if isinstance(parameters, DistributedDataParallel) and not parameters.do_sync:
-        raise UsageError(
-            "clip_grad_norm_ was called before the gradients were synchronized; clip when model.do_sync is true, "
-            "just before optimizer.step()"
-        )
+    if isinstance(parameters, DistributedDataParallel):
+        if not parameters.do_sync:
+            raise UsageError(
+                "clip_grad_norm_ was called before the gradients were synchronized; clip when model.do_sync is true, "
+                "just before optimizer.step()"
+            )
+        parameters.expect_averaged("clip_grad_norm_()")
     tensors = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite)
 
