@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from paceline.comm.arithmetic import code_of, reduce_into, share
-from paceline.comm.engine import Engine, Header, Kind, Operation
+from paceline.comm.engine import Engine, Operation
+from paceline.comm.header import Header, Kind, Note
 from paceline.errors import DesyncError, UsageError
 
 STAGE_BYTES = 2 * 2**20
 """Bytes of one half of the stage; measured in ``benchmarks/collectives.py``."""
 HALVES = 2
-Note = tuple[float, float]
-"""Two numbers that travel with an operation."""
 Begun = tuple[Header, Callable[[list[Header]], None]]
 """What is posted of an operation: its header, and its work."""
 

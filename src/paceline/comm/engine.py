@@ -18,127 +18,25 @@ several operations posts the second one when all agree on the first (:meth:`Engi
 from __future__ import annotations
 
 import os
-import select
-import struct
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from enum import IntEnum
 from functools import cache
 from typing import NoReturn
 
-import torch
-
-from paceline.comm.arithmetic import name_of
 from paceline.comm.handshake import Peer, world_rank
+from paceline.comm.header import ROOTS, SLOTS, Header
 from paceline.comm.shared_memory import Arena, Segment
+from paceline.comm.signals import Signals
 from paceline.errors import CommunicationError, DesyncError
 
-SLOTS = 256
-"""Operations that may be under way at once."""
-_HEADER = struct.Struct("@9q2d")
-_SLOTS_AT = 64
-_SLOT_BYTES = 128
 _SPINS = 20
-_DONE = 32
-"""In what a ring adds, the number of operations done begins at this bit; below is the number of those posted."""
 _NAP_S = 1.0
 """Longest sleep in one piece. Time in which this process itself stood still counts as no more than that."""
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-
-
-class Kind(IntEnum):
-    """What an operation does; ranks that post different kinds under one number are out of step."""
-
-    all_reduce = 1
-    broadcast = 2
-    all_gather = 3
-    reduce_scatter = 4
-    barrier = 5
-    launched_all_reduce = 6
-    """One that was launched; all ranks' operands lie in shared memory."""
-    reduce = 7
-    gather = 8
-    scatter = 9
-    all_to_all = 10
-
-
-_REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.reduce)
-_ROOTS = {Kind.broadcast: "from", Kind.scatter: "from", Kind.reduce: "to", Kind.gather: "to"}
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a rank says of an operation. All but `count`, `offset` and `note` must be equal on every rank."""
-
-    kind: Kind
-    dtype: torch.dtype = torch.uint8
-    total: int = 0
-    """Elements of the whole collective, of this rank's part where ranks have parts."""
-    start: int = 0
-    """Where in these the operation begins."""
-    count: int = 0
-    """Elements that this rank has ready for it. May differ where some ranks stage a tensor and others share it."""
-    reduce: int = 0
-    """Which reduction, as :func:`arithmetic.code_of` counts."""
-    root: int = 0
-    offset: int = -1
-    """Where the operand lies in the rank's memory, in bytes."""
-    note: tuple[float, float] = (0.0, 0.0)
-    """Two numbers for the caller's own use, such as a weight."""
-
-    def pack(self, number: int) -> bytes:
-        """As it lies in memory."""
-        code = DTYPES.index(self.dtype)
-        what = number, self.kind, code, self.total, self.start, self.count, self.reduce, self.root, self.offset
-        return _HEADER.pack(*what, *self.note)
-
-    @classmethod
-    def unpack(cls, segment: Segment, number: int) -> Header | None:
-        """The header of operation `number`; None if another one lies in its place."""
-        found, kind, code, *rest, first, second = _HEADER.unpack_from(segment.memory, _slot(number))
-        if found != number:
-            return None
-        total, start, count, reduce, root, offset = rest
-        return cls(Kind(kind), DTYPES[code], total, start, count, reduce, root, offset, (first, second))
-
-    def same_as(self, other: Header) -> bool:
-        """Whether both describe the same operation."""
-        return (
-            self.kind == other.kind
-            and self.dtype is other.dtype
-            and self.total == other.total
-            and self.start == other.start
-            and self.reduce == other.reduce
-            and self.root == other.root
-        )
-
-    def __str__(self) -> str:
-        if self.kind is Kind.barrier:
-            return "barrier"
-        amount = f"{self.total} × " if self.total >= 0 else ""
-        text = f"{self.kind.name} of {amount}{str(self.dtype).removeprefix('torch.')}"
-        if self.kind in _REDUCES:
-            text += f" by {name_of(self.reduce)}"
-        return text + (f" from element {self.start}" if self.start else "")
 
 
 class Operation:
@@ -154,14 +52,6 @@ class Operation:
         self.error: Exception | None = None
 
 
-@dataclass(slots=True)
-class _Progress:
-    """How far a peer has come, as of its last ring."""
-
-    posted: int = 0
-    done: int = 0
-
-
 class Engine:
     """Runs operations with the other ranks of this host. Threads may share it; they take turns.
 
@@ -171,28 +61,19 @@ class Engine:
     def __init__(self, arena: Arena, peers: Sequence[Peer], rank: int, timeout: timedelta) -> None:
         self.arena, self.peers, self.rank, self.timeout = arena, list(peers), rank, timeout
         self._name = world_rank(rank)
-        self._progress = {peer.rank: _Progress() for peer in peers}
-        self.members = sorted([rank, *self._progress])
+        self.signals = Signals(peers)
+        self.members = sorted([rank, *(peer.rank for peer in peers)])
         self._names = {peer.rank: peer.name for peer in peers} | {rank: self._name}
         self.names = [self._names[member] for member in self.members]
         """What messages call the members: their ranks in the world."""
         self._segments: dict[int, Segment] = {peer.rank: peer.memory for peer in peers} | {rank: arena}
         self.memories = [self._segments[member] for member in self.members]
         self._posted = self._done = 0
-        self._unsaid = 0
         self._under_way: deque[Operation] = deque()
         self._broken = ""
-        self._ended: set[int] = set()
         self._lock = threading.RLock()
-        self._interrupt = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        self._poll.register(self._interrupt, select.POLLIN)
-        for peer in peers:
-            self._poll.register(peer.ringing, select.POLLIN)
-            self._poll.register(peer.alive, select.POLLIN)
         self._spins = _SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
-        descriptors = [self._interrupt, *(one for peer in peers for one in peer.descriptors())]
-        self._close_descriptors = weakref.finalize(self, _close_all, descriptors)
+        self._close_descriptors = weakref.finalize(self, self.signals.close)
         self._close_descriptors.atexit = False
         _engines().add(self)
 
@@ -209,12 +90,11 @@ class Engine:
             while len(self._under_way) >= SLOTS - 1:
                 self._wait_until(self._under_way[0], _is_finished)
             operation = Operation(self._posted, header, compute)
-            at = _slot(operation.number)
-            self.arena.memory[at : at + _HEADER.size] = header.pack(operation.number)
+            header.write(self.arena, operation.number)
             self._posted += 1
             self._under_way.append(operation)
-            self._unsaid += 1
-            self._ring()
+            self.signals.tell(posted=1)
+            self.signals.ring()
             return operation
 
     def progress(self) -> None:
@@ -222,7 +102,7 @@ class Engine:
         # Whoever holds the lock does it already.
         if self._under_way and self._lock.acquire(blocking=False):
             try:
-                self._listen()
+                self.signals.listen()
                 self._advance()
             finally:
                 self._lock.release()
@@ -255,13 +135,13 @@ class Engine:
     def _wait_until(self, operation: Operation, is_over: Callable[[Operation], bool]) -> None:
         spins, left = self._spins, self.timeout.total_seconds()
         try:
-            self._listen()
+            self.signals.listen()
             self._advance()
             while not is_over(operation):
                 self._expect_whole()
                 if spins:
                     spins -= 1
-                    self._listen()
+                    self.signals.listen()
                 else:
                     left = self._block(operation, left)
                 self._advance()
@@ -273,15 +153,14 @@ class Engine:
 
     def _advance(self) -> None:
         """Compute what everybody has posted, finish what everybody is done with, in order."""
-        posted = min((peer.posted for peer in self._progress.values()), default=self._posted)
+        posted = self.signals.posted(self._posted)
         for operation in self._under_way:
             if operation.number >= posted:
                 break
             if not operation.computed:
                 self._compute(operation)
-        if self._unsaid:
-            self._ring()
-        done = min((peer.done for peer in self._progress.values()), default=self._done)
+        self.signals.ring()
+        done = self.signals.done(self._done)
         while self._under_way and self._under_way[0].computed and self._under_way[0].number < done:
             self._under_way.popleft().finished = True
 
@@ -299,10 +178,10 @@ class Engine:
                 raise
         operation.computed = True
         self._done = operation.number + 1
-        self._unsaid += 1 << _DONE
+        self.signals.tell(done=1)
 
     def _header(self, rank: int, operation: Operation) -> Header:
-        header = Header.unpack(self._segments[rank], operation.number)
+        header = Header.read(self._segments[rank], operation.number)
         if header is None:
             self._fail(f"rank {self._names[rank]} shows another operation", operation)
         return header
@@ -314,8 +193,8 @@ class Engine:
         said: dict[str, list[str]] = {}
         for rank, header in zip(self.members, headers, strict=True):
             text = str(header)
-            if header.kind in _ROOTS and 0 <= header.root < len(self.members):
-                text += f" {_ROOTS[header.kind]} rank {self.names[header.root]}"
+            if header.kind in ROOTS and 0 <= header.root < len(self.members):
+                text += f" {ROOTS[header.kind]} rank {self.names[header.root]}"
             said.setdefault(text, []).append(str(self._names[rank]))
         parts = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in said.items())
         return DesyncError(
@@ -323,72 +202,31 @@ class Engine:
             "call the same collectives in the same order, with equal shapes and dtypes, on every rank"
         )
 
-    # -- signals ------------------------------------------------------------------------------------------------
-
-    def _ring(self) -> None:
-        """Tell everybody what was posted and done since the last ring."""
-        said, self._unsaid = self._unsaid, 0
-        for peer in self.peers:
-            os.eventfd_write(peer.bell, said)
-
-    def _listen(self) -> None:
-        """Note how far those peers are that rang."""
-        for peer in self.peers:
-            try:
-                said = os.eventfd_read(peer.ringing)
-            except BlockingIOError:
-                continue
-            progress = self._progress[peer.rank]
-            progress.posted += said & ((1 << _DONE) - 1)
-            progress.done += said >> _DONE
+    # -- waiting ------------------------------------------------------------------------------------------------
 
     def _block(self, operation: Operation, left: float) -> float:
         """Sleep until somebody rings or ends, a second at most; returns what is left of the time."""
-        missing = [peer for peer in self.peers if self._progress[peer.rank].done <= operation.number]
+        missing = [peer for peer in self.peers if self.signals.progress[peer.rank].done <= operation.number]
         for peer in missing:
-            if peer.rank in self._ended:
+            if peer.rank in self.signals.ended:
                 self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation)
         nap = min(left, _NAP_S)
         began = time.monotonic()
         others = [engine for engine in _engines() if engine is not self and engine._under_way]
-        ready = {descriptor for descriptor, _ in self._poll_with(others).poll(nap * 1000)}
+        woken = self.signals.sleep(nap, [engine.signals for engine in others])
         left -= min(time.monotonic() - began, nap)
-        self._listen()
+        self.signals.listen()
         for engine in others:
             with suppress(Exception):  # whoever waits for that engine gets its error
                 engine.progress()
-        for peer in self.peers:
-            if peer.alive in ready:  # what it did before it ended counts, and has been heard now
-                self._poll.unregister(peer.alive)
-                self._ended.add(peer.rank)
-        if not ready and left <= 0:
-            late = [peer for peer in missing if self._progress[peer.rank].posted <= operation.number] or missing
+        if not woken and left <= 0:
+            late = [peer for peer in missing if self.signals.progress[peer.rank].posted <= operation.number] or missing
             who = ", ".join(f"rank {peer.name} (pid {peer.pid}, {self._where(peer)})" for peer in late)
             self._fail(f"{who} did not take part within {self.timeout.total_seconds():g} s", operation)
         return left
 
-    def _poll_with(self, others: Sequence[Engine]) -> select.poll:
-        """What wakes us while `others` have operations under way, too.
-
-        Ranks may wait for two groups in different order; then each has to do its part of what it does not wait for.
-        """
-        if not others:
-            return self._poll
-        poll = select.poll()
-        for descriptor in self._alarms():
-            poll.register(descriptor, select.POLLIN)
-        for engine in others:
-            for peer in engine.peers:
-                poll.register(peer.ringing, select.POLLIN)
-        return poll
-
-    def _alarms(self) -> list[int]:
-        """The descriptors that concern us: those that ring, and those of peers not yet known to have ended."""
-        alive = [peer.alive for peer in self.peers if peer.rank not in self._ended]
-        return [self._interrupt, *(peer.ringing for peer in self.peers), *alive]
-
     def _where(self, peer: Peer) -> str:
-        return f"which has begun {self._progress[peer.rank].posted} operations of this group"
+        return f"which has begun {self.signals.progress[peer.rank].posted} operations of this group"
 
     # -- failure and the end ------------------------------------------------------------------------------------
 
@@ -407,7 +245,7 @@ class Engine:
         if not self._close_descriptors.alive:
             return
         self._broken = self._broken or "it was destroyed"
-        os.eventfd_write(self._interrupt, 1)
+        self.signals.interrupt()
         with self._lock:
             self._drop()
 
@@ -427,21 +265,12 @@ class Engine:
 _REMEDY = "look for that rank's own error, and start again from the last checkpoint"
 
 
-def _slot(number: int) -> int:
-    return _SLOTS_AT + number % SLOTS * _SLOT_BYTES
-
-
 def _is_finished(operation: Operation) -> bool:
     return operation.finished
 
 
 def _is_computed(operation: Operation) -> bool:
     return operation.computed
-
-
-def _close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 @cache

@@ -26,9 +26,10 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ReduceOp
 
 from paceline.comm.arithmetic import supports
-from paceline.comm.collectives import Collectives, Note
-from paceline.comm.engine import DTYPES, Engine, Operation
+from paceline.comm.collectives import Collectives
+from paceline.comm.engine import Engine, Operation
 from paceline.comm.exchange import Exchanging
+from paceline.comm.header import DTYPES, Note
 from paceline.comm.hierarchy import Hierarchy
 from paceline.comm.hosts import open_collectives
 from paceline.comm.operands import Flat, options_of, reduction_of

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _broadcast_coalesced
 
-from paceline.comm.collectives import Note
+from paceline.comm.header import Note
 from paceline.comm.process_group import PacelineProcessGroup
 from paceline.ddp.control import scale_of
 from paceline.errors import CommunicationError, PacelineError
