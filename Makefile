@@ -40,7 +40,7 @@ check: $(VENV)/.dev  ## lint, format, types and layers
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.dev  ## run the benchmarks; dated results go to benchmarks/results
-	$(BIN)/python benchmarks/run.py $(ARGS)
+	$(BIN)/python benchmarks/run.py
 
 bench-mpi: $(VENV)/.dev  ## the same for all-reduce, beside Open MPI, which it installs (Debian, as root)
 	apt-get install -y -qq openmpi-bin libopenmpi-dev

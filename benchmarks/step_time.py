@@ -52,7 +52,9 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=0.3, help="length of a variant's turn in a round")
+    parser.add_argument("--crossed", action="store_true", help="also torch DDP on our group, and ours on Gloo")
     parser.add_argument("--bucket-cap-mb", type=float, nargs="*", help="also compare Paceline with these capacities")
+    parser.add_argument("--save-as", default="step-time", help="name of the results' file, after the date")
     options = parser.parse_args()
     world = paceline.init("paceline")
     gloo = dist.new_group(backend="gloo")
@@ -65,10 +67,12 @@ def main() -> None:
         variants = {
             "bare": step_of(workload, lambda module: module, barrier=True),
             "torch": step_of(workload, partial(torch_ddp, group=gloo)),
-            "torch on paceline": step_of(workload, torch_ddp),
-            "paceline on gloo": step_of(workload, partial(paceline.DistributedDataParallel, process_group=gloo)),
             "paceline": step_of(workload, paceline.DistributedDataParallel),
         }
+        if options.crossed:
+            variants["torch on paceline"] = step_of(workload, torch_ddp)
+            wrap = partial(paceline.DistributedDataParallel, process_group=gloo)
+            variants["paceline on gloo"] = step_of(workload, wrap)
         for cap in options.bucket_cap_mb or ():
             wrap = partial(paceline.DistributedDataParallel, bucket_cap_mb=cap)
             variants[f"paceline {cap:g} MiB"] = step_of(workload, wrap)
@@ -90,7 +94,7 @@ def main() -> None:
         )
     if world.is_main:
         Console().print(table)
-        print("kept in", save("step-time", results))
+        print("kept in", save(options.save_as, results))
     world.close()
 
 

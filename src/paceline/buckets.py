@@ -17,7 +17,8 @@ MIB = 2**20
 FIRST_CAPACITY = MIB
 """Bytes of the first bucket to be launched: small, so that communication starts early in backward."""
 CAPACITY = 25 * MIB
-"""Bytes of every other bucket."""
+"""Bytes of every other bucket. Measured on two cores through shared memory, with models of 3 to 17 million parameters:
+1, 4, 25 and 100 MiB differ by less than the noise (benchmarks/results, step-time-variants)."""
 
 
 def assign(

@@ -141,8 +141,9 @@ def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     """A channel among the ranks of `group` for gradients on `device`; called by all of them together."""
     ranks = dist.get_process_group_ranks(group)
     # The control block is host data: beside CUDA tensors it goes over Gloo, which stalls no stream.
+    # Otherwise the backend is the group's own, which need not be that of the world.
     on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
-    backend = "cpu:gloo,cuda:nccl" if on_nccl else None
+    backend = "cpu:gloo,cuda:nccl" if on_nccl else dist.get_backend(group)
     # Ranks outside `group` do not come here, so a part of the world has to make its group by itself. torch names such a
     # group by its ranks; to make one again after it was destroyed would meet the first one's traces in the store.
     # Hence only groups of the whole world, which are numbered, are given back.
