@@ -100,32 +100,47 @@ def test_a_forward_taken_back_after_synchronization_does_not_go_below_zero() -> 
 def test_only_optimizers_of_the_model_count() -> None:
     ledger, ours, other = Ledger(), torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
     guard = StepGuard([ours], ledger, lambda: None)
-    try:
-        for parameters in (
-            [ours],
-            [other],
-            [{"params": [other]}, {"params": [ours]}],
-            [{"params": []}, {"params": [ours]}],
-        ):
-            torch.optim.SGD(parameters, lr=0.1).step()
-    finally:
-        guard.close()
+    for parameters in (
+        [ours],
+        [other],
+        [{"params": [other]}, {"params": [ours]}],
+        [{"params": []}, {"params": [ours]}],
+    ):
+        torch.optim.SGD(parameters, lr=0.1).step()
     assert ledger.status.optimizer_steps == 3
+    del guard
 
 
 def test_each_optimizer_of_a_model_may_step_once_a_synchronization() -> None:
     ledger, ours = Ledger(), torch.zeros(1, requires_grad=True)
     guard = StepGuard([ours], ledger, lambda: "weight")
     first, second = torch.optim.SGD([ours], lr=0.1), torch.optim.SGD([ours], lr=0.1)
-    try:
-        ledger.synchronized()
-        first.step()
-        second.step()
-        with pytest.raises(UsageError, match="'weight' that was not averaged"):
-            first.step()
-    finally:
-        guard.close()
+    ledger.synchronized()
     first.step()
+    second.step()
+    with pytest.raises(UsageError, match="'weight' that was not averaged"):
+        first.step()
+    del guard
+    gc.collect()
+    first.step()
+
+
+def test_a_guard_may_go_in_the_middle_of_a_step() -> None:
+    """torch goes through its hooks for optimizers while one of them, or a collection, drops another wrapper."""
+    ours = torch.zeros(1, requires_grad=True)
+    guards = [StepGuard([ours], Ledger(), lambda: None) for _ in range(3)]
+    ledger = Ledger()
+
+    class Dropping(StepGuard):
+        def after(self, optimizer: torch.optim.Optimizer) -> None:
+            guards.clear()
+            gc.collect()
+            super().after(optimizer)
+
+    last = Dropping([ours], ledger, lambda: None)
+    torch.optim.SGD([ours], lr=0.1).step()
+    assert ledger.status.optimizer_steps == 1
+    del last
 
 
 def test_the_watched_sampler_is_reported_as_it_is_now() -> None:

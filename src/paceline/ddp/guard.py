@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -25,12 +26,10 @@ class StepGuard:
         self._ledger, self._local_gradient = ledger, local_gradient
         self._ours = {id(parameter) for parameter in parameters}
         self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        _guards().add(self)
 
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+    def before(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to step. Raises what :meth:`expect_whole` raises."""
         if self._trains_ours(optimizer):
             self.expect_whole("optimizer.step()", self._synchronizations_seen.get(optimizer, 0))
             self._synchronizations_seen[optimizer] = self._ledger.synchronizations
@@ -62,14 +61,32 @@ class StepGuard:
                 "model.sync_gradients() first"
             )
 
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+    def after(self, optimizer: Optimizer) -> None:
+        """The optimizer has stepped."""
         if self._trains_ours(optimizer):
             self._ledger.status.optimizer_steps += 1
 
     def _trains_ours(self, optimizer: Optimizer) -> bool:
         return any(id(parameter) in self._ours for group in optimizer.param_groups for parameter in group["params"])
 
-    def close(self) -> None:
-        """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
+
+@cache
+def _guards() -> WeakSet[StepGuard]:
+    """The guards of this process; each goes with its wrapper.
+
+    torch's hooks for all optimizers are registered once and stay: to remove them when a wrapper is collected could
+    happen in the middle of a step, while torch goes through them.
+    """
+    guards: WeakSet[StepGuard] = WeakSet()
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        for guard in list(guards):
+            guard.before(optimizer)
+
+    def after(optimizer: Optimizer, *_: Any) -> None:
+        for guard in list(guards):
+            guard.after(optimizer)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+    return guards

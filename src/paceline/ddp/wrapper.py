@@ -140,14 +140,13 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
             self._channel: Channel | None = None
             self._reducer: Reducer | SoloReducer = SoloReducer(trained, self._ledger, check_finite)
             self._guard = StepGuard(parameters, self._ledger, lambda: None)
-            weakref.finalize(self, self._guard.close).atexit = False
             return
         self._channel = open_channel(self.process_group, self.device)
         make_equal(self._channel, replicated, init_sync)
         self._reducer = Reducer(trained, self._channel, self._ledger, options, recorder or Recorder())
         self._guard = StepGuard(parameters, self._ledger, self._reducer.local_gradient)
         # When the wrapper goes, the module is the user's alone again, without hooks or a channel.
-        weakref.finalize(self, _release, self._reducer, self._channel, self._guard).atexit = False
+        weakref.finalize(self, _release, self._reducer, self._channel).atexit = False
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -312,8 +311,7 @@ def _nothing() -> None:
     """For a forward that cannot be taken back."""
 
 
-def _release(reducer: Reducer, channel: Channel, guard: StepGuard) -> None:
-    guard.close()
+def _release(reducer: Reducer, channel: Channel) -> None:
     reducer.close()
     channel.close()
 
