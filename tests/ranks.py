@@ -60,6 +60,8 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call `function(world, *arguments)` on every rank and return the results in the order of ranks."""
+        if not self._pipes:
+            raise RankFailed("the ranks have ended, after the failure of an earlier call")
         for pipe in self._pipes:
             pipe.send((function, arguments))
         results: dict[int, Any] = {}

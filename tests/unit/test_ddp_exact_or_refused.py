@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from paceline.ddp import DistributedDataParallel, clip_grad_norm_
-from paceline.errors import NonFiniteGradient, UsageError
+from paceline.errors import NonFiniteGradient, ReplicaMismatch, UsageError
 from paceline.world import World
 from ranks import Ranks
 
@@ -137,6 +139,54 @@ def test_a_backward_after_its_weight_block_counts_once_with_several_outputs(rank
     ranks.run(backward_after_its_block)
 
 
+def accumulated_and_dropped(world: World) -> None:
+    model = DistributedDataParallel(net())
+    with model.no_sync(), model.weight(2):
+        model(sample(world)).sum().backward()
+    model.zero_grad()
+    with model.weight(4):
+        model(sample(world)).sum().backward()
+    expect_mean(model, world)
+
+
+def test_what_zero_grad_drops_does_not_weigh(ranks: Ranks) -> None:
+    ranks.run(accumulated_and_dropped)
+
+
+def unweighted_and_dropped(world: World) -> None:
+    """The discriminator in a generator's step: its own gradients are thrown away."""
+    model = DistributedDataParallel(net())
+    for _ in range(3):
+        with model.no_sync():
+            model(sample(world)).sum().backward()
+        model.zero_grad()
+        with model.weight(4):
+            model(sample(world)).sum().backward()
+        expect_mean(model, world)
+        model.zero_grad()
+
+
+def test_an_unweighted_backward_that_zero_grad_drops_does_not_count(ranks: Ranks) -> None:
+    ranks.run(unweighted_and_dropped)
+
+
+def accumulated_in_windows(world: World) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        for half, sync in zip(sample(world).chunk(2), (False, True), strict=True):
+            model.require_backward_grad_sync = sync
+            (model(half).sum() / 4).backward()
+        if world.size == 1:
+            expect_mean(model, world)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_window_without_weights_may_step(ranks: Ranks) -> None:
+    ranks.run(accumulated_in_windows)
+
+
 # -- eval mode ---------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +270,57 @@ def skipped_step_with_a_frozen_first_layer(world: World) -> str:
 def test_a_skipped_step_is_noticed_with_a_frozen_first_layer(two: Ranks) -> None:
     for message in two.run(skipped_step_with_a_frozen_first_layer):
         assert "rank 0 has 1, rank 1 has 0 optimizer steps" in message
+
+
+def state_before_the_first_step(world: World) -> int:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.Adam(model.parameters())
+    return len(get_optimizer_state_dict(model, optimizer)["state"])
+
+
+def test_torch_may_make_an_optimizers_state_before_the_first_step(ranks: Ranks) -> None:
+    """DCP sets zero gradients and steps with a learning rate of 0."""
+    assert set(ranks.run(state_before_the_first_step)) == {4}
+
+
+def layout_after_an_exception(world: World) -> None:
+    model = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
+    model(sample(world)).sum().backward()
+    layout = model.bucket_layout()
+    out = model(sample(world))
+    out.register_hook(_raise)
+    with pytest.raises(ZeroDivisionError):
+        out.sum().backward()
+    model.load_bucket_layout(layout[::-1])
+    model.zero_grad()
+    with model.weight(4):
+        model(sample(world)).sum().backward()
+    expect_mean(model, world)
+
+
+def _raise(_gradient: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_layout_may_be_loaded_after_an_exception_in_backward(two: Ranks) -> None:
+    two.run(layout_after_an_exception)
+
+
+def refused_again_and_again(world: World) -> int:
+    before = 0
+    for turn in range(4):
+        module = net() if world.rank == 0 else nn.Linear(1, 1)
+        with pytest.raises(ReplicaMismatch):
+            DistributedDataParallel(module)
+        gc.collect()
+        open_now = len(os.listdir("/proc/self/fd"))
+        before = before or open_now
+        assert open_now <= before, turn
+    return before
+
+
+def test_a_refused_wrapper_leaves_no_descriptors(two: Ranks) -> None:
+    two.run(refused_again_and_again)
 
 
 # -- numbers that are not finite, or nearly so -------------------------------------------------------------------------

@@ -22,8 +22,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import NoReturn
@@ -75,7 +75,7 @@ class Engine:
         self._spins = _SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
         self._close_descriptors = weakref.finalize(self, self.signals.close)
         self._close_descriptors.atexit = False
-        _engines().add(self)
+        _register(self)
 
     # -- posting and progress -----------------------------------------------------------------------------------
 
@@ -93,8 +93,9 @@ class Engine:
             header.write(self.arena, operation.number)
             self._posted += 1
             self._under_way.append(operation)
-            self.signals.tell(posted=1)
-            self.signals.ring()
+            with self._unbroken():
+                self.signals.tell(posted=1)
+                self.signals.ring()
             return operation
 
     def progress(self) -> None:
@@ -102,8 +103,9 @@ class Engine:
         # Whoever holds the lock does it already.
         if self._under_way and self._lock.acquire(blocking=False):
             try:
-                self.signals.listen()
-                self._advance()
+                with self._unbroken():
+                    self.signals.listen()
+                    self._advance()
             finally:
                 self._lock.release()
 
@@ -134,7 +136,7 @@ class Engine:
 
     def _wait_until(self, operation: Operation, is_over: Callable[[Operation], bool]) -> None:
         spins, left = self._spins, self.timeout.total_seconds()
-        try:
+        with self._unbroken():
             self.signals.listen()
             self._advance()
             while not is_over(operation):
@@ -145,9 +147,15 @@ class Engine:
                 else:
                     left = self._block(operation, left)
                 self._advance()
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """What must not be left in the middle: a lost ring, or a part not done, is what the others wait for."""
+        try:
+            yield
         except CommunicationError:
             raise
-        except BaseException as error:  # KeyboardInterrupt, too: the others count on what is not done now
+        except BaseException as error:  # KeyboardInterrupt, too
             self._broken = self._broken or f"rank {self._name} was interrupted by {type(error).__name__}"
             raise
 
@@ -212,7 +220,7 @@ class Engine:
                 self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation)
         nap = min(left, _NAP_S)
         began = time.monotonic()
-        others = [engine for engine in _engines() if engine is not self and engine._under_way]
+        others = [engine for engine in _registered() if engine is not self and engine._under_way]
         woken = self.signals.sleep(nap, [engine.signals for engine in others])
         left -= min(time.monotonic() - began, nap)
         self.signals.listen()
@@ -273,15 +281,28 @@ def _is_computed(operation: Operation) -> bool:
     return operation.computed
 
 
+_registry: tuple[weakref.ref[Engine], ...] = ()
+"""The engines of this process. Replaced as a whole, since threads look at it while others make groups."""
+
+
+def _registered() -> list[Engine]:
+    return [engine for one in _registry if (engine := one()) is not None]
+
+
+def _register(engine: Engine) -> None:
+    global _registry
+    _let_go_after_fork()
+    _registry = (*(one for one in _registry if one() is not None), weakref.ref(engine))
+
+
 @cache
-def _engines() -> weakref.WeakSet[Engine]:
-    """The engines of this process; forked children (DataLoader workers) let go of them."""
-    engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+def _let_go_after_fork() -> None:
+    """Forked children (DataLoader workers) let go of the rank's engines."""
 
     def leave() -> None:
-        for engine in list(engines):
+        global _registry
+        engines, _registry = _registered(), ()
+        for engine in engines:
             engine.leave_to_parent()
-        engines.clear()
 
     os.register_at_fork(after_in_child=leave)
-    return engines

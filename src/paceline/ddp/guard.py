@@ -26,6 +26,7 @@ class StepGuard:
         self._ledger, self._local_gradient = ledger, local_gradient
         self._ours = {id(parameter) for parameter in parameters}
         self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._outermost: tuple[int, int] | None = None
         _guards().add(self)
 
     def before(self, optimizer: Optimizer) -> None:
@@ -33,6 +34,10 @@ class StepGuard:
         if self._trains_ours(optimizer):
             self.expect_whole("optimizer.step()", self._synchronizations_seen.get(optimizer, 0))
             self._synchronizations_seen[optimizer] = self._ledger.synchronizations
+            # One optimizer may step inside another, on some ranks only (ZeroRedundancyOptimizer). An outer step that
+            # raised never came to its end; it is over when the next gradients are there.
+            if self._outermost is None or self._outermost[1] != self._ledger.synchronizations:
+                self._outermost = (id(optimizer), self._ledger.synchronizations)
 
     def expect_whole(self, caller: str, synchronizations_before: int | None = None) -> None:
         """Refuse gradients that hold something which was not averaged over the ranks, or not divided by its weight.
@@ -63,7 +68,8 @@ class StepGuard:
 
     def after(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped."""
-        if self._trains_ours(optimizer):
+        if self._outermost is not None and self._outermost[0] == id(optimizer):
+            self._outermost = None
             self._ledger.status.optimizer_steps += 1
 
     def _trains_ours(self, optimizer: Optimizer) -> bool:

@@ -34,8 +34,9 @@ class Ledger:
         self.forwards_since_sync = self.synchronizations = self.local_backwards = 0
         self.sampler: Positioned | None = None
         self.status = Status()
-        self._inside = 0
-        self._unclaimed = 0
+        self._open: list[float] = []  # weights of the blocks around us, the innermost last
+        self._unclaimed: list[float] = []  # weights whose backward has not begun
+        self._current: float | None = None  # weight of the latest backward
         self._used_inside = False
         self._task = -1
 
@@ -49,8 +50,9 @@ class Ledger:
         """A step has been synchronized: weights and pending forwards are used up."""
         self.forwards_since_sync = self.local_backwards = 0
         self.synchronizations += 1
-        self._used_inside = self._inside > 0
-        self.status.weight, self.status.weighting, self._unclaimed = 0, 0, 0
+        self._used_inside = bool(self._open)
+        self.status.weight, self.status.weighting = 0, 0
+        self._unclaimed.clear()
 
     # -- forwards -----------------------------------------------------------------------------------------------
 
@@ -85,16 +87,16 @@ class Ledger:
             raise UsageError(f"model.weight() takes a finite number >= 0, such as a count of tokens, not {weight!r}")
         self.status.weight += weight
         self.status.weighting |= WEIGHTED
-        self._inside += 1
-        self._unclaimed += 1
+        self._open.append(weight)
+        self._unclaimed.append(weight)
         try:
             yield
         except BaseException:
             if self.status.weighting:  # else a synchronization inside the block has used it already
-                self.status.weight -= weight
+                self.status.weight = max(0.0, self.status.weight - weight)
             raise
         finally:
-            self._inside -= 1
+            self._open.pop()
             self._used_inside = False
 
     @property
@@ -113,12 +115,28 @@ class Ledger:
         if (task := current_task()) == self._task and task != -1:
             return
         self._task = task
+        self._current = None
         if self._unclaimed:
-            self._unclaimed -= 1
+            self._current = self._unclaimed.pop() if self._open else self._unclaimed.pop(0)
         elif self._used_inside:
             raise UsageError(
                 "a second backward began inside one model.weight() block, whose weight the first has used up; run the "
                 "first under model.no_sync(), or give each a block of its own"
             )
-        elif not self._inside:
+        elif self._open:
+            self._current = self._open[-1]  # another backward of the block, whose weight is counted already
+        else:
             self.status.weighting |= UNWEIGHTED
+
+    def forget_dropped(self, *, in_backward: bool) -> None:
+        """Gradients that local backwards accumulated were dropped (``zero_grad``): what they weighed does not count.
+
+        Only the backward that is beginning, if any, counts from here on.
+        """
+        self.local_backwards = 0
+        if not in_backward:
+            self.status.weight, self.status.weighting = 0, 0
+        elif self._current is None:
+            self.status.weight, self.status.weighting = 0, UNWEIGHTED
+        else:
+            self.status.weight, self.status.weighting = self._current, WEIGHTED

@@ -103,6 +103,7 @@ class Reducer:
         Raises:
             CheckpointMismatch: if it does not fit this model.
         """
+        self.settle_aborted()
         self.storage.use_named(layout)
         self._order_known = True
         self._arrivals.observed = []
@@ -124,6 +125,7 @@ class Reducer:
             return
         self.settle_aborted()
         self._ledger.backward_began()
+        self._forget_dropped(in_backward=True)
         if not self.sync_enabled:
             self._ledger.local_backwards += 1
             on_local()
@@ -190,12 +192,12 @@ class Reducer:
             if late or order:
                 yield True
                 settle_late(late, self.storage.views, scale_of([one.note for one in statuses]), self._channel)
+            self._publish()
+            if order:
+                self._adopt_order(*order)
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
             self._phase = Phase.BROKEN
             raise
-        self._publish()
-        if order:
-            self._adopt_order(*order)
         self._phase = Phase.IDLE
         self._control.check(statuses)
 
@@ -229,9 +231,14 @@ class Reducer:
     def synchronize(self) -> None:
         """Average what ``p.grad`` holds now, without a backward; a parameter without gradient counts as zero."""
         self.settle_aborted()
+        self._forget_dropped(in_backward=False)
         self._begin()
         while self._advance():
             pass
+
+    def _forget_dropped(self, *, in_backward: bool) -> None:
+        if self._ledger.local_backwards and all(parameter.grad is None for parameter in self.parameters):
+            self._ledger.forget_dropped(in_backward=in_backward)
 
     def _task_gone(self, _: object) -> None:
         """Autograd dropped the graph task. If backward has not come to its end, an exception ended it."""
@@ -274,9 +281,12 @@ class Reducer:
                 parameter.grad = gradient
 
     def local_gradient(self) -> str | None:
-        """The name of a parameter whose gradient is this rank's own, not an average; None if there is none."""
+        """The name of a parameter whose gradient is this rank's own, not an average; None if there is none.
+
+        Zeros do not count: torch sets them itself, to have an optimizer make its state.
+        """
         for name, parameter, view in zip(self.names, self.parameters, self.storage.views, strict=True):
-            if parameter.grad is not None and parameter.grad is not view:
+            if parameter.grad is not None and parameter.grad is not view and bool(parameter.grad.any()):
                 return name
         return None
 

@@ -142,7 +142,11 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
             self._guard = StepGuard(parameters, self._ledger, lambda: None)
             return
         self._channel = open_channel(self.process_group, self.device)
-        make_equal(self._channel, replicated, init_sync)
+        try:
+            make_equal(self._channel, replicated, init_sync)
+        except BaseException:
+            self._channel.close()
+            raise
         self._reducer = Reducer(trained, self._channel, self._ledger, options, recorder or Recorder())
         self._guard = StepGuard(parameters, self._ledger, self._reducer.local_gradient)
         # When the wrapper goes, the module is the user's alone again, without hooks or a channel.
