@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,12 +11,6 @@ from torch import Tensor, nn
 from paceline.ddp import DistributedDataParallel
 from paceline.world import World
 from twins import INPUTS, OUTPUTS, Pools, global_batch, same_gradients, same_tensor, same_weights
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
 
 
 class Normed(nn.Module):

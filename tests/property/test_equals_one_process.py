@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import namedtuple
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,12 +44,6 @@ BFLOAT16 = 5e-2  # relative; bfloat16 has 8 bits
 WINDOWS = ["both", "backward", "accumulate", "sync_gradients"]
 # A failure ends the ranks, so each further example costs their start.
 no_shrinking = settings(deadline=None, max_examples=12, phases=(Phase.explicit, Phase.reuse, Phase.generate))
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
 
 
 def many(world: World, cases: list[Case]) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -19,12 +17,6 @@ from paceline.world import World
 from twins import INPUTS, OUTPUTS, PATTERNS, Case, Parts, Pools, global_batch, reentrant, summed_loss, train_slices
 
 TINY = 1e-4
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
 
 
 class Branches(nn.Module):

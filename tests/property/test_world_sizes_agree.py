@@ -6,7 +6,6 @@ Per tensor, the largest difference is measured against the tensor's largest elem
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,6 @@ from twins import Pools
 
 SIZES = (1, 2, 4)
 BOUND = {torch.float32: 1e-4, torch.float64: 1e-9}
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
 
 
 def trained(pools: Pools, size: int, run: Run) -> Outcome:

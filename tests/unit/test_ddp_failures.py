@@ -6,7 +6,6 @@ import copy
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +21,6 @@ from ranks import RankFailed, Ranks
 from twins import Pools, same_gradients
 
 TINY = 1e-4
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
 
 
 class Trip(torch.autograd.Function):

@@ -9,38 +9,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 
+from deep import TINY, Deep, data
 from paceline.data import GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics
 from paceline.errors import UsageError
 from paceline.world import World
 from twins import Pools, same_gradients
-
-TINY = 1e-4
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
-
-
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(4, 4, dtype=torch.float64) for _ in range(6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
-def data(rank: int, step: int, count: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(count, 4, generator=generator, dtype=torch.float64)
-
 
 # -- accumulate --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ import gc
 import os
 import pickle
 import threading
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -33,12 +32,6 @@ from ranks import run_ranks
 from twins import Pools
 
 TINY = 1e-4
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
 
 
 class Net(nn.Module):

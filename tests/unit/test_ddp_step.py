@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor, nn
 
+from deep import TINY, Deep, data
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import WorldError
 from paceline.events import Recorder
 from paceline.world import World
 from twins import Pools
-
-TINY = 1e-4
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
-
-
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(4, 4, dtype=torch.float64) for _ in range(6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
-def data(rank: int, step: int, count: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(count, 4, generator=generator, dtype=torch.float64)
-
 
 # -- overlap and memory ------------------------------------------------------------------------------------------------
 

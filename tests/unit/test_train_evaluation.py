@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,6 @@ from twins import Pools
 
 # Samples and batch sizes: even, uneven last batch, batches smaller than the number of ranks, one sample alone.
 CASES = [(24, 6), (25, 6), (7, 16), (5, 2), (3, 1), (1, 1), (13, 5)]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
 
 
 def model_of(world: World) -> DistributedDataParallel:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,12 +17,6 @@ from paceline.train import Evaluation, TrainConfig, Trainer
 from paceline.world import World
 from trainings import Points, squared, squared_error
 from twins import Pools
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
 
 
 def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,6 @@ from trainings import Outcome, Run, relative_difference, train
 from twins import Pools
 
 STEPS = 6  # an epoch's: 45 samples in batches of 8
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
 
 
 def config(folder: Path, **options: Any) -> TrainConfig:

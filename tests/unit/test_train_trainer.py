@@ -23,12 +23,6 @@ from twins import Pools
 QUIET = {"show_progress": False}
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with Pools() as pools:
-        yield pools
-
-
 def plain_loop(run: Run, clip: float | None = None, warmup: int = 0, total: int | None = None) -> nn.Module:
     """One process, the whole batch of a step at once, nothing of Paceline but the order of samples."""
     data, model = Points(run.samples, run.dtype), net(run)

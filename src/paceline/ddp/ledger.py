@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
+
+from torch import nn
 
 from paceline.ddp.autograd import current_task
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED, Status
@@ -128,11 +130,13 @@ class Ledger:
         else:
             self.status.weighting |= UNWEIGHTED
 
-    def forget_dropped(self, *, in_backward: bool) -> None:
-        """Gradients that local backwards accumulated were dropped (``zero_grad``): what they weighed does not count.
+    def forget_dropped(self, parameters: Sequence[nn.Parameter], *, in_backward: bool) -> None:
+        """If what local backwards accumulated was dropped (``zero_grad``), let it weigh nothing.
 
-        Only the backward that is beginning, if any, counts from here on.
+        Then only the backward that is beginning, if any, counts.
         """
+        if not self.local_backwards or any(parameter.grad is not None for parameter in parameters):
+            return
         self.local_backwards = 0
         if not in_backward:
             self.status.weight, self.status.weighting = 0, 0

@@ -125,7 +125,7 @@ class Reducer:
             return
         self.settle_aborted()
         self._ledger.backward_began()
-        self._forget_dropped(in_backward=True)
+        self._ledger.forget_dropped(self.parameters, in_backward=True)
         if not self.sync_enabled:
             self._ledger.local_backwards += 1
             on_local()
@@ -231,14 +231,10 @@ class Reducer:
     def synchronize(self) -> None:
         """Average what ``p.grad`` holds now, without a backward; a parameter without gradient counts as zero."""
         self.settle_aborted()
-        self._forget_dropped(in_backward=False)
+        self._ledger.forget_dropped(self.parameters, in_backward=False)
         self._begin()
         while self._advance():
             pass
-
-    def _forget_dropped(self, *, in_backward: bool) -> None:
-        if self._ledger.local_backwards and all(parameter.grad is None for parameter in self.parameters):
-            self._ledger.forget_dropped(in_backward=in_backward)
 
     def _task_gone(self, _: object) -> None:
         """Autograd dropped the graph task. If backward has not come to its end, an exception ended it."""

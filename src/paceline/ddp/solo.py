@@ -39,8 +39,7 @@ class SoloReducer:
         if under_way or not self._accumulators.are_meant():
             return
         self._ledger.backward_began()
-        if self._ledger.local_backwards and all(parameter.grad is None for parameter in self._parameters):
-            self._ledger.forget_dropped(in_backward=True)
+        self._ledger.forget_dropped(self._parameters, in_backward=True)
         if not self.sync_enabled:
             self._ledger.local_backwards += 1
         elif self._check_finite or self._ledger.status.weighting or self._ledger.local_backwards:

@@ -142,15 +142,12 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
             self._guard = StepGuard(parameters, self._ledger, lambda: None)
             return
         self._channel = open_channel(self.process_group, self.device)
-        try:
-            make_equal(self._channel, replicated, init_sync)
-        except BaseException:
-            self._channel.close()
-            raise
+        # When the wrapper goes, also one that is refused below, the module is the user's alone again.
+        weakref.finalize(self, self._channel.close).atexit = False
+        make_equal(self._channel, replicated, init_sync)
         self._reducer = Reducer(trained, self._channel, self._ledger, options, recorder or Recorder())
         self._guard = StepGuard(parameters, self._ledger, self._reducer.local_gradient)
-        # When the wrapper goes, the module is the user's alone again, without hooks or a channel.
-        weakref.finalize(self, _release, self._reducer, self._channel).atexit = False
+        weakref.finalize(self, self._reducer.close).atexit = False
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -313,11 +310,6 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
 
 def _nothing() -> None:
     """For a forward that cannot be taken back."""
-
-
-def _release(reducer: Reducer, channel: Channel) -> None:
-    reducer.close()
-    channel.close()
 
 
 def _accept_bare_keys(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
