@@ -49,15 +49,15 @@ def memory_limit(shared: list[Tensor], rank: int) -> Callable[[], None]:
     count = shared[0].numel()
     share = slice(rank * count // len(shared), (rank + 1) * count // len(shared))
     parts = [tensor[share] for tensor in shared]
-    scratch = torch.empty(32768)
+    piece_count = 131072  # half a megabyte, which stays in the cache
 
     def run() -> None:
-        for start in range(0, parts[0].numel(), scratch.numel()):
-            piece = slice(start, start + scratch.numel())
-            total = scratch[: parts[0][piece].numel()]
-            torch.add(parts[0][piece], parts[-1][piece], out=total)
-            for part in parts:
-                part[piece].copy_(total)
+        for start in range(0, parts[0].numel(), piece_count):
+            pieces = [part[start : start + piece_count] for part in parts]
+            for other in pieces[1:]:
+                pieces[0].add_(other)
+            for other in pieces[1:]:
+                other.copy_(pieces[0])
 
     return run
 
@@ -78,21 +78,21 @@ def measure(size: int, rounds: int, gloo: Any, with_mpi: bool) -> dict[str, list
     ordinary, other = torch.ones(count), torch.ones(count)
     shared = group.allocate(count, torch.float32)
     private = [torch.ones(count) for _ in range(world.size)]
-    variants: dict[str, Callable[[], Any]] = {
-        "gloo": lambda: dist.all_reduce(other, group=gloo),
-        "ordinary": lambda: dist.all_reduce(ordinary),
-        "zero copy": lambda: dist.all_reduce(shared),
-        "limit": memory_limit(private, world.rank),
+    variants: dict[str, tuple[list[Tensor], Callable[[], Any]]] = {
+        "gloo": ([other], lambda: dist.all_reduce(other, group=gloo)),
+        "ordinary": ([ordinary], lambda: dist.all_reduce(ordinary)),
+        "zero copy": ([shared], lambda: dist.all_reduce(shared)),
+        "limit": (private, memory_limit(private, world.rank)),
     }
-    repeat = max(1, min(200, 20_000_000 // max(size, 1)))
+    repeat = max(5, min(200, 20_000_000 // size))
     seconds: dict[str, list[float]] = {name: [] for name in (*variants, *(["open mpi"] if with_mpi else []))}
     for round_ in range(rounds + 1):
-        for name, run in variants.items():
+        for name, (operands, run) in variants.items():
+            for tensor in operands:  # each has been written just before, as gradients have
+                tensor.fill_(1)
             elapsed = timed(run, repeat)
             if round_:
                 seconds[name].append(elapsed)
-            for tensor in (ordinary, other, shared):
-                tensor.fill_(1)
         if with_mpi and round_:
             said = torch.zeros((), dtype=torch.float64)
             if world.is_main:

@@ -58,20 +58,20 @@ def reduce_into(
     combine = _COMBINE[op]
     count, dtype = parts[0].numel(), parts[0].dtype
     length = max(1, PIECE_BYTES // dtype.itemsize)
-    scratch = torch.empty(min(length, count), dtype=dtype, device="cpu")
+    scratch = torch.empty(min(length, count) if len(parts) > 2 else 0, dtype=dtype, device="cpu")
     for start in range(0, count, length):
         piece = slice(start, min(start + length, count))
-        total = scratch[: piece.stop - start]
+        target = results[0][piece]  # may be one of the parts, so it is written to when all have been read
         if len(parts) == 1:
-            total.copy_(parts[0][piece])
-        else:
-            combine(parts[0][piece], parts[1][piece], out=total)
-        for part in parts[2:]:
-            combine(total, part[piece], out=total)
+            target.copy_(parts[0][piece])
+        total = parts[0][piece]
+        for number, part in enumerate(parts[1:], start=2):
+            out = target if number == len(parts) else scratch[: piece.stop - start]
+            total = combine(total, part[piece], out=out)
         if scale is not None:
-            total.mul_(scale)
-        for result in results:
-            result[piece].copy_(total)
+            target.mul_(scale)
+        for result in results[1:]:
+            result[piece].copy_(target)
 
 
 def share(count: int, place: int, places: int, align: int = 16) -> slice:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,7 +19,7 @@ from paceline.comm.engine import Engine, Operation
 from paceline.comm.header import Header, Kind, Note
 from paceline.errors import DesyncError, UsageError
 
-STAGE_BYTES = 2 * 2**20
+STAGE_BYTES = 4 * 2**20
 """Bytes of one half of the stage; measured in ``benchmarks/collectives.py``."""
 HALVES = 2
 Begun = tuple[Header, Callable[[list[Header]], None]]
@@ -46,15 +45,21 @@ class Collectives:
             return
 
         def begin(turn: int, start: int, count: int) -> Begun:
-            staged = self._half(tensor.dtype, turn)[:count]
-            staged.copy_(tensor[start : start + count])
+            staged, chunk = self._half(tensor.dtype, turn)[:count], tensor[start : start + count]
+            self._copy_others(staged, chunk)
             header = self._header(Kind.all_reduce, tensor, start, count, staged, code_of(op))
-            return header, partial(self._reduce, op, scale)
+            return header, partial(self._reduce, op, scale, chunk=chunk)
 
         def end(turn: int, start: int, count: int) -> None:
-            tensor[start : start + count].copy_(self._half(tensor.dtype, turn)[:count])
+            self._copy_others(tensor[start : start + count], self._half(tensor.dtype, turn)[:count])
 
         self._stream(tensor.numel(), self._half(tensor.dtype).numel(), begin, end)
+
+    def _copy_others(self, target: Tensor, source: Tensor) -> None:
+        """Copy the shares that other ranks reduce; this rank's own never goes through the stage."""
+        mine = share(target.numel(), self.place, self.size)
+        for part in (slice(0, mine.start), slice(mine.stop, None)):
+            target[part].copy_(source[part])
 
     def _all_reduce_shared(self, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None) -> None:
         """Reduce a tensor where it lies, all at once; where another rank stages its own, in that rank's chunks."""
@@ -62,7 +67,7 @@ class Collectives:
 
         def compute(headers: list[Header]) -> None:
             nonlocal taken
-            taken = min(header.count for header in headers)
+            taken = min(header.ready for header in headers)
             self._reduce(op, scale, headers)
 
         while True:
@@ -99,13 +104,22 @@ class Collectives:
 
         return self._engine.post(header, compute)
 
-    def _reduce(self, op: ReduceOp.RedOpType, scale: float | None, headers: list[Header]) -> None:
-        """This rank's share of an all-reduce: read everybody's, write to everybody's."""
-        count = min(header.count for header in headers)
+    def _reduce(
+        self, op: ReduceOp.RedOpType, scale: float | None, headers: list[Header], chunk: Tensor | None = None
+    ) -> None:
+        """This rank's share of an all-reduce: read everybody's, write to everybody's.
+
+        Its own is read from and written to `chunk`, if that is given, and else to where its header says.
+        """
+        count = min(header.ready for header in headers)
         mine = share(count, self.place, self.size)
         if mine.start < mine.stop:
-            parts = [part[mine] for part in self._operands(headers)]
-            reduce_into(parts, parts, op, scale)
+            operands = self._operands(headers)
+            if chunk is not None:
+                operands[self.place] = chunk
+            parts = [operand[mine] for operand in operands]
+            own = parts[self.place]
+            reduce_into([own, *(part for part in parts if part is not own)], parts, op, scale)
 
     # -- the others ---------------------------------------------------------------------------------------------
 
@@ -233,7 +247,7 @@ class Collectives:
                     piece.copy_(rows[place * count : place * count + piece.numel()])
 
             header = self._header(Kind.all_to_all, inputs[0], start, count * size, staged)
-            return replace(header, total=longest), take
+            return header._replace(total=longest), take
 
         if longest:
             self._stream(longest, max(1, self._half(dtype).numel() // size), begin)
@@ -248,7 +262,7 @@ class Collectives:
             for memory, header in zip(self._engine.memories, headers, strict=True):
                 said.append(memory.tensor(header.offset, 2 * self.size, torch.int64).view(2, self.size).tolist())
 
-        self._engine.run(replace(self._header(Kind.all_to_all, inputs[0], 0, 1, staged), total=-1), take)
+        self._engine.run(self._header(Kind.all_to_all, inputs[0], 0, 1, staged)._replace(total=-1), take)
         names = self._engine.names
         for sender, (sends, _) in enumerate(said):
             for receiver, (_, expects) in enumerate(said):
@@ -308,11 +322,11 @@ class Collectives:
         note: Note = (0.0, 0.0),
     ) -> Header:
         offset = operand.data_ptr() - self._engine.arena.address if count else 0
-        return Header(kind, tensor.dtype, tensor.numel(), start, count, reduce, root, offset, note)
+        return Header(kind, tensor.dtype, tensor.numel(), start, reduce, root, count, offset, note)
 
     def _operands(self, headers: Sequence[Header]) -> list[Tensor]:
         pairs = zip(self._engine.memories, headers, strict=True)
-        return [memory.tensor(header.offset, header.count, header.dtype) for memory, header in pairs]
+        return [memory.tensor(header.offset, header.ready, header.dtype) for memory, header in pairs]
 
     def _half(self, dtype: torch.dtype, turn: int = 0) -> Tensor:
         """One half of the stage, as elements of `dtype`."""

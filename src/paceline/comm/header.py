@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
@@ -54,9 +54,8 @@ _REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind
 ROOTS = {Kind.broadcast: "from", Kind.scatter: "from", Kind.reduce: "to", Kind.gather: "to"}
 
 
-@dataclass(frozen=True)
-class Header:
-    """What a rank says of an operation. All but `count`, `offset` and `note` must be equal on every rank."""
+class Header(NamedTuple):
+    """What a rank says of an operation. The first six must be equal on every rank."""
 
     kind: Kind
     dtype: torch.dtype = torch.uint8
@@ -64,21 +63,19 @@ class Header:
     """Elements of the whole collective, of this rank's part where ranks have parts."""
     start: int = 0
     """Where in these the operation begins."""
-    count: int = 0
-    """Elements that this rank has ready for it. May differ where some ranks stage a tensor and others share it."""
     reduce: int = 0
     """Which reduction, as :func:`arithmetic.code_of` counts."""
     root: int = 0
+    ready: int = 0
+    """Elements that this rank has ready for it. May differ where some ranks stage a tensor and others share it."""
     offset: int = -1
     """Where the operand lies in the rank's memory, in bytes."""
     note: Note = (0.0, 0.0)
 
     def write(self, segment: Segment, number: int) -> None:
         """Put it into the slot of operation `number`."""
-        code = DTYPES.index(self.dtype)
-        what = number, self.kind, code, self.total, self.start, self.count, self.reduce, self.root, self.offset
-        at = _slot(number)
-        segment.memory[at : at + _HEADER.size] = _HEADER.pack(*what, *self.note)
+        kind, dtype, *numbers, note = self
+        _HEADER.pack_into(segment.memory, _slot(number), number, kind, DTYPES.index(dtype), *numbers, *note)
 
     @classmethod
     def read(cls, segment: Segment, number: int) -> Header | None:
@@ -86,19 +83,11 @@ class Header:
         found, kind, code, *rest, first, second = _HEADER.unpack_from(segment.memory, _slot(number))
         if found != number:
             return None
-        total, start, count, reduce, root, offset = rest
-        return cls(Kind(kind), DTYPES[code], total, start, count, reduce, root, offset, (first, second))
+        return cls._make((Kind(kind), DTYPES[code], *rest, (first, second)))
 
     def same_as(self, other: Header) -> bool:
         """Whether both describe the same operation."""
-        return (
-            self.kind == other.kind
-            and self.dtype is other.dtype
-            and self.total == other.total
-            and self.start == other.start
-            and self.reduce == other.reduce
-            and self.root == other.root
-        )
+        return self[:6] == other[:6]
 
     def __str__(self) -> str:
         if self.kind is Kind.barrier:

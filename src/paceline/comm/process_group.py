@@ -275,7 +275,12 @@ class PacelineProcessGroup(Exchanging):
         # Written to outside of inference mode, inference tensors raise.
         inference = any(one.is_inference() for one in result if isinstance(one, Tensor))
         mode = torch.inference_mode() if inference else torch.no_grad()
-        return self._runner.submit(mode(run), result, asynchronous=options.asyncOp)
+
+        def run_in_mode() -> None:
+            with mode:
+                run()
+
+        return self._runner.submit(run_in_mode, result, asynchronous=options.asyncOp)
 
 
 def _last(works: Sequence[Any]) -> Any:

@@ -21,7 +21,9 @@ class Handle(dist.Work):
     def __init__(self, result: Sequence[Tensor]) -> None:
         super().__init__()
         self._result = list(result)
-        self._event = threading.Event()
+        self._finished = False
+        self._event: threading.Event | None = None
+        """Made for those who wait before it is finished, as most are finished when they are given out."""
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
@@ -33,8 +35,10 @@ class Handle(dist.Work):
         except BaseException as error:
             self._error = error
         with self._lock:
-            self._event.set()
-            future = self._future
+            self._finished = True
+            event, future = self._event, self._future
+        if event is not None:
+            event.set()
         if future is not None:  # outside the lock: its callbacks may ask for us
             self._settle(future)
 
@@ -49,15 +53,19 @@ class Handle(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until finished; raises what the operation raised."""
         seconds = timeout.total_seconds()
-        if not self._event.wait(seconds if seconds > 0 else None):
+        if not self.join(seconds if seconds > 0 else None):
             raise CommunicationError(f"the operation was not finished within {seconds:g} s; wait longer")
         if self._error is not None:
             raise self._error
         return True
 
-    def join(self) -> None:
-        """Wait until finished, without raising."""
-        self._event.wait()
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait until finished, `seconds` at most, without raising what the operation raised; whether it is."""
+        with self._lock:
+            if self._finished:
+                return True
+            event = self._event = self._event or threading.Event()
+        return event.wait(seconds)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the operation's tensors."""
@@ -65,18 +73,18 @@ class Handle(dist.Work):
             if self._future is not None:
                 return self._future
             future = self._future = torch.futures.Future()
-            finished = self._event.is_set()
+            finished = self._finished
         if finished:
             self._settle(future)
         return future
 
     def is_completed(self) -> bool:
         """Whether it is finished."""
-        return self._event.is_set()
+        return self._finished
 
     def is_success(self) -> bool:
         """Whether it is finished without an error."""
-        return self._event.is_set() and self._error is None
+        return self._finished and self._error is None
 
     def exception(self) -> Any:
         """The error, if there was one."""
