@@ -1,14 +1,17 @@
 """Whole training steps: the bare module, torch DDP and Paceline side by side, on the same process group.
 
-Bare is the module without a wrapper, followed by a barrier: what a step costs without any synchronization.
+Bare is the module without a wrapper, followed by a barrier: what a step costs without any synchronization, in the
+faster of the two modes of zero_grad. The reference adds to it one copy of all gradients and one reduction of them,
+each timed by itself in the same rounds: what is possible when nothing else is done.
 Run by ``make bench``, or: paceline run --nproc 2 benchmarks/step_time.py --help
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -20,10 +23,17 @@ from torch import nn
 
 import paceline
 from measure import median_ratio, save, take_turns
+from paceline.buckets import CAPACITY
+from paceline.comm.process_group import PacelineProcessGroup
 from workloads import WORKLOADS, Workload
 
+FIXED = ("bare", "bare, zeroed", "copy", "reduction", "torch", "paceline")
+"""What every run times."""
 
-def step_of(workload: Workload, wrap: Callable[[nn.Module], nn.Module], *, barrier: bool = False) -> Callable[[], None]:
+
+def step_of(
+    workload: Workload, wrap: Callable[[nn.Module], nn.Module], *, barrier: bool = False, to_none: bool = True
+) -> Callable[[], None]:
     """One training step with fused AdamW, as a function."""
     torch.manual_seed(0)
     model = wrap(workload.build())
@@ -37,9 +47,37 @@ def step_of(workload: Workload, wrap: Callable[[nn.Module], nn.Module], *, barri
         if barrier:
             dist.barrier()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=to_none)
 
     return step
+
+
+def shapes_of(workload: Workload) -> list[torch.Size]:
+    """The shapes of the model's parameters, without the model."""
+    with torch.device("meta"):
+        return [parameter.shape for parameter in workload.build().parameters()]
+
+
+def copy_of_gradients(workload: Workload) -> Callable[[], None]:
+    """Copy as many gradients of the same shapes into one flat tensor, as a function."""
+    gradients = [torch.ones(shape) for shape in shapes_of(workload)]
+    parts = torch.zeros(sum(one.numel() for one in gradients)).split([one.numel() for one in gradients])
+    views = [part.view(one.shape) for part, one in zip(parts, gradients, strict=True)]
+    return lambda: torch._foreach_copy_(views, gradients)
+
+
+def reduction_of_gradients(workload: Workload) -> Callable[[], None]:
+    """Reduce as many gradients where they lie, in buckets of Paceline's capacity, as a function."""
+    group = dist.distributed_c10d._get_default_group()
+    assert isinstance(group, PacelineProcessGroup)
+    flat = group.allocate(sum(shape.numel() for shape in shapes_of(workload)), torch.float32)
+    buckets = flat.split(CAPACITY // 4)
+
+    def reduce() -> None:
+        for launched in [group.launch_all_reduce(bucket) for bucket in buckets]:
+            group.finish(launched)
+
+    return reduce
 
 
 def torch_ddp(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
@@ -47,53 +85,72 @@ def torch_ddp(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.M
     return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, process_group=group)
 
 
+def variants_of(workload: Workload, extra: Sequence[str], capacities: Sequence[float]) -> dict[str, Callable[[], None]]:
+    """What is timed, by name."""
+    gloo = dist.new_group(backend="gloo")
+    ours = paceline.DistributedDataParallel
+    more: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "torch on paceline": torch_ddp,
+        "paceline on gloo": partial(ours, process_group=gloo),
+        **{f"paceline {cap:g} MiB": partial(ours, bucket_cap_mb=cap) for cap in capacities},
+    }
+    return {
+        "bare": step_of(workload, lambda module: module, barrier=True),
+        "bare, zeroed": step_of(workload, lambda module: module, barrier=True, to_none=False),
+        "copy": copy_of_gradients(workload),
+        "reduction": reduction_of_gradients(workload),
+        "torch": step_of(workload, partial(torch_ddp, group=gloo)),
+        "paceline": step_of(workload, ours),
+        **{name: step_of(workload, wrap) for name, wrap in more.items() if name in extra or name.endswith("MiB")},
+    }
+
+
+def summary(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Ratios, each the median over the rounds."""
+    bare = min(("bare", "bare, zeroed"), key=lambda name: statistics.median(seconds[name]))
+    rounds = zip(seconds[bare], seconds["copy"], seconds["reduction"], strict=True)
+    reference = [sum(parts) for parts in rounds]
+    result = {f"{bare} ms": 1000 * statistics.median(seconds[bare])}
+    result["reference / bare"] = median_ratio(reference, seconds[bare])
+    for name in seconds:
+        if name in ("torch", "paceline") or name not in FIXED:
+            result[f"{name} / bare"] = median_ratio(seconds[name], seconds[bare])
+            result[f"reference / {name}"] = median_ratio(reference, seconds[name])
+            if name == "torch":
+                continue
+            result[f"torch / {name}"] = median_ratio(seconds["torch"], seconds[name])
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=0.3, help="length of a variant's turn in a round")
-    parser.add_argument("--crossed", action="store_true", help="also torch DDP on our group, and ours on Gloo")
-    parser.add_argument("--bucket-cap-mb", type=float, nargs="*", help="also compare Paceline with these capacities")
+    extra = ("torch on paceline", "paceline on gloo")
+    parser.add_argument("--also", nargs="+", default=[], choices=extra, help="further variants")
+    parser.add_argument(
+        "--bucket-cap-mb", type=float, nargs="+", default=[], help="also Paceline with these capacities"
+    )
     parser.add_argument("--save-as", default="step-time", help="name of the results' file, after the date")
     options = parser.parse_args()
     world = paceline.init("paceline")
-    gloo = dist.new_group(backend="gloo")
-    table = Table(
-        "workload", "bare ms", "torch DDP / bare", "Paceline / bare", "torch DDP / Paceline", title="step time"
-    )
+    columns = ("bare ms", "torch DDP / bare", "Paceline / bare", "reference / Paceline", "torch DDP / Paceline")
+    table = Table("workload", *columns, title="step time")
     results = {}
     for name in options.workloads:
-        workload = WORKLOADS[name]
-        variants = {
-            "bare": step_of(workload, lambda module: module, barrier=True),
-            "torch": step_of(workload, partial(torch_ddp, group=gloo)),
-            "paceline": step_of(workload, paceline.DistributedDataParallel),
-        }
-        if options.crossed:
-            variants["torch on paceline"] = step_of(workload, torch_ddp)
-            wrap = partial(paceline.DistributedDataParallel, process_group=gloo)
-            variants["paceline on gloo"] = step_of(workload, wrap)
-        for cap in options.bucket_cap_mb or ():
-            wrap = partial(paceline.DistributedDataParallel, bucket_cap_mb=cap)
-            variants[f"paceline {cap:g} MiB"] = step_of(workload, wrap)
+        variants = variants_of(WORKLOADS[name], options.also, options.bucket_cap_mb)
         trial = torch.tensor(take_turns({"bare": variants["bare"]}, 1, 1)["bare"])
         dist.all_reduce(trial, op=dist.ReduceOp.MAX)
-        seconds = take_turns(variants, options.rounds, max(1, int(options.seconds / float(trial[0]))))
-        result = {"bare_ms": 1000 * statistics.median(seconds["bare"])}
-        for variant in list(variants)[1:]:
-            result[f"{variant} / bare"] = median_ratio(seconds[variant], seconds["bare"])
-            result[f"torch / {variant}"] = median_ratio(seconds["torch"], seconds[variant])
+        result = summary(take_turns(variants, options.rounds, max(1, int(options.seconds / float(trial[0])))))
         results[name] = {key: round(value, 3) for key, value in result.items()}
         world.print(name, results[name], flush=True)
-        table.add_row(
-            name,
-            f"{result['bare_ms']:.1f}",
-            f"{result['torch / bare']:.2f}",
-            f"{result['paceline / bare']:.2f}",
-            f"{result['torch / paceline']:.2f}",
-        )
+        shown = ("torch / bare", "paceline / bare", "reference / paceline", "torch / paceline")
+        table.add_row(name, f"{next(iter(result.values())):.1f}", *(f"{result[column]:.2f}" for column in shown))
+        del variants  # or the next model finds no room
+        gc.collect()
     if world.is_main:
-        Console().print(table)
+        Console(width=110).print(table)
         print("kept in", save(options.save_as, results))
     world.close()
 
