@@ -2,6 +2,7 @@
 
     PacelineError                       anything raised on purpose by Paceline
     ├── UsageError         ValueError   a mistake that the caller can mend; commands print one line, exit code 2
+    │   ├── WrapError      RuntimeError a model or a group of ranks that cannot be wrapped, a RuntimeError in torch, too
     │   ├── WorldError                  the launcher's environment is incomplete or contradicts the call
     │   ├── ReplicaMismatch             the models differ between ranks
     │   ├── MissingExtra   ImportError  an optional dependency is not installed; names the pip command
@@ -31,6 +32,10 @@ class UsageError(PacelineError, ValueError):
 
 class WorldError(UsageError):
     """The launcher's environment is incomplete, or contradicts the call."""
+
+
+class WrapError(UsageError, RuntimeError):
+    """A model or a group of ranks that cannot be wrapped; a RuntimeError, as torch's class raises there."""
 
 
 class ReplicaMismatch(UsageError):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, MIB
-from paceline.errors import UsageError, WorldError
+from paceline.errors import UsageError, WorldError, WrapError
 
 
 def refuse_unsupported(**given: Any) -> None:
@@ -49,13 +49,18 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
 
     Raises:
         WorldError: without a process group.
-        UsageError: if both arguments are given.
+        WrapError: if both arguments are given, or a mesh of several dimensions.
     """
     if process_group is not None and device_mesh is not None:
-        raise UsageError("give process_group or device_mesh, not both")
+        raise WrapError("Cannot specify both process_group and device_mesh arguments; leave one of them out")
     if not dist.is_initialized():
         raise WorldError("there is no process group yet; call paceline.init() before DistributedDataParallel")
     if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise WrapError(
+                f"Only 1D device mesh is supported, but this one has {device_mesh.ndim} dimensions; give the one to "
+                "average over, such as device_mesh['data']"
+            )
         group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
         return group
     return process_group if process_group is not None else dist.distributed_c10d._get_default_group()
@@ -65,7 +70,8 @@ def trained_parameters(module: nn.Module, ignored: set[str]) -> list[tuple[str, 
     """The parameters to be averaged, each once however often it is shared, in the module's order.
 
     Raises:
-        UsageError: if there is none, or they live on devices of different kinds.
+        WrapError: if there is none.
+        UsageError: if they live on several devices.
     """
     trained = [
         (name, parameter)
@@ -73,7 +79,7 @@ def trained_parameters(module: nn.Module, ignored: set[str]) -> list[tuple[str, 
         if parameter.requires_grad and name not in ignored
     ]
     if not trained:
-        raise UsageError(
+        raise WrapError(
             "the module has no parameter that requires a gradient, so there is nothing to average; use the bare module"
         )
     devices = sorted({str(parameter.device) for _, parameter in trained})

@@ -28,6 +28,7 @@ from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
 from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, scale_of
+from paceline.ddp.in_backward import InBackward
 from paceline.ddp.late import launch_late, settle_late
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.storage import BucketSet
@@ -93,6 +94,7 @@ class Reducer:
         self._finishing: Iterator[bool] = iter(())
         self._order_known = False
         self._accumulators = Accumulators(self.parameters)
+        self._in_backward = InBackward(self.parameters)
         self._arrivals = Arrivals(self.parameters, self._hooked)
         self._arrivals.use_layout(self.storage.layout, order_known=False)
         self._arrivals.begin(clear=True)
@@ -116,6 +118,7 @@ class Reducer:
 
         `on_local` is called if that backward turns out to be local, inside ``no_sync``.
         """
+        self._in_backward.take_over()
         for output in outputs:
             if output.grad_fn is not None:
                 output.register_hook(partial(self._output_hook, on_local))
@@ -200,6 +203,8 @@ class Reducer:
             raise
         self._phase = Phase.IDLE
         self._control.check(statuses)
+        if not any(one.aborted for one in statuses):
+            self._in_backward.step()
 
     def _launch_order(self) -> tuple[Tensor, Launched]:
         """Send rank 0's order of arrival to all, as a sum to which only rank 0 contributes."""

@@ -74,3 +74,6 @@ class SoloReducer:
 
     def settle_aborted(self) -> None:
         """Nobody waits for a rank that is alone."""
+
+    def close(self) -> None:
+        """There is nothing on the parameters to be taken off."""

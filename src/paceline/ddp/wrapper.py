@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 
@@ -27,7 +27,7 @@ from paceline.ddp.arguments import (
     trained_parameters,
 )
 from paceline.ddp.autograd import is_in_backward
-from paceline.ddp.channel import Channel, open_channel
+from paceline.ddp.channel import BROADCAST_BYTES, Channel, open_channel
 from paceline.ddp.guard import StepGuard
 from paceline.ddp.ledger import Ledger, Positioned
 from paceline.ddp.reducer import Options, Reducer
@@ -120,7 +120,7 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
         self._input_device = check_devices(device_ids, output_device, self.device)
         self.process_group = choose_group(process_group, device_mesh)
 
-        self.module = module
+        self.module, self.device_mesh = module, device_mesh
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view, self.mixed_precision = gradient_as_bucket_view, None
@@ -131,7 +131,10 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
         self._frozen = [
             (name, p) for name, p in module.named_parameters() if not p.requires_grad and name not in ignored
         ]
-        self._replicated_buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
+        self.parameters_to_ignore = ignored
+        self.bucket_bytes_cap_list = list(options.capacities) if bucket_cap_mb_list else []
+        self.broadcast_bucket_size = BROADCAST_BYTES
+        self._has_buffers = bool(self._replicated_buffers())
         self._ledger = Ledger()
         parameters = [parameter for _, parameter in trained]
         self.register_load_state_dict_pre_hook(_accept_bare_keys)  # type: ignore[no-untyped-call]
@@ -189,10 +192,14 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
         Call it on all ranks before an evaluation or a comparison in which ranks should agree on running statistics.
         Through ``.data``, so that autograd's version counters do not see it: two forwards may precede a backward.
         """
-        if self._channel is None or not (self.forward_sync_buffers and self._replicated_buffers):
+        if self._channel is None or not (self.forward_sync_buffers and self._has_buffers):
             return False
-        self._channel.broadcast([buffer.data for buffer in self._replicated_buffers])
+        self._channel.broadcast([buffer.data for buffer in self._replicated_buffers()])
         return True
+
+    def _replicated_buffers(self) -> list[Tensor]:
+        # Looked up anew each time, as modules may put another tensor in a buffer's place.
+        return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
     # -- when to synchronize ------------------------------------------------------------------------------------
 
@@ -277,6 +284,10 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
     def watch(self, sampler: Positioned) -> None:
         """Compare the sampler's epoch and position across ranks in every synchronized backward."""
         self._ledger.sampler = sampler
+
+    def _remove_autograd_hooks(self) -> None:
+        """torch's name for letting go of the module, so that another wrapper can take it."""
+        self._reducer.close()
 
     # -- what it costs ------------------------------------------------------------------------------------------
 
