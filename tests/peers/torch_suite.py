@@ -132,7 +132,7 @@ def _in_place_of_torchs(wrapper: type[nn.Module]) -> Iterator[None]:
     module: Any = sys.modules[MODULE]
     world_size, rank = dist.get_world_size(), dist.get_rank()
     parallel = View(nn.parallel, DistributedDataParallel=wrapper)
-    view = View(nn, parallel=parallel, SyncBatchNorm=getattr(paceline, "SyncBatchNorm", nn.SyncBatchNorm))
+    view = View(nn, parallel=parallel, SyncBatchNorm=paceline.SyncBatchNorm)
     init_mesh, new_subgroups = device_mesh.init_device_mesh, dist.new_subgroups
     patch = unittest.mock.patch
     with (

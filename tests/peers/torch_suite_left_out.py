@@ -24,7 +24,6 @@ LEFT_OUT = {
     "test_different_graph_across_ranks": LOGGING,
     "test_skip_all_reduce_unused_parameters": LOGGING,
     "test_compute_bucket_assignment_by_size_sparse_error_with_logger": LOGGING,
-    "test_verify_model_across_rank_with_logger": LOGGING,
     "test_ddp_profiling_autograd_profiler": PROFILE,
     "test_ddp_profiling_torch_profiler": PROFILE,
     "test_ddp_profiling_execution_trace": PROFILE,

@@ -76,6 +76,8 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
     """
 
     module: nn.Module
+    logger = None
+    """torch's methods log to it, if there is one."""
 
     def __init__(
         self,
