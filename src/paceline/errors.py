@@ -4,6 +4,7 @@
     ├── UsageError         ValueError   a mistake that the caller can mend; commands print one line, exit code 2
     │   ├── WorldError                  the launcher's environment is incomplete or contradicts the call
     │   ├── ReplicaMismatch             the models differ between ranks
+    │   ├── HookError      TypeError    a communication hook raised, or is or returned something else than it has to
     │   ├── MissingExtra   ImportError  an optional dependency is not installed; names the pip command
     │   └── CheckpointMismatch          the checkpoint belongs to another model, data set or configuration
     ├── CheckpointError    RuntimeError a checkpoint cannot be written, read or trusted
@@ -35,6 +36,10 @@ class WorldError(UsageError):
 
 class ReplicaMismatch(UsageError):
     """The models differ between ranks: names, shapes, dtypes, or values under ``init_sync="verify"``."""
+
+
+class HookError(UsageError, TypeError):
+    """A communication hook raised, or it is, takes or returned something else than torch's contract says."""
 
 
 class MissingExtra(UsageError, ImportError):
