@@ -5,6 +5,7 @@
     │   ├── WrapError      RuntimeError a model or a group of ranks that cannot be wrapped, a RuntimeError in torch, too
     │   ├── WorldError                  the launcher's environment is incomplete or contradicts the call
     │   ├── ReplicaMismatch             the models differ between ranks
+    │   ├── HookError      TypeError    a communication hook raised, or is or returned something else than it has to
     │   ├── MissingExtra   ImportError  an optional dependency is not installed; names the pip command
     │   └── CheckpointMismatch          the checkpoint belongs to another model, data set or configuration
     ├── CheckpointError    RuntimeError a checkpoint cannot be written, read or trusted
@@ -40,6 +41,10 @@ class WrapError(UsageError, RuntimeError):
 
 class ReplicaMismatch(UsageError):
     """The models differ between ranks: names, shapes, dtypes, or values under ``init_sync="verify"``."""
+
+
+class HookError(UsageError, TypeError):
+    """A communication hook raised, or it is, takes or returned something else than torch's contract says."""
 
 
 class MissingExtra(UsageError, ImportError):

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from paceline.buckets import Bucket
 from paceline.ddp.channel import Channel, Launched
-from paceline.ddp.control import ControlBlock, Status, scale_of
+from paceline.ddp.control import ControlBlock, Status
+from paceline.ddp.finisher import Finisher
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.storage import BucketSet
 from paceline.errors import UsageError
@@ -29,6 +30,7 @@ class Gear:
     control: ControlBlock
     recorder: Recorder
     check_finite: bool
+    finisher: Finisher
 
 
 @dataclass
@@ -76,14 +78,8 @@ class Backward:
             if gear.check_finite and not torch.isfinite(bucket.flat.sum()):
                 pairs = zip(bucket.indices, bucket.views, strict=True)
                 self._non_finite += [index for index, view in pairs if not torch.isfinite(view).all()]
-            self._reduce(bucket.flat)
-
-    def _reduce(self, flat: Tensor) -> None:
-        if flat.dtype is torch.float16:  # a sum of N may overflow where the mean does not
-            flat.mul_(1 / self.gear.channel.size)
-            self._launched.append(self.gear.channel.all_reduce(flat))
-        else:
-            self._launched.append(self.gear.channel.all_reduce(flat, self.gear.ledger.status.note))
+            last = self.next == len(gear.storage) - 1
+            self._launched.append(gear.finisher.launch(bucket, self.next, last=last))
 
     def _expect_dense(self, index: int, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:
@@ -125,10 +121,7 @@ class Backward:
                 gear.channel.wait(launched, what)
             self.exposed_seconds = time.perf_counter() - start
         statuses = gear.control.statuses()
-        scale = scale_of([status.note for status in statuses])
-        for flat in (bucket.flat for bucket in gear.storage.buckets):
-            if flat.dtype is torch.float16:
-                flat.mul_(scale * gear.channel.size)
-            elif not gear.channel.scales:
-                flat.mul_(scale)
+        notes = [status.note for status in statuses]
+        for bucket in gear.storage.buckets:
+            gear.finisher.scale(bucket.flat, notes)
         return statuses

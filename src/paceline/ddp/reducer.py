@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
@@ -28,6 +28,7 @@ from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
 from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, scale_of
+from paceline.ddp.finisher import AllReduce, Finisher
 from paceline.ddp.in_backward import InBackward
 from paceline.ddp.late import launch_late, settle_late
 from paceline.ddp.ledger import Ledger
@@ -86,6 +87,7 @@ class Reducer:
             self._control,
             recorder,
             options.check_finite,
+            AllReduce(channel, ledger),
         )
         self._phase = Phase.IDLE
         self._aborted = self._owes_launch = False
@@ -110,6 +112,11 @@ class Reducer:
         self._order_known = True
         self._arrivals.observed = []
         self._arrivals.use_layout(self.storage.layout, order_known=True)
+
+    def finish_with(self, finisher: Finisher) -> None:
+        """Let `finisher` take the place of the buckets' all-reduce, from the next backward on; on all ranks alike."""
+        self.settle_aborted()
+        self._gear = replace(self._gear, finisher=finisher)
 
     # -- 1. backward starts -------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from paceline.errors import UsageError
@@ -10,14 +9,6 @@ from paceline.errors import UsageError
 
 class Unsupported:
     """Comes before torch's class among the wrapper's bases."""
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        """Not supported yet.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError("communication hooks are not supported by Paceline yet; leave register_comm_hook out")
 
     def join(self, *_: Any, **__: Any) -> NoReturn:
         """Not supported yet.

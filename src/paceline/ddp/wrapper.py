@@ -31,6 +31,7 @@ from paceline.ddp.channel import BROADCAST_BYTES, Channel, open_channel
 from paceline.ddp.guard import StepGuard
 from paceline.ddp.ledger import Ledger, Positioned
 from paceline.ddp.reducer import Options, Reducer
+from paceline.ddp.registration import TakesHooks
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
 from paceline.ddp.solo import SoloReducer
 from paceline.ddp.unsupported import Unsupported
@@ -39,7 +40,7 @@ from paceline.events import Recorder
 from paceline.modules import plain_name
 
 
-class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(TakesHooks, Unsupported, nn.parallel.DistributedDataParallel):
     """Replicates `module` over the ranks of a process group and averages gradients during backward.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass so that frameworks that ask
@@ -137,7 +138,8 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
         self.bucket_bytes_cap_list = list(options.capacities) if bucket_cap_mb_list else []
         self.broadcast_bucket_size = BROADCAST_BYTES
         self._has_buffers = bool(self._replicated_buffers())
-        self._ledger = Ledger()
+        self._ledger, self._comm_hooks = Ledger(), []
+        self._trained, self._options, self._recorder = trained, options, recorder or Recorder()
         parameters = [parameter for _, parameter in trained]
         self.register_load_state_dict_pre_hook(_accept_bare_keys)  # type: ignore[no-untyped-call]
 
@@ -150,9 +152,28 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
         # When the wrapper goes, also one that is refused below, the module is the user's alone again.
         weakref.finalize(self, self._channel.close).atexit = False
         make_equal(self._channel, replicated, init_sync)
-        self._reducer = Reducer(trained, self._channel, self._ledger, options, recorder or Recorder())
-        self._guard = StepGuard(parameters, self._ledger, self._reducer.local_gradient)
-        weakref.finalize(self, self._reducer.close).atexit = False
+        self._reduce_over(self._channel)
+
+    def _reduce_over(self, channel: Channel) -> Reducer:
+        """Make the reducer that communicates on `channel`."""
+        self._reducer = reducer = Reducer(self._trained, channel, self._ledger, self._options, self._recorder)
+        self._guard = StepGuard(reducer.parameters, self._ledger, reducer.local_gradient)
+        weakref.finalize(self, reducer.close).atexit = False
+        return reducer
+
+    def _whole_reducer(self) -> Reducer:
+        """The reducer, with buckets also where the rank is alone: a communication hook is called there, too."""
+        if isinstance(self._reducer, Reducer):
+            return self._reducer
+        enabled = self._reducer.sync_enabled
+        self._channel = open_channel(self.process_group, self.device)
+        weakref.finalize(self, self._channel.close).atexit = False
+        reducer = self._reduce_over(self._channel)
+        reducer.sync_enabled = enabled
+        return reducer
+
+    def _named_trained(self) -> list[tuple[str, nn.Parameter]]:
+        return self._trained
 
     # -- forward ------------------------------------------------------------------------------------------------
 
