@@ -2,7 +2,7 @@
 
 One float64 vector, summed over the ranks in one collective of its own:
 
-    [ presence × P | non-finite × P | late × P | status of rank 0 | status of rank 1 | … ]
+    [ presence × P | non-finite × P | late × P | sparse × P | status of rank 0 | status of rank 1 | … ]
 
 Per parameter, a count of ranks; per rank, the fields of :class:`Status`, each rank filling only its own part.
 Float64 holds whole numbers exactly up to 2**53. Everything here is a function of plain values.
@@ -61,6 +61,7 @@ _EQUAL = {
     "epoch": ("as the sampler's epoch", "call set_epoch() alike on all ranks"),
     "position": ("as the sampler's position", "consume the same number of batches on all ranks"),
 }
+_SECTIONS = 4
 _KINDS: list[Any] = [type(field.default) for field in fields(Status)]
 
 
@@ -70,18 +71,20 @@ class ControlBlock:
     def __init__(self, names: Sequence[str], rank: int, size: int, allocate: Allocate = torch.zeros) -> None:
         self.names = names
         self.rank, self.size, self.count = rank, size, len(names)
-        self.vector = allocate(3 * self.count + size * len(_KINDS), dtype=torch.float64)
+        self.vector = allocate(_SECTIONS * self.count + size * len(_KINDS), dtype=torch.float64)
         self._everywhere = torch.full((self.count,), float(size), dtype=torch.float64)
 
-    def fill(self, absent: list[int], non_finite: list[int], late: list[int], status: Status) -> Tensor:
+    def fill(
+        self, absent: list[int], non_finite: list[int], late: list[int], status: Status, sparse: Sequence[int] = ()
+    ) -> Tensor:
         """Write this rank's part; returns the vector to be summed over the ranks."""
         status = replace(status, non_finite=len(non_finite))
         self.vector.zero_()
         self.vector[: self.count] = 1
-        for section, indices, value in ((0, absent, 0.0), (1, non_finite, 1.0), (2, late, 1.0)):
+        for section, indices, value in ((0, absent, 0.0), (1, non_finite, 1.0), (2, late, 1.0), (3, sparse, 1.0)):
             if indices:
                 self.vector[[section * self.count + index for index in indices]] = value
-        start = 3 * self.count + self.rank * len(_KINDS)
+        start = _SECTIONS * self.count + self.rank * len(_KINDS)
         self.vector[start : start + len(_KINDS)] = torch.tensor(astuple(status), dtype=torch.float64)
         return self.vector
 
@@ -92,13 +95,22 @@ class ControlBlock:
             return []
         return (presence == 0).nonzero().flatten().tolist()
 
-    def late(self) -> list[int]:
-        """Parameters of which at least one rank has a late delta."""
-        return self._marked(2)
+    def apart(self) -> tuple[list[int], list[int]]:
+        """Parameters to be averaged apart from the buckets: as sparse gradients, and as dense ones.
+
+        Sparse, if every gradient that any rank has of it is sparse. Dense, if a rank has a late delta, or a sparse
+        gradient where another's is dense.
+        """
+        if not self.vector[2 * self.count : _SECTIONS * self.count].any():
+            return [], []
+        presence, _, late, sparse = self.vector[: _SECTIONS * self.count].view(_SECTIONS, self.count)
+        wholly = (sparse > 0) & (sparse == presence)
+        dense = (late + sparse > 0) & ~wholly
+        return wholly.nonzero().flatten().tolist(), dense.nonzero().flatten().tolist()
 
     def statuses(self) -> list[Status]:
         """What every rank reported, in the order of ranks."""
-        rows = self.vector[3 * self.count :].view(self.size, len(_KINDS)).tolist()
+        rows = self.vector[_SECTIONS * self.count :].view(self.size, len(_KINDS)).tolist()
         return [Status(*(kind(value) for kind, value in zip(_KINDS, row, strict=True))) for row in rows]
 
     def _marked(self, section: int) -> list[int]:

@@ -30,6 +30,7 @@ from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.late import launch_late, settle_late
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.sparse import as_dense, average_sparse, elements_of
 from paceline.ddp.storage import BucketSet
 from paceline.errors import CommunicationError
 from paceline.events import Recorder
@@ -47,10 +48,12 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Options:
-    """Capacities of the first, second, … bucket in bytes, and whether gradients are checked for NaN and Inf."""
+    """Capacities of the first, second, … bucket in bytes, whether gradients are checked for NaN and Inf, and the ``id``
+    of parameters that get no place in a bucket, as their gradients are expected to be sparse."""
 
     capacities: tuple[int, ...] = (FIRST_CAPACITY, CAPACITY)
     check_finite: bool = False
+    sparse: frozenset[int] = frozenset()
 
 
 class Reducer:
@@ -71,7 +74,8 @@ class Reducer:
     ) -> None:
         self.parameters = [parameter for _, parameter in named_parameters]
         self.names = [name for name, _ in named_parameters]
-        self.storage = BucketSet(self.names, self.parameters, options.capacities, channel)
+        outside = frozenset(index for index, one in enumerate(self.parameters) if id(one) in options.sparse)
+        self.storage = BucketSet(self.names, self.parameters, options.capacities, channel, outside)
         self.sync_enabled = True
         self.exposed_seconds = 0.0
         self._channel, self._ledger = channel, ledger
@@ -91,6 +95,7 @@ class Reducer:
         self._task: weakref.ref[GraphTask] | None = None
         self._backward = Backward(self._gear, clear=True)
         self._finishing: Iterator[bool] = iter(())
+        self._apart: dict[int, Tensor] = {}  # averages that are no bucket's view
         self._order_known = False
         self._accumulators = Accumulators(self.parameters)
         self._arrivals = Arrivals(self.parameters, self._hooked)
@@ -182,17 +187,25 @@ class Reducer:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
         backward = self._backward
         try:
-            mine_late = backward.launch_rest(aborted=self._aborted)
+            mine = backward.launch_rest(aborted=self._aborted)
             self._phase = Phase.SETTLING
             yield True
             statuses = backward.wait()
             self.exposed_seconds += backward.exposed_seconds
-            late = launch_late(self._control.late(), mine_late, self.storage.views, self._channel)
+            scale = scale_of([one.note for one in statuses])
+            sparse, late = self._control.apart()
+            targets = {index: self._target(index) for index in late}
+            deltas = launch_late(
+                {index: as_dense(mine[index]) for index in late if index in mine}, targets, self._channel
+            )
             order = None if self._order_known else self._launch_order()
             if late or order:
                 yield True
-                settle_late(late, self.storage.views, scale_of([one.note for one in statuses]), self._channel)
-            self._publish()
+                settle_late(deltas, targets, scale, self._channel)
+            if sparse:
+                gear = self._gear
+                targets |= yield from average_sparse(sparse, mine, gear.parameters, gear.names, scale, gear.channel)
+            self._publish(targets)
             if order:
                 self._adopt_order(*order)
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
@@ -216,10 +229,19 @@ class Reducer:
             self.storage.assign_in((order - 1).tolist())
             self._arrivals.use_layout(self.storage.layout, order_known=True)
 
-    def _publish(self) -> None:
-        """Show the averages: ``p.grad`` is the bucket's view, or None where no rank had a gradient."""
-        for parameter, view in zip(self.parameters, self.storage.views, strict=True):
-            parameter.grad = view
+    def _target(self, index: int) -> Tensor:
+        """Where the average of a gradient that comes late, or outside of buckets, is added."""
+        outside = index in self.storage.outside
+        return torch.zeros_like(self.parameters[index].detach()) if outside else self.storage.views[index]
+
+    def _publish(self, apart: dict[int, Tensor]) -> None:
+        """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
+        self._apart = apart
+        for index, view in enumerate(self.storage.views):
+            if index not in self.storage.outside:
+                self.parameters[index].grad = view
+        for index, average in apart.items():
+            self.parameters[index].grad = average
         for index in self._control.absent_everywhere():
             self.parameters[index].grad = None
         self._arrivals.end(self._backward.absent)
@@ -281,8 +303,10 @@ class Reducer:
 
         Zeros do not count: torch sets them itself, to have an optimizer make its state.
         """
-        for name, parameter, view in zip(self.names, self.parameters, self.storage.views, strict=True):
-            if parameter.grad is not None and parameter.grad is not view and bool(parameter.grad.any()):
+        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            average = self._apart.get(index, self.storage.views[index])
+            gradient = parameter.grad
+            if gradient is not None and gradient is not average and bool(elements_of(gradient).any()):
                 return name
         return None
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED, non_finite, scale_of
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.sparse import elements_of
 from paceline.errors import DesyncError
 
 
@@ -61,7 +62,7 @@ class SoloReducer:
             )
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if weighting & WEIGHTED and gradients:
-            torch._foreach_mul_(gradients, scale_of([self._ledger.status.note]))
+            torch._foreach_mul_([elements_of(gradient) for gradient in gradients], scale_of([self._ledger.status.note]))
         self._ledger.synchronized()
         if self._check_finite:
             self._expect_finite()
@@ -69,7 +70,7 @@ class SoloReducer:
     def _expect_finite(self) -> None:
         named = zip(self._names, self._parameters, strict=True)
         present = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
-        if bad := [name for name, gradient in present if not torch.isfinite(gradient).all()]:
+        if bad := [name for name, gradient in present if not torch.isfinite(elements_of(gradient)).all()]:
             raise non_finite([0], bad, len(self._names))
 
     def settle_aborted(self) -> None:

@@ -33,6 +33,7 @@ from paceline.ddp.ledger import Ledger, Positioned
 from paceline.ddp.reducer import Options, Reducer
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
 from paceline.ddp.solo import SoloReducer
+from paceline.ddp.sparse import sparse_by_layer
 from paceline.ddp.unsupported import Unsupported
 from paceline.errors import UsageError
 from paceline.events import Recorder
@@ -113,7 +114,8 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
         init_sync = check_init_sync(init_sync)
-        options = Options(capacities(bucket_cap_mb, bucket_cap_mb_list), check_finite)
+        capacity = capacities(bucket_cap_mb, bucket_cap_mb_list)
+        options = Options(capacity, check_finite, frozenset(sparse_by_layer(module)))
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         trained = [(plain_name(name), parameter) for name, parameter in trained_parameters(module, ignored)]
         self.device = trained[0][1].device
