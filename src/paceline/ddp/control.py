@@ -44,6 +44,8 @@ class Status:
     """How many of this rank's own gradients hold NaN or Inf, where that is looked for."""
     aborted: bool = False
     """Whether an exception ended this rank's backward before its end."""
+    idle: bool = False
+    """Whether this rank has no gradient at all, as one without data."""
 
     @property
     def note(self) -> tuple[float, float]:
@@ -78,7 +80,7 @@ class ControlBlock:
         self, absent: list[int], non_finite: list[int], late: list[int], status: Status, sparse: Sequence[int] = ()
     ) -> Tensor:
         """Write this rank's part; returns the vector to be summed over the ranks."""
-        status = replace(status, non_finite=len(non_finite))
+        status = replace(status, non_finite=len(non_finite), idle=len(absent) == self.count)
         self.vector.zero_()
         self.vector[: self.count] = 1
         for section, indices, value in ((0, absent, 0.0), (1, non_finite, 1.0), (2, late, 1.0), (3, sparse, 1.0)):
@@ -113,6 +115,13 @@ class ControlBlock:
         rows = self.vector[_SECTIONS * self.count :].view(self.size, len(_KINDS)).tolist()
         return [Status(*(kind(value) for kind, value in zip(_KINDS, row, strict=True))) for row in rows]
 
+    def missing_somewhere(self, statuses: Sequence[Status]) -> list[int]:
+        """Parameters without a gradient on a rank that has others, unless a backward was ended by an exception."""
+        if any(status.aborted for status in statuses):
+            return []
+        working = self.size - sum(status.idle for status in statuses)
+        return (self.vector[: self.count] < working).nonzero().flatten().tolist()
+
     def _marked(self, section: int) -> list[int]:
         marks = self.vector[section * self.count : (section + 1) * self.count]
         return marks.nonzero().flatten().tolist()
@@ -127,7 +136,7 @@ class ControlBlock:
         if aborted := [rank for rank, status in enumerate(statuses) if status.aborted]:
             if self.rank not in aborted:
                 raise DesyncError(
-                    f"rank {self.rank}: backward was ended by an exception on {_ranks(aborted)}, so the gradients "
+                    f"rank {self.rank}: backward was ended by an exception on {named_ranks(aborted)}, so the gradients "
                     "of this step are not whole; see that rank's own error"
                 )
             return
@@ -139,7 +148,7 @@ class ControlBlock:
         if any(mode & UNWEIGHTED for mode in modes) and any(mode & WEIGHTED for mode in modes):
             without = [rank for rank, mode in enumerate(modes) if mode & UNWEIGHTED]
             raise DesyncError(
-                f"ranks differ: {_ranks(without)} ran backward outside model.weight(), the others inside; "
+                f"ranks differ: {named_ranks(without)} ran backward outside model.weight(), the others inside; "
                 "weigh every micro-batch on every rank, or none"
             )
         if bad := self._marked(1):
@@ -151,7 +160,7 @@ def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFin
     """The error of gradients that are not finite: on which ranks, of which of `count` parameters."""
     shown = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
     return NonFiniteGradient(
-        f"the gradient holds NaN or Inf on {_ranks(ranks)}, in {shown} ({len(names)} of {count} parameters); no "
+        f"the gradient holds NaN or Inf on {named_ranks(ranks)}, in {shown} ({len(names)} of {count} parameters); no "
         "optimizer step was taken, look at this batch's loss and at the learning rate"
     )
 
@@ -168,7 +177,8 @@ def scale_of(notes: Sequence[tuple[float, float]]) -> float:
     return 1.0 / len(notes)
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
+    """«rank 1», «ranks 0, 2»."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -177,5 +187,5 @@ def _who_has(values: Sequence[int], noun: str) -> str:
     groups: dict[int, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)
-    parts = [f"{_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in groups.items()]
+    parts = [f"{named_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in groups.items()]
     return f"{', '.join(parts)} {noun}"

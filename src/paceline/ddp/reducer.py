@@ -23,15 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, arrival_order
+from paceline.ddp.apart import average_apart
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
 from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, scale_of
-from paceline.ddp.late import launch_late, settle_late
 from paceline.ddp.ledger import Ledger
-from paceline.ddp.sparse import as_dense, average_sparse, elements_of
+from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
+from paceline.ddp.unused import UnusedParameters, UnusedReport
 from paceline.errors import CommunicationError
 from paceline.events import Recorder
 
@@ -48,12 +49,16 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Options:
-    """Capacities of the first, second, … bucket in bytes, whether gradients are checked for NaN and Inf, and the ``id``
-    of parameters that get no place in a bucket, as their gradients are expected to be sparse."""
+    """What a user may choose."""
 
     capacities: tuple[int, ...] = (FIRST_CAPACITY, CAPACITY)
+    """Bytes of the first, second, … bucket."""
     check_finite: bool = False
+    """Whether gradients are checked for NaN and Inf."""
+    unused: UnusedParameters = "allow"
+    """What happens where a parameter has no gradient on some rank."""
     sparse: frozenset[int] = frozenset()
+    """The ``id`` of parameters that get no place in a bucket, as their gradients are expected to be sparse."""
 
 
 class Reducer:
@@ -90,6 +95,7 @@ class Reducer:
             recorder,
             options.check_finite,
         )
+        self._unused = UnusedReport(options.unused, self.names, self.parameters, channel)
         self._phase = Phase.IDLE
         self._aborted = self._owes_launch = False
         self._task: weakref.ref[GraphTask] | None = None
@@ -193,19 +199,12 @@ class Reducer:
             statuses = backward.wait()
             self.exposed_seconds += backward.exposed_seconds
             scale = scale_of([one.note for one in statuses])
-            sparse, late = self._control.apart()
-            targets = {index: self._target(index) for index in late}
-            deltas = launch_late(
-                {index: as_dense(mine[index]) for index in late if index in mine}, targets, self._channel
-            )
             order = None if self._order_known else self._launch_order()
-            if late or order:
+            if order:
                 yield True
-                settle_late(deltas, targets, scale, self._channel)
-            if sparse:
-                gear = self._gear
-                targets |= yield from average_sparse(sparse, mine, gear.parameters, gear.names, scale, gear.channel)
-            self._publish(targets)
+            apart = yield from average_apart(self._gear, mine, scale)
+            unused = yield from self._unused.look(self._control.missing_somewhere(statuses), backward.absent)
+            self._publish(apart)
             if order:
                 self._adopt_order(*order)
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
@@ -213,6 +212,7 @@ class Reducer:
             raise
         self._phase = Phase.IDLE
         self._control.check(statuses)
+        self._unused.say(unused)
 
     def _launch_order(self) -> tuple[Tensor, Launched]:
         """Send rank 0's order of arrival to all, as a sum to which only rank 0 contributes."""
@@ -228,11 +228,6 @@ class Reducer:
             self._order_known = True
             self.storage.assign_in((order - 1).tolist())
             self._arrivals.use_layout(self.storage.layout, order_known=True)
-
-    def _target(self, index: int) -> Tensor:
-        """Where the average of a gradient that comes late, or outside of buckets, is added."""
-        outside = index in self.storage.outside
-        return torch.zeros_like(self.parameters[index].detach()) if outside else self.storage.views[index]
 
     def _publish(self, apart: dict[int, Tensor]) -> None:
         """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""

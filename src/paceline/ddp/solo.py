@@ -60,12 +60,19 @@ class SoloReducer:
             raise DesyncError(
                 "some micro-batches of this step ran inside model.weight() and some outside; weigh all or none"
             )
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if weighting & WEIGHTED and gradients:
-            torch._foreach_mul_([elements_of(gradient) for gradient in gradients], scale_of([self._ledger.status.note]))
+        if weighting & WEIGHTED:
+            self._scale(scale_of([self._ledger.status.note]))
         self._ledger.synchronized()
         if self._check_finite:
             self._expect_finite()
+
+    def _scale(self, scale: float) -> None:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
+            torch._foreach_mul_(dense, scale)
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad * scale  # its values may be expanded, so not in place
 
     def _expect_finite(self) -> None:
         named = zip(self._names, self._parameters, strict=True)
