@@ -232,7 +232,7 @@ def train_beside_twin(world: World, case: Case, hook: Callable[..., Any] | None 
     torch.manual_seed(0)
     module = case.build()
     twin = copy.deepcopy(module)
-    model = DistributedDataParallel(module, **case.options)
+    model = DistributedDataParallel(module, unused_parameters="allow", **case.options)
     if hook is not None:
         model.register_comm_hook(None, hook)
     optimizers = make_optimizer(case.optimizer, model), make_optimizer(case.optimizer, twin)

@@ -163,7 +163,6 @@ def refusals(world: World) -> dict[str, tuple[str, str]]:
         "mixed_precision": {"mixed_precision": object()},
         "delay_all_reduce_named_params": {"delay_all_reduce_named_params": [("a", 1)]},
         "param_to_hook_all_reduce": {"param_to_hook_all_reduce": 1},
-        "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True},
         "bucket_cap_mb": {"bucket_cap_mb": 0},
         "both caps": {"bucket_cap_mb": 1, "bucket_cap_mb_list": [1.0]},
         "output_device": {"output_device": 0},
@@ -186,7 +185,7 @@ def refusals(world: World) -> dict[str, tuple[str, str]]:
 def test_what_is_refused_says_why(pools: Pools) -> None:
     for found in pools.run(2, refusals):
         assert {kind for kind, _ in found.values()} == {"UsageError"}
-        for name in ("dim", "mixed_precision", "delay_all_reduce_named_params", "skip_all_reduce_unused_params"):
+        for name in ("dim", "mixed_precision", "delay_all_reduce_named_params"):
             assert f"DistributedDataParallel({name}=" in found[name][1]
         assert "not 0" in found["bucket_cap_mb"][1]
         assert "no parameter that requires a gradient" in found["frozen"][1]

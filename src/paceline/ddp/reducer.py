@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, arrival_order
+from paceline.ddp.apart import average_apart
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
@@ -30,9 +31,10 @@ from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
 from paceline.ddp.in_backward import InBackward
-from paceline.ddp.late import launch_late, settle_late
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
+from paceline.ddp.unused import UnusedParameters, UnusedReport
 from paceline.errors import CommunicationError
 from paceline.events import Recorder
 
@@ -49,10 +51,16 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Options:
-    """Capacities of the first, second, … bucket in bytes, and whether gradients are checked for NaN and Inf."""
+    """What a user may choose."""
 
     capacities: tuple[int, ...] = (FIRST_CAPACITY, CAPACITY)
+    """Bytes of the first, second, … bucket."""
     check_finite: bool = False
+    """Whether gradients are checked for NaN and Inf."""
+    unused: UnusedParameters = "allow"
+    """What happens where a parameter has no gradient on some rank."""
+    sparse: frozenset[int] = frozenset()
+    """The ``id`` of parameters that get no place in a bucket, as their gradients are expected to be sparse."""
 
 
 class Reducer:
@@ -73,7 +81,8 @@ class Reducer:
     ) -> None:
         self.parameters = [parameter for _, parameter in named_parameters]
         self.names = [name for name, _ in named_parameters]
-        self.storage = BucketSet(self.names, self.parameters, options.capacities, channel)
+        outside = frozenset(index for index, one in enumerate(self.parameters) if id(one) in options.sparse)
+        self.storage = BucketSet(self.names, self.parameters, options.capacities, channel, outside)
         self.sync_enabled = True
         self.exposed_seconds = 0.0
         self._channel, self._ledger = channel, ledger
@@ -89,11 +98,13 @@ class Reducer:
             options.check_finite,
             AllReduce(channel, ledger),
         )
+        self._unused = UnusedReport(options.unused, self.names, self.parameters, channel)
         self._phase = Phase.IDLE
         self._aborted = self._owes_launch = False
         self._task: weakref.ref[GraphTask] | None = None
         self._backward = Backward(self._gear, clear=True)
         self._finishing: Iterator[bool] = iter(())
+        self._apart: dict[int, Tensor] = {}  # averages that are no bucket's view
         self._order_known = False
         self._accumulators = Accumulators(self.parameters)
         self._in_backward = InBackward(self.parameters)
@@ -192,17 +203,18 @@ class Reducer:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
         backward = self._backward
         try:
-            mine_late = backward.launch_rest(aborted=self._aborted)
+            mine = backward.launch_rest(aborted=self._aborted)
             self._phase = Phase.SETTLING
             yield True
             statuses = backward.wait()
             self.exposed_seconds += backward.exposed_seconds
-            late = launch_late(self._control.late(), mine_late, self.storage.views, self._channel)
+            scale = scale_of([one.note for one in statuses])
             order = None if self._order_known else self._launch_order()
-            if late or order:
+            if order:
                 yield True
-                settle_late(late, self.storage.views, scale_of([one.note for one in statuses]), self._channel)
-            self._publish()
+            apart = yield from average_apart(self._gear, mine, scale)
+            unused = yield from self._unused.look(self._control.missing_somewhere(statuses), backward.absent)
+            self._publish(apart)
             if order:
                 self._adopt_order(*order)
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
@@ -210,6 +222,7 @@ class Reducer:
             raise
         self._phase = Phase.IDLE
         self._control.check(statuses)
+        self._unused.say(unused)
         if not any(one.aborted for one in statuses):
             self._in_backward.step()
 
@@ -228,10 +241,14 @@ class Reducer:
             self.storage.assign_in((order - 1).tolist())
             self._arrivals.use_layout(self.storage.layout, order_known=True)
 
-    def _publish(self) -> None:
-        """Show the averages: ``p.grad`` is the bucket's view, or None where no rank had a gradient."""
-        for parameter, view in zip(self.parameters, self.storage.views, strict=True):
-            parameter.grad = view
+    def _publish(self, apart: dict[int, Tensor]) -> None:
+        """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
+        self._apart = apart
+        for index, view in enumerate(self.storage.views):
+            if index not in self.storage.outside:
+                self.parameters[index].grad = view
+        for index, average in apart.items():
+            self.parameters[index].grad = average
         for index in self._control.absent_everywhere():
             self.parameters[index].grad = None
         self._arrivals.end(self._backward.absent)
@@ -293,8 +310,10 @@ class Reducer:
 
         Zeros do not count: torch sets them itself, to have an optimizer make its state.
         """
-        for name, parameter, view in zip(self.names, self.parameters, self.storage.views, strict=True):
-            if parameter.grad is not None and parameter.grad is not view and bool(parameter.grad.any()):
+        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            average = self._apart.get(index, self.storage.views[index])
+            gradient = parameter.grad
+            if gradient is not None and gradient is not average and bool(elements_of(gradient).any()):
                 return name
         return None
 

@@ -34,7 +34,9 @@ from paceline.ddp.reducer import Options, Reducer
 from paceline.ddp.registration import TakesHooks
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
 from paceline.ddp.solo import SoloReducer
+from paceline.ddp.sparse import sparse_by_layer
 from paceline.ddp.unsupported import Unsupported
+from paceline.ddp.unused import UnusedParameters, check_unused_parameters
 from paceline.errors import UsageError
 from paceline.events import Recorder
 from paceline.modules import plain_name
@@ -66,6 +68,9 @@ class DistributedDataParallel(TakesHooks, Unsupported, nn.parallel.DistributedDa
         bucket_cap_mb: bucket capacity in MiB.
         bucket_cap_mb_list: capacity of the first, second, … bucket to be launched, in MiB.
         forward_sync_buffers: torch's new name for `broadcast_buffers`; wins over it.
+        unused_parameters: what to do where a parameter has no gradient on some rank, as it was not used: ``"warn"``
+            once for each by name and rank, on rank 0; ``"error"`` on every rank; ``"allow"``, as also with
+            ``find_unused_parameters=True`` or ``static_graph=True``. The average is right in any case.
         check_finite: raise :class:`~paceline.errors.NonFiniteGradient`, on every rank in the same step, if a rank's
             gradient holds NaN or Inf. Costs one read of the gradients. Leave it off with a GradScaler.
         recorder: records the spans of each step while it is on.
@@ -103,6 +108,7 @@ class DistributedDataParallel(TakesHooks, Unsupported, nn.parallel.DistributedDa
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
+        unused_parameters: UnusedParameters = "warn",
         check_finite: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
@@ -113,10 +119,13 @@ class DistributedDataParallel(TakesHooks, Unsupported, nn.parallel.DistributedDa
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             mixed_precision=mixed_precision,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
         init_sync = check_init_sync(init_sync)
-        options = Options(capacities(bucket_cap_mb, bucket_cap_mb_list), check_finite)
+        capacity = capacities(bucket_cap_mb, bucket_cap_mb_list)
+        unused = check_unused_parameters(
+            unused_parameters, expected=find_unused_parameters or static_graph or skip_all_reduce_unused_params
+        )
+        options = Options(capacity, check_finite, unused, frozenset(sparse_by_layer(module)))
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         trained = [(plain_name(name), parameter) for name, parameter in trained_parameters(module, ignored)]
         self.device = trained[0][1].device
