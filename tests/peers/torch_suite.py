@@ -20,7 +20,6 @@ import unittest.mock
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +146,7 @@ def _in_place_of_torchs(wrapper: type[nn.Module]) -> Iterator[None]:
         ),
         patch.object(device_mesh, "init_device_mesh", lambda _device, *shape: init_mesh("cpu", *shape)),
         # By default as many ranks as the host has GPUs.
-        patch.object(dist, "new_subgroups", partial(new_subgroups, group_size=world_size)),
+        patch.object(dist, "new_subgroups", lambda group_size=world_size, **named: new_subgroups(group_size, **named)),
         CudaToCpu(),
     ):
         yield
