@@ -30,6 +30,7 @@ from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.late import launch_late, settle_late
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.shadowing import Event
 from paceline.ddp.storage import BucketSet
 from paceline.errors import CommunicationError
 from paceline.events import Recorder
@@ -60,6 +61,8 @@ class Reducer:
     """False inside ``no_sync``: a backward that starts now stays local."""
     exposed_seconds: float
     """Time waited for communication at the end of backwards, in seconds, since the wrapper was made."""
+    tell: Callable[[Event], None] | None
+    """Inside ``join``, tells ranks that ran out of data how this rank's backward goes."""
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class Reducer:
         self.storage = BucketSet(self.names, self.parameters, options.capacities, channel)
         self.sync_enabled = True
         self.exposed_seconds = 0.0
+        self.tell = None
         self._channel, self._ledger = channel, ledger
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
@@ -129,11 +133,15 @@ class Reducer:
         if not self.sync_enabled:
             self._ledger.local_backwards += 1
             on_local()
+            if self.tell is not None:
+                queue_callback(partial(self.tell, Event.LOCAL))
             return
         self._begin()
         self._queue_finish()
 
     def _begin(self) -> None:
+        if self.tell is not None:
+            self.tell(Event.BACKWARD)
         self._phase = Phase.BACKWARD
         clear = all(parameter.grad is None for parameter in self.parameters)
         self._backward = Backward(self._gear, clear)
@@ -182,6 +190,8 @@ class Reducer:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
         backward = self._backward
         try:
+            if self.tell is not None:
+                self.tell(Event.END)
             mine_late = backward.launch_rest(aborted=self._aborted)
             self._phase = Phase.SETTLING
             yield True
@@ -222,7 +232,8 @@ class Reducer:
             parameter.grad = view
         for index in self._control.absent_everywhere():
             self.parameters[index].grad = None
-        self._arrivals.end(self._backward.absent)
+        if not self._ledger.status.joined:  # else nothing was to be expected
+            self._arrivals.end(self._backward.absent)
         self._backward.held.clear()
         self._ledger.synchronized()
 
@@ -233,6 +244,15 @@ class Reducer:
         self.settle_aborted()
         self._ledger.forget_dropped(self.parameters, in_backward=False)
         self._begin()
+        self.finish()
+
+    def launch_all(self) -> None:
+        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later."""
+        self._begin()
+        self._advance()
+
+    def finish(self) -> None:
+        """Carry a synchronization to its end."""
         while self._advance():
             pass
 
@@ -289,4 +309,4 @@ class Reducer:
     def close(self) -> None:
         """Take the hooks off the parameters, and let go of what refers back to the reducer."""
         self._arrivals.close()
-        self._task = None
+        self._task = self.tell = None

@@ -19,17 +19,6 @@ class Unsupported:
         """
         raise UsageError("communication hooks are not supported by Paceline yet; leave register_comm_hook out")
 
-    def join(self, *_: Any, **__: Any) -> NoReturn:
-        """Not supported yet.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            "join() is not supported by Paceline yet; use paceline.data.GlobalBatchSampler, which gives every rank the "
-            "same number of batches, and model.sync_gradients() for an empty one"
-        )
-
     def __getstate__(self) -> NoReturn:
         raise UsageError(
             "a DistributedDataParallel cannot be copied or pickled, as its buckets and channel belong to this process; "

@@ -29,9 +29,11 @@ from paceline.ddp.arguments import (
 from paceline.ddp.autograd import is_in_backward
 from paceline.ddp.channel import Channel, open_channel
 from paceline.ddp.guard import StepGuard
+from paceline.ddp.joining import Joining
 from paceline.ddp.ledger import Ledger, Positioned
 from paceline.ddp.reducer import Options, Reducer
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
+from paceline.ddp.shadowing import Event
 from paceline.ddp.solo import SoloReducer
 from paceline.ddp.unsupported import Unsupported
 from paceline.errors import UsageError
@@ -39,7 +41,7 @@ from paceline.events import Recorder
 from paceline.modules import plain_name
 
 
-class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(Unsupported, Joining, nn.parallel.DistributedDataParallel):
     """Replicates `module` over the ranks of a process group and averages gradients during backward.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass so that frameworks that ask
@@ -168,6 +170,7 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
         """Before a training forward: what has to happen on all ranks. Returns what undoes its count."""
         if not is_in_backward():  # not while a checkpoint is recomputed inside backward
             self._reducer.settle_aborted()
+        self._join_forward()
         if not self.do_sync:
             return _nothing
         self._ledger.forward()
@@ -191,7 +194,8 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
         """
         if self._channel is None or not (self.forward_sync_buffers and self._replicated_buffers):
             return False
-        self._channel.broadcast([buffer.data for buffer in self._replicated_buffers])
+        self._tell(Event.BUFFERS)
+        self._broadcast_buffers()
         return True
 
     # -- when to synchronize ------------------------------------------------------------------------------------
@@ -245,6 +249,7 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
         if self._channel is not None:
             self._reducer.settle_aborted()
             if self.training and self._ledger.forwards_since_sync == 0:
+                self._join_forward()
                 self._ledger.forward()
                 self.sync_buffers()
         self._reducer.synchronize()
