@@ -57,7 +57,7 @@ def beside_twin(
     offset: float = 0.0,
     steps: int = 2,
 ) -> list[str]:
-    """Forward and backward on this rank's part of the batch and, alone, on the whole; returns the buffers, to the last bit."""
+    """Forward and backward on this rank's part of the batch and, alone, on the whole; returns the exact buffers."""
     x = whole_batch(sizes, rest, dtype, offset)
     if last:
         x = x.contiguous(memory_format=CHANNELS_LAST[x.dim()])

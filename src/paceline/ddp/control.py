@@ -10,7 +10,7 @@ Float64 holds whole numbers exactly up to 2**53. Everything here is a function o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from paceline.errors import DesyncError, NonFiniteGradient
 
 Allocate = Callable[..., Tensor]
 """``allocate(numel, dtype=…)``: a zeroed tensor on the CPU."""
-UNWEIGHTED, WEIGHTED = 1, 2  # bits of Status.weighting
+UNWEIGHTED, WEIGHTED, UNCOUNTED = 1, 2, 4  # bits of Status.weighting
 
 
 @dataclass
@@ -39,13 +39,16 @@ class Status:
     weight: float = 0.0
     """Sum of ``model.weight(w)`` since the last synchronization."""
     weighting: int = 0
-    """Bits ``UNWEIGHTED``, ``WEIGHTED``: how backwards ran since the last synchronization."""
+    """Bits ``UNWEIGHTED``, ``WEIGHTED``: how backwards ran since the last synchronization; ``UNCOUNTED``: the rank has
+    no data and is left out of the mean."""
     non_finite: int = 0
     """How many of this rank's own gradients hold NaN or Inf, where that is looked for."""
     aborted: bool = False
     """Whether an exception ended this rank's backward before its end."""
     idle: bool = False
     """Whether this rank has no gradient at all, as one without data."""
+    joined: bool = False
+    """Whether this rank has run out of data inside ``join``; what must be equal then leaves it out."""
 
     @property
     def note(self) -> tuple[float, float]:
@@ -141,8 +144,8 @@ class ControlBlock:
                 )
             return
         for name, (noun, remedy) in _EQUAL.items():
-            values = [getattr(status, name) for status in statuses]
-            if len(set(values)) > 1:
+            values = {rank: getattr(status, name) for rank, status in enumerate(statuses) if not status.joined}
+            if len(set(values.values())) > 1:
                 raise DesyncError(f"ranks differ: {_who_has(values, noun)}; {remedy}")
         modes = [status.weighting for status in statuses]
         if any(mode & UNWEIGHTED for mode in modes) and any(mode & WEIGHTED for mode in modes):
@@ -168,13 +171,15 @@ def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFin
 def scale_of(notes: Sequence[tuple[float, float]]) -> float:
     """What sums over ranks are multiplied with: 1/N, or 1/Σw where micro-batches were weighted.
 
+    N counts the ranks, without those that have no data and are not to be counted (``UNCOUNTED``).
+
     `notes` holds the weight and weighting of each rank, see :class:`Status`. If all weights are zero there is nothing
     to learn from, and the gradient is zero.
     """
     if any(int(weighting) & WEIGHTED for _, weighting in notes):
         total = sum(weight for weight, _ in notes)
         return 1.0 / total if total else 0.0
-    return 1.0 / len(notes)
+    return 1.0 / max(1, sum(not int(weighting) & UNCOUNTED for _, weighting in notes))
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
@@ -182,10 +187,10 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _who_has(values: Sequence[int], noun: str) -> str:
+def _who_has(values: Mapping[int, int], noun: str) -> str:
     """«rank 0 has 3, ranks 1, 2 have 2 optimizer steps»."""
     groups: dict[int, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
     parts = [f"{named_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in groups.items()]
     return f"{', '.join(parts)} {noun}"

@@ -32,6 +32,7 @@ from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
 from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.shadowing import Event
 from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
 from paceline.ddp.unused import UnusedParameters, UnusedReport
@@ -70,6 +71,8 @@ class Reducer:
     """False inside ``no_sync``: a backward that starts now stays local."""
     exposed_seconds: float
     """Time waited for communication at the end of backwards, in seconds, since the wrapper was made."""
+    tell: Callable[[Event], None] | None
+    """Inside ``join``, tells ranks that ran out of data how this rank's backward goes."""
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class Reducer:
         self.storage = BucketSet(self.names, self.parameters, options.capacities, channel, outside)
         self.sync_enabled = True
         self.exposed_seconds = 0.0
+        self.tell = None
         self._channel, self._ledger = channel, ledger
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
@@ -150,11 +154,15 @@ class Reducer:
         if not self.sync_enabled:
             self._ledger.local_backwards += 1
             on_local()
+            if self.tell is not None:
+                queue_callback(partial(self.tell, Event.LOCAL))
             return
         self._begin()
         self._queue_finish()
 
     def _begin(self) -> None:
+        if self.tell is not None:
+            self.tell(Event.BACKWARD)
         self._phase = Phase.BACKWARD
         clear = all(parameter.grad is None for parameter in self.parameters)
         self._backward = Backward(self._gear, clear)
@@ -203,6 +211,8 @@ class Reducer:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
         backward = self._backward
         try:
+            if self.tell is not None:
+                self.tell(Event.END)
             mine = backward.launch_rest(aborted=self._aborted)
             self._phase = Phase.SETTLING
             yield True
@@ -251,7 +261,8 @@ class Reducer:
             self.parameters[index].grad = average
         for index in self._control.absent_everywhere():
             self.parameters[index].grad = None
-        self._arrivals.end(self._backward.absent)
+        if not self._ledger.status.joined:  # else nothing was to be expected
+            self._arrivals.end(self._backward.absent)
         self._backward.held.clear()
         self._ledger.synchronized()
 
@@ -262,6 +273,15 @@ class Reducer:
         self.settle_aborted()
         self._ledger.forget_dropped(self.parameters, in_backward=False)
         self._begin()
+        self.finish()
+
+    def launch_all(self) -> None:
+        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later."""
+        self._begin()
+        self._advance()
+
+    def finish(self) -> None:
+        """Carry a synchronization to its end."""
         while self._advance():
             pass
 
@@ -320,4 +340,4 @@ class Reducer:
     def close(self) -> None:
         """Take the hooks off the parameters, and let go of what refers back to the reducer."""
         self._arrivals.close()
-        self._task = None
+        self._task = self.tell = None

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from paceline.errors import UsageError
 
 
 class Unsupported:
     """Comes before torch's class among the wrapper's bases."""
-
-    def join(self, *_: Any, **__: Any) -> NoReturn:
-        """Not supported yet.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            "join() is not supported by Paceline yet; use paceline.data.GlobalBatchSampler, which gives every rank the "
-            "same number of batches, and model.sync_gradients() for an empty one"
-        )
 
     def __getstate__(self) -> NoReturn:
         raise UsageError(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 
@@ -29,10 +29,12 @@ from paceline.ddp.arguments import (
 from paceline.ddp.autograd import is_in_backward
 from paceline.ddp.channel import BROADCAST_BYTES, Channel, open_channel
 from paceline.ddp.guard import StepGuard
+from paceline.ddp.joining import Joining
 from paceline.ddp.ledger import Ledger, Positioned
 from paceline.ddp.reducer import Options, Reducer
 from paceline.ddp.registration import TakesHooks
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
+from paceline.ddp.shadowing import Event
 from paceline.ddp.solo import SoloReducer
 from paceline.ddp.sparse import sparse_by_layer
 from paceline.ddp.unsupported import Unsupported
@@ -42,7 +44,7 @@ from paceline.events import Recorder
 from paceline.modules import plain_name
 
 
-class DistributedDataParallel(TakesHooks, Unsupported, nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(TakesHooks, Unsupported, Joining, nn.parallel.DistributedDataParallel):
     """Replicates `module` over the ranks of a process group and averages gradients during backward.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass so that frameworks that ask
@@ -146,7 +148,7 @@ class DistributedDataParallel(TakesHooks, Unsupported, nn.parallel.DistributedDa
         self.parameters_to_ignore = ignored
         self.bucket_bytes_cap_list = list(options.capacities) if bucket_cap_mb_list else []
         self.broadcast_bucket_size = BROADCAST_BYTES
-        self._has_buffers = bool(self._replicated_buffers())
+        self._has_buffers = bool(self._replicated_buffers)
         self._ledger, self._comm_hooks = Ledger(), []
         self._trained, self._options, self._recorder = trained, options, recorder or Recorder()
         parameters = [parameter for _, parameter in trained]
@@ -203,6 +205,7 @@ class DistributedDataParallel(TakesHooks, Unsupported, nn.parallel.DistributedDa
         """Before a training forward: what has to happen on all ranks. Returns what undoes its count."""
         if not is_in_backward():  # not while a checkpoint is recomputed inside backward
             self._reducer.settle_aborted()
+        self._join_forward()
         if not self.do_sync:
             return _nothing
         self._ledger.forward()
@@ -226,12 +229,9 @@ class DistributedDataParallel(TakesHooks, Unsupported, nn.parallel.DistributedDa
         """
         if self._channel is None or not (self.forward_sync_buffers and self._has_buffers):
             return False
-        self._channel.broadcast([buffer.data for buffer in self._replicated_buffers()])
+        self._tell(Event.BUFFERS)
+        self._broadcast_buffers()
         return True
-
-    def _replicated_buffers(self) -> list[Tensor]:
-        # Looked up anew each time, as modules may put another tensor in a buffer's place.
-        return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
 
     # -- when to synchronize ------------------------------------------------------------------------------------
 
@@ -284,6 +284,7 @@ class DistributedDataParallel(TakesHooks, Unsupported, nn.parallel.DistributedDa
         if self._channel is not None:
             self._reducer.settle_aborted()
             if self.training and self._ledger.forwards_since_sync == 0:
+                self._join_forward()
                 self._ledger.forward()
                 self.sync_buffers()
         self._reducer.synchronize()
