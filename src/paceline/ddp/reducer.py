@@ -29,6 +29,7 @@ from paceline.ddp.backward import Backward, Gear
 from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
+from paceline.ddp.in_backward import InBackward
 from paceline.ddp.late import launch_late, settle_late
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.storage import BucketSet
@@ -76,6 +77,7 @@ class Reducer:
         self.sync_enabled = True
         self.exposed_seconds = 0.0
         self._channel, self._ledger = channel, ledger
+        self._in_backward = InBackward(self.parameters)
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
             self.names,
@@ -207,6 +209,8 @@ class Reducer:
             raise
         self._phase = Phase.IDLE
         self._control.check(statuses)
+        if not any(status.aborted for status in statuses):
+            self._in_backward.step()
 
     def _launch_order(self) -> tuple[Tensor, Launched]:
         """Send rank 0's order of arrival to all, as a sum to which only rank 0 contributes."""
