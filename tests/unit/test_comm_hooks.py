@@ -292,6 +292,37 @@ def test_a_fused_optimizer_gives_what_one_after_backward_gives(pools: Pools) -> 
     pools.run(2, fused)
 
 
+def in_backward(world: World) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it loads TorchScript
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+    torch.manual_seed(0)
+    net = Deep()
+    plain = DistributedDataParallel(copy.deepcopy(net))
+    _apply_optimizer_in_backward(torch.optim.SGD, list(net.parameters())[1:], {"lr": 0.1})
+    model = DistributedDataParallel(net, bucket_cap_mb=TINY)
+    optimizer = torch.optim.SGD(list(plain.parameters())[1:], lr=0.1)
+    for step in range(3):
+        for one in (model, plain):
+            with one.no_sync(), one.weight(3):
+                one(data(world.rank, step)).square().sum().backward()
+            with one.weight(3):
+                one(data(world.rank, step + 5)).square().sum().backward()
+        optimizer.step()
+        for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+            same_tensor(a.detach(), b.detach(), 1e-9, f"{name}, step {step}")
+            assert (a.grad is not None) == (name == "module.layers.0.weight")
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_optimizers_in_backward_step_on_averages(pools: Pools, size: int) -> None:
+    # They stepped on each rank's own gradient, and the replicas drifted apart.
+    pools.run(size, in_backward)
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 

@@ -90,6 +90,7 @@ class Reducer:
         self.exposed_seconds = 0.0
         self.tell = None
         self._channel, self._ledger = channel, ledger
+        self._in_backward = InBackward(self.parameters)
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
             self.names,
@@ -111,7 +112,6 @@ class Reducer:
         self._apart: dict[int, Tensor] = {}  # averages that are no bucket's view
         self._order_known = False
         self._accumulators = Accumulators(self.parameters)
-        self._in_backward = InBackward(self.parameters)
         self._arrivals = Arrivals(self.parameters, self._hooked)
         self._arrivals.use_layout(self.storage.layout, order_known=False)
         self._arrivals.begin(clear=True)

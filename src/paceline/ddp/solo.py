@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED, non_finite, scale_of
+from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.sparse import elements_of
 from paceline.errors import DesyncError
@@ -25,12 +26,13 @@ class SoloReducer:
         self.sync_enabled = True
         self._names = [name for name, _ in trained]
         self._parameters, self._ledger = [parameter for _, parameter in trained], ledger
-        self._check_finite = check_finite
+        self._check_finite, self._in_backward = check_finite, InBackward(self._parameters)
         self._accumulators = Accumulators(self._parameters)
         self._task: weakref.ref[GraphTask] | None = None
 
     def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward, in case its micro-batch is weighted."""
+        self._in_backward.take_over()
         for output in outputs:
             if output.grad_fn is not None:
                 output.register_hook(self._output_hook)
@@ -43,7 +45,12 @@ class SoloReducer:
         self._ledger.forget_dropped(self._parameters, in_backward=True)
         if not self.sync_enabled:
             self._ledger.local_backwards += 1
-        elif self._check_finite or self._ledger.status.weighting or self._ledger.local_backwards:
+        elif (
+            self._check_finite
+            or self._ledger.status.weighting
+            or self._ledger.local_backwards
+            or self._in_backward
+        ):
             task = GraphTask()
             self._task = weakref.ref(task)
             queue_callback(partial(self._end, task))
@@ -65,6 +72,7 @@ class SoloReducer:
         self._ledger.synchronized()
         if self._check_finite:
             self._expect_finite()
+        self._in_backward.step()
 
     def _scale(self, scale: float) -> None:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
