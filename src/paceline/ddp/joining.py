@@ -173,6 +173,8 @@ class Joining(Joinable):
                 self._launch_without_data(self._reducer)
             elif message.event is Event.END:
                 self._reducer.finish()
+                for parameter in self._reducer.parameters:
+                    parameter.grad = None  # of the others' data; the next backward would add to it
                 return
 
     def _launch_without_data(self, reducer: Reducer) -> None:
