@@ -33,7 +33,7 @@ from paceline.ddp.ledger import Ledger
 from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
 from paceline.ddp.unused import UnusedParameters, UnusedReport
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, UsageError
 from paceline.events import Recorder
 
 
@@ -96,6 +96,7 @@ class Reducer:
             options.check_finite,
         )
         self._unused = UnusedReport(options.unused, self.names, self.parameters, channel)
+        self.after_average: list[Callable[[], None]] = []  # what is to happen once p.grad holds averages
         self._phase = Phase.IDLE
         self._aborted = self._owes_launch = False
         self._task: weakref.ref[GraphTask] | None = None
@@ -129,9 +130,10 @@ class Reducer:
         """
         for output in outputs:
             if output.grad_fn is not None:
-                output.register_hook(partial(self._output_hook, on_local))
+                output.register_hook(partial(self.backward_reached, on_local))
 
-    def _output_hook(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
+    def backward_reached(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
+        """A backward has reached an output of the wrapper."""
         if self._phase in (Phase.BACKWARD, Phase.SETTLING) or not self._accumulators.are_meant():
             return
         self.settle_aborted()
@@ -213,6 +215,8 @@ class Reducer:
         self._phase = Phase.IDLE
         self._control.check(statuses)
         self._unused.say(unused)
+        for act in self.after_average:
+            act()
 
     def _launch_order(self) -> tuple[Tensor, Launched]:
         """Send rank 0's order of arrival to all, as a sum to which only rank 0 contributes."""
@@ -292,6 +296,15 @@ class Reducer:
             self._aborted = False
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
+
+    def expect_idle(self) -> None:
+        """Refuse to go on where a backward has not come to its end.
+
+        Raises:
+            UsageError: says where the backward is.
+        """
+        if self._phase is not Phase.IDLE:
+            raise UsageError(f"rank {self._channel.rank}: the last backward has not ended: {self._phase.value}")
 
     def local_gradient(self) -> str | None:
         """The name of a parameter whose gradient is this rank's own, not an average; None if there is none.
