@@ -21,9 +21,6 @@ from paceline.comm.process_group import PacelineProcessGroup
 from paceline.ddp.control import scale_of
 from paceline.errors import CommunicationError, PacelineError
 
-BROADCAST_BYTES = 25 * 2**20
-"""How much a broadcast of many tensors sends at once."""
-
 
 class Launched(Protocol):
     """A collective under way."""
@@ -63,7 +60,7 @@ class Channel:
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Make `tensors` equal to those of rank `source`, in place; returns when that is done."""
         if tensors:
-            self.run("broadcast", _broadcast_coalesced, self.group, list(tensors), BROADCAST_BYTES, source)
+            self.run("broadcast", _broadcast_coalesced, self.group, list(tensors), 25 * 2**20, source)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, in the order of ranks."""

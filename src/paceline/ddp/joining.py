@@ -25,7 +25,9 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.optim import Optimizer
 
+from paceline.ddp.buffers import Buffers
 from paceline.ddp.channel import Channel
+from paceline.ddp.copies import Asleep
 from paceline.ddp.guard import StepGuard
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.reducer import Reducer
@@ -44,12 +46,16 @@ class Joining(Joinable):
     forward_sync_buffers: bool
     _join_config: _JoinConfig
     _channel: Channel | None
-    _reducer: Reducer | SoloReducer
+    _reducer: Reducer | SoloReducer | Asleep
     _ledger: Ledger
     _guard: StepGuard
     parameters_to_ignore: set[str]
+    _buffers_to_sync: Buffers
+    buffer_hook: Any
 
     _stage = Stage.IDLE
+    _has_joined = False
+    """Whether it was ever part of a ``join``."""
     _present: Sequence[int] = (0,)
     """Ranks of the group that had data when the step began; rank 0 at least, outside ``join``."""
     _layers: Sequence[Communicates] = ()
@@ -92,7 +98,7 @@ class Joining(Joinable):
         """For ``torch.distributed.algorithms.join.Join``; takes the keyword arguments of :meth:`join`."""
         self._counts_joined = kwargs.get("divide_by_initial_world_size", True)
         self._optimizers = tuple(kwargs.get("optimizers", ()))
-        self._stage = Stage.IDLE
+        self._stage, self._has_joined = Stage.IDLE, True
         if isinstance(self._reducer, Reducer):
             self._reducer.tell = self._tell
             self._layers = [layer for layer in self.module.modules() if isinstance(layer, Communicates)]
@@ -166,7 +172,7 @@ class Joining(Joinable):
         self._ledger.status.joined = True
         while (message := self._exchange(None)) is not None and message.event is not Event.LOCAL:
             if message.event is Event.BUFFERS:
-                self._broadcast_buffers()
+                self._exchange_buffers()
             elif message.event is Event.LAYER:
                 self._layers[message.layer].shadow(message.code, self.device)
             elif message.event is Event.BACKWARD:
@@ -187,14 +193,13 @@ class Joining(Joinable):
         with torch.no_grad():
             reducer.launch_all()
 
-    @property
-    def _replicated_buffers(self) -> list[torch.Tensor]:
-        # Looked up anew each time, as modules may put another tensor in a buffer's place.
-        return [buffer for name, buffer in self.module.named_buffers() if name not in self.parameters_to_ignore]
-
-    def _broadcast_buffers(self) -> None:
+    def _exchange_buffers(self) -> None:
+        """Collective: make buffers equal to those of the first rank that has data, or as a user's hook does it."""
         assert self._channel is not None
-        self._channel.broadcast([buffer.data for buffer in self._replicated_buffers], self._present[0])
+        if hasattr(self, "buffer_hook"):  # as torch's _register_buffer_comm_hook leaves it
+            self._buffers_to_sync.run_hook(self.buffer_hook.buffer_comm_hook, self.buffer_hook.buffer_comm_hook_state)
+        else:
+            self._buffers_to_sync.broadcast(self._channel, self._present[0])
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -214,7 +219,7 @@ class Joining(Joinable):
             ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
             tensors = [parameter.data for name, parameter in self.module.named_parameters() if name not in ignored]
             if self.forward_sync_buffers:
-                tensors += [buffer.data for buffer in self._replicated_buffers]
+                tensors += [buffer.data for buffer in self._buffers_to_sync.named().values()]
             self._channel.broadcast(tensors, source)
             stale = [rank for rank, theirs in enumerate(everyone) if theirs[2] != everyone[source][2]]
             if stale and self._optimizers:

@@ -36,7 +36,7 @@ from paceline.ddp.shadowing import Event
 from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
 from paceline.ddp.unused import UnusedParameters, UnusedReport
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, UsageError
 from paceline.events import Recorder
 
 
@@ -143,9 +143,10 @@ class Reducer:
         self._in_backward.take_over()
         for output in outputs:
             if output.grad_fn is not None:
-                output.register_hook(partial(self._output_hook, on_local))
+                output.register_hook(partial(self.backward_reached, on_local))
 
-    def _output_hook(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
+    def backward_reached(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
+        """A backward has reached an output of the wrapper."""
         if self._phase in (Phase.BACKWARD, Phase.SETTLING) or not self._accumulators.are_meant():
             return
         self.settle_aborted()
@@ -324,6 +325,15 @@ class Reducer:
             self._aborted = False
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
+
+    def expect_idle(self) -> None:
+        """Refuse to go on where a backward has not come to its end.
+
+        Raises:
+            UsageError: says where the backward is.
+        """
+        if self._phase is not Phase.IDLE:
+            raise UsageError(f"rank {self._channel.rank}: the last backward has not ended: {self._phase.value}")
 
     def local_gradient(self) -> str | None:
         """The name of a parameter whose gradient is this rank's own, not an average; None if there is none.
