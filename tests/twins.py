@@ -224,12 +224,17 @@ def same_tensor(mine: Tensor, other: Tensor, rtol: float, what: str) -> None:
     torch.testing.assert_close(mine, other, rtol=rtol, atol=rtol * max(scale, 1e-6), msg=lambda m: f"{what}: {m}")
 
 
-def train_beside_twin(world: World, case: Case) -> list[list[str]]:
-    """Train on this rank's slices and alone; raises where they differ. Returns the layout of buckets."""
+def train_beside_twin(world: World, case: Case, hook: Callable[..., Any] | None = None) -> list[list[str]]:
+    """Train on this rank's slices and alone; raises where they differ. Returns the layout of buckets.
+
+    With `hook`, a communication hook that takes a process group for its state.
+    """
     torch.manual_seed(0)
     module = case.build()
     twin = copy.deepcopy(module)
-    model = DistributedDataParallel(module, **case.options)
+    model = DistributedDataParallel(module, unused_parameters="allow", **case.options)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
     optimizers = make_optimizer(case.optimizer, model), make_optimizer(case.optimizer, twin)
     uses = PATTERNS[case.pattern]
     for step, count in enumerate(case.batches):
