@@ -88,13 +88,13 @@ class Bucket:
         for i in indices:
             parameter = parameters[i]
             piece = flat[offset : offset + parameter.numel()]
-            views.append(_shaped_like(parameter, piece))
+            views.append(shaped_like(parameter, piece))
             offset += parameter.numel()
         return cls(indices, flat, views)
 
 
-def _shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:
-    """`piece` with the parameter's shape, and its strides (channels-last) if they cover memory without gaps."""
+def shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:
+    """`piece`, flat, with the parameter's shape, and its strides (channels-last) if they cover memory without gaps."""
     expected = 1
     for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if extent != 1 and stride != expected:

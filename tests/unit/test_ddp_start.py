@@ -185,7 +185,7 @@ def refusals(world: World) -> dict[str, tuple[str, str]]:
 
 def test_what_is_refused_says_why(pools: Pools) -> None:
     for found in pools.run(2, refusals):
-        assert {kind for kind, _ in found.values()} == {"UsageError"}
+        assert {kind for kind, _ in found.values()} == {"HookError", "UsageError"}
         for name in ("dim", "mixed_precision", "delay_all_reduce_named_params", "skip_all_reduce_unused_params"):
             assert f"DistributedDataParallel({name}=" in found[name][1]
         assert "not 0" in found["bucket_cap_mb"][1]

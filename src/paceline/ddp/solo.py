@@ -43,12 +43,7 @@ class SoloReducer:
         self._ledger.forget_dropped(self._parameters, in_backward=True)
         if not self.sync_enabled:
             self._ledger.local_backwards += 1
-        elif (
-            self._check_finite
-            or self._ledger.status.weighting
-            or self._ledger.local_backwards
-            or self._in_backward
-        ):
+        elif self._check_finite or self._ledger.status.weighting or self._ledger.local_backwards or self._in_backward:
             task = GraphTask()
             self._task = weakref.ref(task)
             queue_callback(partial(self._end, task))
