@@ -91,6 +91,32 @@ def test_without_loss_ranks_equal_one_process(pools: Pools, size: int, kind: str
     pools.run(size, beside_twin, kind)
 
 
+def many_buckets(world: World) -> list[str]:
+    """Two models whose backwards are one, each with many buckets of two collectives each."""
+    found = []
+    for kind in KINDS:
+        models = [DistributedDataParallel(net(), bucket_cap_mb=1e-4) for _ in range(2)]
+        for model in models:
+            model.register_comm_hook(KINDS[kind](model), compression.hook)
+        for step in range(10):
+            generator = torch.Generator().manual_seed(10 * step + world.rank)
+            outs = [model(torch.randn(6, 20, generator=generator)) for model in models]
+            (outs[0] * outs[1]).square().mean().backward()
+            for model in models:
+                for parameter in model.parameters():
+                    parameter.data.sub_(parameter.grad, alpha=0.1)
+                model.zero_grad()
+        found += [weights_sha256(model) for model in models]
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_collectives_of_many_buckets_keep_their_order_on_either_backend(backend: str) -> None:
+    with Pools(backend) as pools:
+        first, *others = pools.run(3, many_buckets)
+    assert all(other == first for other in others)
+
+
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 25), nn.Tanh(), nn.Linear(25, 4))
