@@ -75,15 +75,19 @@ class Bucket:
 
     @classmethod
     def allocate(
-        cls, indices: list[int], parameters: Sequence[Tensor], allocate: Callable[..., Tensor] = torch.zeros
+        cls,
+        indices: list[int],
+        parameters: Sequence[Tensor],
+        allocate: Callable[..., Tensor] = torch.zeros,
+        dtype: torch.dtype | None = None,
     ) -> Bucket:
-        """A zeroed bucket for `indices` of `parameters`, which share dtype and device.
+        """A zeroed bucket of `dtype` for `indices` of `parameters`, which share a device, and without `dtype` theirs.
 
         ``allocate(numel, dtype=…, device=…)`` gives its memory.
         """
         first = parameters[indices[0]]
         total = sum(parameters[i].numel() for i in indices)
-        flat = allocate(total, dtype=first.dtype, device=first.device)
+        flat = allocate(total, dtype=dtype or first.dtype, device=first.device)
         views, offset = [], 0
         for i in indices:
             parameter = parameters[i]

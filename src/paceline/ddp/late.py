@@ -34,7 +34,7 @@ def launch_late(
         kinds.setdefault((views[index].dtype, views[index].device), []).append(index)
     launched = []
     for same in kinds.values():
-        parts = [mine[index] if index in mine else torch.zeros_like(views[index]) for index in same]
+        parts = [mine[index].to(views[index]) if index in mine else torch.zeros_like(views[index]) for index in same]
         flat = torch.cat([part.detach().reshape(-1) for part in parts])
         launched.append(LateReduction(same, flat, channel.all_reduce(flat)))
     return launched

@@ -49,10 +49,12 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Options:
-    """Capacities of the first, second, … bucket in bytes, and whether gradients are checked for NaN and Inf."""
+    """Capacities of the first, second, … bucket in bytes, whether gradients are checked for NaN and Inf, and the dtype
+    in which they are reduced, if it is not their own."""
 
     capacities: tuple[int, ...] = (FIRST_CAPACITY, CAPACITY)
     check_finite: bool = False
+    reduce_dtype: torch.dtype | None = None
 
 
 class Reducer:
@@ -73,7 +75,7 @@ class Reducer:
     ) -> None:
         self.parameters = [parameter for _, parameter in named_parameters]
         self.names = [name for name, _ in named_parameters]
-        self.storage = BucketSet(self.names, self.parameters, options.capacities, channel)
+        self.storage = BucketSet(self.names, self.parameters, options.capacities, channel, options.reduce_dtype)
         self.sync_enabled = True
         self.exposed_seconds = 0.0
         self._channel, self._ledger = channel, ledger
@@ -229,8 +231,8 @@ class Reducer:
 
     def _publish(self) -> None:
         """Show the averages: ``p.grad`` is the bucket's view, or None where no rank had a gradient."""
-        for parameter, view in zip(self.parameters, self.storage.views, strict=True):
-            parameter.grad = view
+        for parameter, average in zip(self.parameters, self.storage.averages(), strict=True):
+            parameter.grad = average
         for index in self._control.absent_everywhere():
             self.parameters[index].grad = None
         self._arrivals.end(self._backward.absent)
@@ -292,8 +294,9 @@ class Reducer:
 
         Zeros do not count: torch sets them itself, to have an optimizer make its state.
         """
-        for name, parameter, view in zip(self.names, self.parameters, self.storage.views, strict=True):
-            if parameter.grad is not None and parameter.grad is not view and bool(parameter.grad.any()):
+        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            gradient = parameter.grad
+            if gradient is not None and not self.storage.is_average(index, gradient) and bool(gradient.any()):
                 return name
         return None
 

@@ -21,6 +21,7 @@ from torch.distributed.utils import _to_kwargs
 from paceline.ddp.arguments import (
     capacities,
     check_devices,
+    check_reduce_dtype,
     choose_group,
     refuse_unsupported,
     tensors_in,
@@ -68,6 +69,10 @@ class DistributedDataParallel(TakesHooks, Unsupported, nn.parallel.DistributedDa
         forward_sync_buffers: torch's new name for `broadcast_buffers`; wins over it.
         check_finite: raise :class:`~paceline.errors.NonFiniteGradient`, on every rank in the same step, if a rank's
             gradient holds NaN or Inf. Costs one read of the gradients. Leave it off with a GradScaler.
+        reduce_dtype: dtype of the buckets, and so of what travels and is summed, where it is not to be each
+            parameter's own: ``torch.float32`` for exact means of bf16 gradients, bf16 or fp16 for half the bytes.
+            Gradients keep the parameters' dtype, in memory of their own beside the buckets. In fp16 the gradient of
+            a rank's summed loss must not overflow; bf16 has the range for it.
         recorder: records the spans of each step while it is on.
 
     Raises:
@@ -102,6 +107,7 @@ class DistributedDataParallel(TakesHooks, Unsupported, nn.parallel.DistributedDa
         forward_sync_buffers: bool | None = None,
         *,
         check_finite: bool = False,
+        reduce_dtype: torch.dtype | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
@@ -114,7 +120,7 @@ class DistributedDataParallel(TakesHooks, Unsupported, nn.parallel.DistributedDa
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
         init_sync = check_init_sync(init_sync)
-        options = Options(capacities(bucket_cap_mb, bucket_cap_mb_list), check_finite)
+        options = Options(capacities(bucket_cap_mb, bucket_cap_mb_list), check_finite, check_reduce_dtype(reduce_dtype))
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         trained = [(plain_name(name), parameter) for name, parameter in trained_parameters(module, ignored)]
         self.device = trained[0][1].device
