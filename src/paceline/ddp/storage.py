@@ -105,13 +105,8 @@ class BucketSet:
         for bucket in before:
             self._channel.free(bucket.flat)
 
-    def _kind(self, index: int) -> tuple[torch.dtype, torch.device]:
-        parameter = self._parameters[index]
-        dtype = self._reduce_dtype if self._reduce_dtype and parameter.is_floating_point() else parameter.dtype
-        return dtype, parameter.device
-
     def averages(self) -> Sequence[Tensor]:
-        """The gradient to show for each parameter: its view, or a fresh copy in its own dtype if the view has another."""
+        """What to show as each parameter's gradient: its view, or a copy in its own dtype if the view has another."""
         if self._reduce_dtype is None:
             return self.views
         shown = [view.to(p.dtype) for view, p in zip(self.views, self._parameters, strict=True)]
@@ -125,3 +120,8 @@ class BucketSet:
         """Whether `gradient` is what :meth:`averages` gave for the parameter."""
         shown = self._cast[index]() if index in self._cast else self.views[index]
         return gradient is shown
+
+    def _kind(self, index: int) -> tuple[torch.dtype, torch.device]:
+        parameter = self._parameters[index]
+        dtype = self._reduce_dtype if self._reduce_dtype and parameter.is_floating_point() else parameter.dtype
+        return dtype, parameter.device
