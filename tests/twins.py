@@ -27,14 +27,14 @@ INPUTS, OUTPUTS = 5, 3
 class Pools:
     """Ranks by world size, started when first asked for and again after a failure."""
 
-    def __init__(self, backend: str | None = None) -> None:
-        self.backend = backend
+    def __init__(self, backend: str | None = None, timeout: float = 20) -> None:
+        self.backend, self.timeout = backend, timeout
         self._pools: dict[int, Ranks] = {}
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         pool = self._pools.get(size)
         if pool is None or not pool.processes:
-            pool = self._pools[size] = Ranks(size, 20, self.backend)
+            pool = self._pools[size] = Ranks(size, self.timeout, self.backend)
         return pool.run(function, *arguments)
 
     def __enter__(self) -> Pools:
