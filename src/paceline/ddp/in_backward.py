@@ -1,4 +1,8 @@
-"""Optimizers that step in backward, as ``torch.distributed.optim._apply_optimizer_in_backward`` attaches them."""
+"""Optimizers that torch's ``_apply_optimizer_in_backward`` has tied to parameters, run on averaged gradients.
+
+Left alone they step as soon as a parameter has its gradient, which is this rank's own. Here they step at the end of a
+synchronized backward, and the gradients become None, as with torch DDP; a backward under ``no_sync`` accumulates.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,28 @@ from collections.abc import Sequence
 
 from torch import nn
 
-_OPTIMIZERS = "_in_backward_optimizers"  # where torch keeps a parameter's
 
+class InBackward:
+    """The parameters among `parameters` that have such an optimizer; they are taken off autograd's own hooks."""
 
-def take_over(parameters: Sequence[nn.Parameter]) -> bool:
-    """Take torch's hooks off, which would step with a gradient of this rank alone; returns whether there are any."""
-    owners = [parameter for parameter in parameters if hasattr(parameter, _OPTIMIZERS)]
-    if not owners:
-        return False
-    # Loaded by whoever attached them; slow to load for all others.
-    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+        if not self._parameters:
+            return
+        # Not imported before somebody uses it: it loads TorchScript, which warns that it is deprecated.
+        from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
-    for parameter in owners:
-        for handle in param_to_optim_hook_handle_map.pop(parameter, []):
-            handle.remove()
-    return True
+        for parameter in self._parameters:
+            for handle in param_to_optim_hook_handle_map.get(parameter, []):
+                handle.remove()
 
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
 
-def step_averaged(parameters: Sequence[nn.Parameter]) -> None:
-    """Step with the averages, and drop them, as torch does; a parameter without a gradient stays as it is."""
-    for parameter in parameters:
-        if parameter.grad is not None and hasattr(parameter, _OPTIMIZERS):
-            for optimizer in getattr(parameter, _OPTIMIZERS):
-                optimizer.step()
-            parameter.grad = None
+    def step(self) -> None:
+        """Step them, where there is a gradient."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                for optimizer in parameter._in_backward_optimizers:
+                    optimizer.step()
+                parameter.grad = None

@@ -29,11 +29,13 @@ from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
 from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, scale_of
+from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.replica_check import ReplicaCheck
 from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
 from paceline.ddp.unused import UnusedParameters, UnusedReport
-from paceline.errors import CommunicationError, UsageError
+from paceline.errors import CommunicationError, ReplicaMismatch, UsageError
 from paceline.events import Recorder
 
 
@@ -84,6 +86,7 @@ class Reducer:
         self.sync_enabled = True
         self.exposed_seconds = 0.0
         self._channel, self._ledger = channel, ledger
+        self._in_backward = InBackward(self.parameters)
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
             self.names,
@@ -96,7 +99,7 @@ class Reducer:
             options.check_finite,
         )
         self._unused = UnusedReport(options.unused, self.names, self.parameters, channel)
-        self.after_average: list[Callable[[], None]] = []  # what is to happen once p.grad holds averages
+        self.replica_check: ReplicaCheck | None = None
         self._phase = Phase.IDLE
         self._aborted = self._owes_launch = False
         self._task: weakref.ref[GraphTask] | None = None
@@ -206,6 +209,9 @@ class Reducer:
                 yield True
             apart = yield from average_apart(self._gear, mine, scale)
             unused = yield from self._unused.look(self._control.missing_somewhere(statuses), backward.absent)
+            drift = None
+            if self.replica_check is not None:
+                drift = yield from self.replica_check.run(statuses)
             self._publish(apart)
             if order:
                 self._adopt_order(*order)
@@ -215,8 +221,10 @@ class Reducer:
         self._phase = Phase.IDLE
         self._control.check(statuses)
         self._unused.say(unused)
-        for act in self.after_average:
-            act()
+        if drift is not None:
+            raise ReplicaMismatch(drift)
+        if not any(status.aborted for status in statuses):
+            self._in_backward.step()
 
     def _launch_order(self) -> tuple[Tensor, Launched]:
         """Send rank 0's order of arrival to all, as a sum to which only rank 0 contributes."""
@@ -296,6 +304,10 @@ class Reducer:
             self._aborted = False
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
+
+    def take_over_optimizers(self) -> None:
+        """Let optimizers that torch has attached to parameters since step with averages."""
+        self._in_backward = InBackward(self.parameters)
 
     def expect_idle(self) -> None:
         """Refuse to go on where a backward has not come to its end.

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +36,9 @@ from paceline.ddp.buffers import Buffers
 from paceline.ddp.channel import Channel, open_channel
 from paceline.ddp.copies import Asleep
 from paceline.ddp.guard import StepGuard
-from paceline.ddp.in_backward import step_averaged, take_over
 from paceline.ddp.ledger import Ledger, Positioned
 from paceline.ddp.reducer import Options, Reducer
+from paceline.ddp.replica_check import ReplicaCheck, check_interval
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
 from paceline.ddp.solo import SoloReducer
 from paceline.ddp.sparse import sparse_by_layer
@@ -82,6 +81,9 @@ class DistributedDataParallel(Unsupported, TorchMembers, nn.parallel.Distributed
             ``find_unused_parameters=True`` or ``static_graph=True``. The average is right in any case.
         check_finite: raise :class:`~paceline.errors.NonFiniteGradient`, on every rank in the same step, if a rank's
             gradient holds NaN or Inf. Costs one read of the gradients. Leave it off with a GradScaler.
+        check_replicas_every: compare parameters, optimizer state and broadcast buffers between ranks once in so many
+            optimizer steps, bit by bit through fingerprints; a difference raises
+            :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one read of them.
         recorder: records the spans of each step while it is on.
 
     Raises:
@@ -117,6 +119,7 @@ class DistributedDataParallel(Unsupported, TorchMembers, nn.parallel.Distributed
         *,
         unused_parameters: UnusedParameters = "warn",
         check_finite: bool = False,
+        check_replicas_every: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
@@ -128,6 +131,7 @@ class DistributedDataParallel(Unsupported, TorchMembers, nn.parallel.Distributed
             unused_parameters, expected=find_unused_parameters or static_graph or skip_all_reduce_unused_params
         )
         self._options = Options(capacity, check_finite, unused)
+        self._check_replicas_every = check_interval(check_replicas_every)
         self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -185,6 +189,10 @@ class DistributedDataParallel(Unsupported, TorchMembers, nn.parallel.Distributed
         options = replace(self._options, sparse=frozenset(sparse_by_layer(self.module)))
         reducer = Reducer(self._trained, self._channel, self._ledger, options, recorder or Recorder())
         self._reducer = reducer
+        if self._check_replicas_every:
+            reducer.replica_check = ReplicaCheck(
+                self._check_replicas_every, self.module, self.parameters_to_ignore, self._ledger, self._channel
+            )
         self._guard = StepGuard(reducer.parameters, self._ledger, reducer.local_gradient)
         weakref.finalize(self, reducer.close).atexit = False
         return reducer
@@ -307,6 +315,8 @@ class DistributedDataParallel(Unsupported, TorchMembers, nn.parallel.Distributed
             self._run_buffer_hook()
         else:
             self._buffers_to_sync.broadcast(self._channel)
+            if isinstance(self._reducer, Reducer) and self._reducer.replica_check is not None:
+                self._reducer.replica_check.note_buffers(self._buffers_to_sync.named())
         return True
 
     def _run_buffer_hook(self) -> None:
@@ -317,9 +327,7 @@ class DistributedDataParallel(Unsupported, TorchMembers, nn.parallel.Distributed
         """Let optimizers that torch attached to parameters step with averages, from the first forward on, as torch."""
         if isinstance(self._reducer, Reducer) and not self._optimizers_taken_over:
             self._optimizers_taken_over = True
-            parameters = self._reducer.parameters
-            if take_over(parameters):
-                self._reducer.after_average.append(partial(step_averaged, parameters))
+            self._reducer.take_over_optimizers()
 
     # -- when to synchronize ------------------------------------------------------------------------------------
 
