@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from paceline.modules import unwrap
 
-PIECE = 2**15
+PIECE = 2**14
 """64-bit words that are digested at once on the CPU: what fits the cache."""
 
 

@@ -108,7 +108,7 @@ def strike(change: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> 
     [
         ("bit", "'parameter 0.weight'"),
         ("swap", "'parameter 2.weight'"),
-        ("state", '"Adam\'s exp_avg of parameter 2.bias"'),
+        ("state", "parameter 2.bias"),
     ],
 )
 @pytest.mark.parametrize(("every", "found"), [(1, 3), (2, 4), (5, 5)])

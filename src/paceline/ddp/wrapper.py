@@ -7,7 +7,6 @@ is :mod:`paceline.ddp.reducer`.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -34,7 +33,7 @@ from paceline.ddp.arguments import (
 from paceline.ddp.autograd import is_in_backward
 from paceline.ddp.buffers import Buffers
 from paceline.ddp.channel import Channel, open_channel
-from paceline.ddp.copies import Asleep
+from paceline.ddp.copies import Asleep, Copyable
 from paceline.ddp.guard import StepGuard
 from paceline.ddp.ledger import Ledger, Positioned
 from paceline.ddp.reducer import Options, Reducer
@@ -50,7 +49,7 @@ from paceline.events import Recorder
 from paceline.modules import plain_name
 
 
-class DistributedDataParallel(Unsupported, TorchMembers, nn.parallel.DistributedDataParallel):  # type: ignore[misc, override]
+class DistributedDataParallel(Unsupported, Copyable, TorchMembers, nn.parallel.DistributedDataParallel):  # type: ignore[misc, override]
     """Replicates `module` over the ranks of a process group and averages gradients during backward.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass so that frameworks that ask
@@ -196,67 +195,6 @@ class DistributedDataParallel(Unsupported, TorchMembers, nn.parallel.Distributed
         self._guard = StepGuard(reducer.parameters, self._ledger, reducer.local_gradient)
         weakref.finalize(self, reducer.close).atexit = False
         return reducer
-
-    # -- copies -------------------------------------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """A whole copy, on this rank alone; if it is trained, it connects to its peers in its first backward."""
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        copied._revive(
-            {name: copy.deepcopy(value, memo) for name, value in self._portable().items()}, self.process_group
-        )
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a pickle holds: neither process group nor buckets; the world that loads it gives its own.
-
-        Raises:
-            UsageError: if the wrapper averages over a group other than the default one, as in torch.
-        """
-        if self.process_group is not dist.distributed_c10d._get_default_group():
-            raise UsageError(
-                "only a DistributedDataParallel over the default process group can be pickled, as the others have no "
-                "name elsewhere; pickle paceline.unwrap(model) and wrap it again"
-            )
-        return self._portable()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Come back from a pickle, over the default process group."""
-        self._revive(state, choose_group(None, None))
-
-    def _portable(self) -> dict[str, Any]:
-        bound = (
-            "process_group",
-            "_channel",
-            "_reducer",
-            "_guard",
-            "_ledger",
-            "_trained",
-            "_frozen",
-            "_buffers_to_sync",
-        )
-        return {name: value for name, value in self.__dict__.items() if name not in bound}
-
-    def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
-        nn.Module.__setstate__(self, state)
-        self.process_group = group
-        self._prepare()
-        if dist.get_world_size(group) == 1:
-            self._be_alone()
-            return
-        parameters = [one for _, one in self._trained]
-        wake = weakref.WeakMethod(self._wake)
-        self._reducer = Asleep(parameters, self._ledger, lambda: wake()())  # type: ignore[misc]
-        self._guard = StepGuard(parameters, self._ledger, lambda: None)
-
-    def _wake(self) -> Reducer:
-        """Connect a copy that is trained; called by all ranks."""
-        if not isinstance(self._reducer, Reducer):
-            enabled = self.do_sync
-            self._connect([], False).sync_enabled = enabled
-        assert isinstance(self._reducer, Reducer)
-        return self._reducer
 
     # -- forward ------------------------------------------------------------------------------------------------
 
