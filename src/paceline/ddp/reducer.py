@@ -32,11 +32,12 @@ from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
 from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.replica_check import ReplicaCheck
 from paceline.ddp.shadowing import Event
 from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
 from paceline.ddp.unused import UnusedParameters, UnusedReport
-from paceline.errors import CommunicationError, UsageError
+from paceline.errors import CommunicationError, ReplicaMismatch, UsageError
 from paceline.events import Recorder
 
 
@@ -108,6 +109,7 @@ class Reducer:
             AllReduce(channel, ledger),
         )
         self._unused = UnusedReport(options.unused, self.names, self.parameters, channel)
+        self.replica_check: ReplicaCheck | None = None
         self._phase = Phase.IDLE
         self._aborted = self._owes_launch = False
         self._task: weakref.ref[GraphTask] | None = None
@@ -216,9 +218,9 @@ class Reducer:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
         backward = self._backward
         try:
+            mine = backward.launch_rest(aborted=self._aborted)
             if self.tell is not None:
                 self.tell(Event.END)
-            mine = backward.launch_rest(aborted=self._aborted)
             self._phase = Phase.SETTLING
             yield True
             statuses = backward.wait()
@@ -229,6 +231,9 @@ class Reducer:
                 yield True
             apart = yield from average_apart(self._gear, mine, scale)
             unused = yield from self._unused.look(self._control.missing_somewhere(statuses), backward.absent)
+            drift = None
+            if self.replica_check is not None:
+                drift = yield from self.replica_check.run(statuses)
             self._publish(apart)
             if order:
                 self._adopt_order(*order)
@@ -238,6 +243,8 @@ class Reducer:
         self._phase = Phase.IDLE
         self._control.check(statuses)
         self._unused.say(unused)
+        if drift is not None:
+            raise ReplicaMismatch(drift)
         if not any(one.aborted for one in statuses):
             self._in_backward.step()
 
