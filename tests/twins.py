@@ -229,7 +229,7 @@ def train_beside_twin(world: World, case: Case) -> list[list[str]]:
     torch.manual_seed(0)
     module = case.build()
     twin = copy.deepcopy(module)
-    model = DistributedDataParallel(module, **case.options)
+    model = DistributedDataParallel(module, unused_parameters="allow", **case.options)
     optimizers = make_optimizer(case.optimizer, model), make_optimizer(case.optimizer, twin)
     uses = PATTERNS[case.pattern]
     for step, count in enumerate(case.batches):

@@ -14,6 +14,7 @@
     └── NonFiniteGradient  ArithmeticError  a gradient holds NaN or Inf; names ranks and parameters
 
     CheckpointWarning      UserWarning  a damaged checkpoint was skipped, a folder is not locked
+    UnusedParameterWarning UserWarning  a parameter had no gradient on some rank
 
 A message is one sentence: what happened, with values and rank; then the remedy.
 """
@@ -76,3 +77,7 @@ class NonFiniteGradient(PacelineError, ArithmeticError):
 
 class CheckpointWarning(UserWarning):
     """What users should know of their checkpoints: a damaged one was skipped, a folder is not locked."""
+
+
+class UnusedParameterWarning(UserWarning):
+    """A parameter had no gradient on some rank, which is allowed and may be a mistake."""

@@ -23,15 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, arrival_order
+from paceline.ddp.apart import average_apart
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
 from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, scale_of
-from paceline.ddp.late import launch_late, settle_late
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
-from paceline.errors import CommunicationError
+from paceline.ddp.unused import UnusedParameters, UnusedReport
+from paceline.errors import CommunicationError, UsageError
 from paceline.events import Recorder
 
 
@@ -47,10 +49,16 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Options:
-    """Capacities of the first, second, … bucket in bytes, and whether gradients are checked for NaN and Inf."""
+    """What a user may choose."""
 
     capacities: tuple[int, ...] = (FIRST_CAPACITY, CAPACITY)
+    """Bytes of the first, second, … bucket."""
     check_finite: bool = False
+    """Whether gradients are checked for NaN and Inf."""
+    unused: UnusedParameters = "allow"
+    """What happens where a parameter has no gradient on some rank."""
+    sparse: frozenset[int] = frozenset()
+    """The ``id`` of parameters that get no place in a bucket, as their gradients are expected to be sparse."""
 
 
 class Reducer:
@@ -71,7 +79,8 @@ class Reducer:
     ) -> None:
         self.parameters = [parameter for _, parameter in named_parameters]
         self.names = [name for name, _ in named_parameters]
-        self.storage = BucketSet(self.names, self.parameters, options.capacities, channel)
+        outside = frozenset(index for index, one in enumerate(self.parameters) if id(one) in options.sparse)
+        self.storage = BucketSet(self.names, self.parameters, options.capacities, channel, outside)
         self.sync_enabled = True
         self.exposed_seconds = 0.0
         self._channel, self._ledger = channel, ledger
@@ -86,11 +95,14 @@ class Reducer:
             recorder,
             options.check_finite,
         )
+        self._unused = UnusedReport(options.unused, self.names, self.parameters, channel)
+        self.after_average: list[Callable[[], None]] = []  # what is to happen once p.grad holds averages
         self._phase = Phase.IDLE
         self._aborted = self._owes_launch = False
         self._task: weakref.ref[GraphTask] | None = None
         self._backward = Backward(self._gear, clear=True)
         self._finishing: Iterator[bool] = iter(())
+        self._apart: dict[int, Tensor] = {}  # averages that are no bucket's view
         self._order_known = False
         self._accumulators = Accumulators(self.parameters)
         self._arrivals = Arrivals(self.parameters, self._hooked)
@@ -118,9 +130,10 @@ class Reducer:
         """
         for output in outputs:
             if output.grad_fn is not None:
-                output.register_hook(partial(self._output_hook, on_local))
+                output.register_hook(partial(self.backward_reached, on_local))
 
-    def _output_hook(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
+    def backward_reached(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
+        """A backward has reached an output of the wrapper."""
         if self._phase in (Phase.BACKWARD, Phase.SETTLING) or not self._accumulators.are_meant():
             return
         self.settle_aborted()
@@ -182,17 +195,18 @@ class Reducer:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
         backward = self._backward
         try:
-            mine_late = backward.launch_rest(aborted=self._aborted)
+            mine = backward.launch_rest(aborted=self._aborted)
             self._phase = Phase.SETTLING
             yield True
             statuses = backward.wait()
             self.exposed_seconds += backward.exposed_seconds
-            late = launch_late(self._control.late(), mine_late, self.storage.views, self._channel)
+            scale = scale_of([one.note for one in statuses])
             order = None if self._order_known else self._launch_order()
-            if late or order:
+            if order:
                 yield True
-                settle_late(late, self.storage.views, scale_of([one.note for one in statuses]), self._channel)
-            self._publish()
+            apart = yield from average_apart(self._gear, mine, scale)
+            unused = yield from self._unused.look(self._control.missing_somewhere(statuses), backward.absent)
+            self._publish(apart)
             if order:
                 self._adopt_order(*order)
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
@@ -200,6 +214,9 @@ class Reducer:
             raise
         self._phase = Phase.IDLE
         self._control.check(statuses)
+        self._unused.say(unused)
+        for act in self.after_average:
+            act()
 
     def _launch_order(self) -> tuple[Tensor, Launched]:
         """Send rank 0's order of arrival to all, as a sum to which only rank 0 contributes."""
@@ -216,10 +233,14 @@ class Reducer:
             self.storage.assign_in((order - 1).tolist())
             self._arrivals.use_layout(self.storage.layout, order_known=True)
 
-    def _publish(self) -> None:
-        """Show the averages: ``p.grad`` is the bucket's view, or None where no rank had a gradient."""
-        for parameter, view in zip(self.parameters, self.storage.views, strict=True):
-            parameter.grad = view
+    def _publish(self, apart: dict[int, Tensor]) -> None:
+        """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
+        self._apart = apart
+        for index, view in enumerate(self.storage.views):
+            if index not in self.storage.outside:
+                self.parameters[index].grad = view
+        for index, average in apart.items():
+            self.parameters[index].grad = average
         for index in self._control.absent_everywhere():
             self.parameters[index].grad = None
         self._arrivals.end(self._backward.absent)
@@ -276,13 +297,24 @@ class Reducer:
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
 
+    def expect_idle(self) -> None:
+        """Refuse to go on where a backward has not come to its end.
+
+        Raises:
+            UsageError: says where the backward is.
+        """
+        if self._phase is not Phase.IDLE:
+            raise UsageError(f"rank {self._channel.rank}: the last backward has not ended: {self._phase.value}")
+
     def local_gradient(self) -> str | None:
         """The name of a parameter whose gradient is this rank's own, not an average; None if there is none.
 
         Zeros do not count: torch sets them itself, to have an optimizer make its state.
         """
-        for name, parameter, view in zip(self.names, self.parameters, self.storage.views, strict=True):
-            if parameter.grad is not None and parameter.grad is not view and bool(parameter.grad.any()):
+        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            average = self._apart.get(index, self.storage.views[index])
+            gradient = parameter.grad
+            if gradient is not None and gradient is not average and bool(elements_of(gradient).any()):
                 return name
         return None
 

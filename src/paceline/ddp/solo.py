@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED, non_finite, scale_of
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.sparse import elements_of
 from paceline.errors import DesyncError
 
 
@@ -59,17 +60,24 @@ class SoloReducer:
             raise DesyncError(
                 "some micro-batches of this step ran inside model.weight() and some outside; weigh all or none"
             )
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if weighting & WEIGHTED and gradients:
-            torch._foreach_mul_(gradients, scale_of([self._ledger.status.note]))
+        if weighting & WEIGHTED:
+            self._scale(scale_of([self._ledger.status.note]))
         self._ledger.synchronized()
         if self._check_finite:
             self._expect_finite()
 
+    def _scale(self, scale: float) -> None:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
+            torch._foreach_mul_(dense, scale)
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad * scale  # its values may be expanded, so not in place
+
     def _expect_finite(self) -> None:
         named = zip(self._names, self._parameters, strict=True)
         present = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
-        if bad := [name for name, gradient in present if not torch.isfinite(gradient).all()]:
+        if bad := [name for name, gradient in present if not torch.isfinite(elements_of(gradient)).all()]:
             raise non_finite([0], bad, len(self._names))
 
     def settle_aborted(self) -> None:

@@ -20,10 +20,13 @@ class BucketSet:
         parameters: in the module's order.
         capacities: bytes of the first, second, … bucket; see :func:`paceline.buckets.assign`.
         channel: allocates the buckets.
+        outside: indices of parameters that get no place in a bucket.
     """
 
     views: list[Tensor]
-    """For each parameter, its place in a bucket, shaped like its gradient."""
+    """For each parameter, its place in a bucket, shaped like its gradient; empty for those outside."""
+    outside: frozenset[int]
+    """Parameters that have no place in a bucket."""
 
     def __init__(
         self,
@@ -31,7 +34,9 @@ class BucketSet:
         parameters: Sequence[nn.Parameter],
         capacities: Sequence[int],
         channel: Channel,
+        outside: frozenset[int] = frozenset(),
     ) -> None:
+        self.outside = outside
         self._names, self._parameters, self._capacities, self._channel = names, parameters, capacities, channel
         self.buckets: list[Bucket] = []
         self.assign_in(range(len(parameters) - 1, -1, -1))
@@ -53,7 +58,8 @@ class BucketSet:
         """Make the buckets anew for parameters that arrive in `order`."""
         sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
         kinds = [self._kind(index) for index in range(len(self._parameters))]
-        self._use(assign(sizes, kinds, order, self._capacities))
+        inside = [index for index in order if index not in self.outside]
+        self._use(assign(sizes, kinds, inside, self._capacities))
 
     def named_layout(self) -> list[list[str]]:
         """The layout with names for indices."""
@@ -74,7 +80,8 @@ class BucketSet:
                 )
         index_of = {name: index for index, name in enumerate(self._names)}
         indices = [[index_of[name] for name in names] for names in layout]
-        if held != sorted(self._names) or any(len({self._kind(index) for index in part}) != 1 for part in indices):
+        inside = sorted(name for index, name in enumerate(self._names) if index not in self.outside)
+        if held != inside or any(len({self._kind(index) for index in part}) != 1 for part in indices):
             raise CheckpointMismatch(
                 f"the bucket layout holds {len(held)} parameters in a way that does not fit this model of "
                 f"{len(self._names)}; load it into the model it was saved from"

@@ -29,9 +29,3 @@ class Unsupported:
             "join() is not supported by Paceline yet; use paceline.data.GlobalBatchSampler, which gives every rank the "
             "same number of batches, and model.sync_gradients() for an empty one"
         )
-
-    def __getstate__(self) -> NoReturn:
-        raise UsageError(
-            "a DistributedDataParallel cannot be copied or pickled, as its buckets and channel belong to this process; "
-            "copy paceline.unwrap(model) and wrap the copy"
-        )
