@@ -11,11 +11,13 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from paceline.compiling import class_never_compiled
 from paceline.ddp.autograd import Accumulators
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.reducer import Reducer
 
 
+@class_never_compiled
 class Asleep:
     """Stands in for a copy's reducer, which ``wake()`` makes, with all ranks."""
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, arrival_order
+from paceline.compiling import class_never_compiled
 from paceline.ddp.apart import average_apart
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
@@ -61,6 +62,7 @@ class Options:
     """The ``id`` of parameters that get no place in a bucket, as their gradients are expected to be sparse."""
 
 
+@class_never_compiled
 class Reducer:
     """Owns the buckets of one wrapper and carries each synchronized backward from its start to its end."""
 

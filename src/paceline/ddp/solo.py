@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from paceline.compiling import class_never_compiled
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED, non_finite, scale_of
 from paceline.ddp.ledger import Ledger
@@ -16,6 +17,7 @@ from paceline.ddp.sparse import elements_of
 from paceline.errors import DesyncError
 
 
+@class_never_compiled
 class SoloReducer:
     """The reducer's twin for one rank: ``model.weight(w)`` still means Σ gradient / Σ w over micro-batches."""
 
