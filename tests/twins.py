@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from paceline import unwrap
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.world import World
 from ranks import Ranks
@@ -228,7 +229,7 @@ def train_beside_twin(world: World, case: Case) -> list[list[str]]:
     """Train on this rank's slices and alone; raises where they differ. Returns the layout of buckets."""
     torch.manual_seed(0)
     module = case.build()
-    twin = copy.deepcopy(module)
+    twin = copy.deepcopy(unwrap(module))  # which is never compiled
     model = DistributedDataParallel(module, unused_parameters="allow", **case.options)
     optimizers = make_optimizer(case.optimizer, model), make_optimizer(case.optimizer, twin)
     uses = PATTERNS[case.pattern]

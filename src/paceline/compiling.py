@@ -7,6 +7,7 @@ alone. A function marked stays so through ``torch._dynamo.reset()``.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import FunctionType
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+from paceline.errors import UsageError
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 AnyClass = TypeVar("AnyClass", bound=type)
@@ -47,6 +50,20 @@ def _mark(function: Any, below: _FrameAction) -> None:
     function._torchdynamo_disable_msg = "Paceline runs between compiled graphs"
 
 
+def expect_eager_backward(rank: int) -> None:
+    """Refuse a backward that compiled autograd runs: it calls hooks late, and the end of backward not at all.
+
+    Raises:
+        UsageError: says how to switch it off.
+    """
+    autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if autograd is not None and autograd.in_compiled_autograd_region:
+        raise UsageError(
+            f"rank {rank}: backward runs under torch's compiled autograd, which Paceline does not support, as it would "
+            "leave gradients unaveraged; leave torch._dynamo.config.compiled_autograd False"
+        )
+
+
 @compiled_below
 def call_module(wrapper: TorchDDP | None, module: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call `module`, which if it is compiled is cut into graphs at the bounds of the buckets of `wrapper`, if given.
@@ -57,13 +74,14 @@ def call_module(wrapper: TorchDDP | None, module: nn.Module, inputs: Sequence[An
     before = TorchDDP._active_ddp_module
     TorchDDP._active_ddp_module = wrapper
     try:
-        return _caller(type(module))(module, *inputs, **kwargs)
+        kind: Any = type(module)
+        return _caller(kind)(module, *inputs, **kwargs)
     finally:
         TorchDDP._active_ddp_module = before
 
 
 @cache
-def _caller(kind: Any) -> Callable[..., Any]:
+def _caller(kind: type[nn.Module]) -> Callable[..., Any]:
     """A function that calls a module of the class `kind`."""
     if not getattr(kind.forward, "__module__", "").startswith("torch."):
         return _call

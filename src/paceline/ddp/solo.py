@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.compiling import class_never_compiled
+from paceline.compiling import class_never_compiled, expect_eager_backward
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED, non_finite, scale_of
 from paceline.ddp.ledger import Ledger
@@ -46,6 +46,7 @@ class SoloReducer:
         if not self.sync_enabled:
             self._ledger.local_backwards += 1
         elif self._check_finite or self._ledger.status.weighting or self._ledger.local_backwards:
+            expect_eager_backward(0)
             task = GraphTask()
             self._task = weakref.ref(task)
             queue_callback(partial(self._end, task))
