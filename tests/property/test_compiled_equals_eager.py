@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.events import Recorder
 from paceline.world import World
+from ranks import run_ranks
 from twins import Case, Pools, reentrant, same_gradients, same_weights, train_beside_twin
 
 WIDTH = 384
@@ -52,6 +53,7 @@ def quietly(world: World, function: Callable[..., Any], *arguments: Any) -> Any:
     with warnings.catch_warnings():
         # torch.compile asks for the gradient of every tensor that it finds, and torch warns of that.
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.")  # with which torch itself compiles
         return function(world, *arguments)
 
 
@@ -123,23 +125,31 @@ def test_compiled_equals_eager(pools: Pools, how: str, build: Callable[[], nn.Mo
     run(pools, beside_eager, how, build, options)
 
 
-def with_inductor(world: World, how: str) -> None:
-    from torch._inductor.utils import fresh_cache
+def with_inductor(world: World, how: str, folder: str) -> None:
+    from torch._inductor import config
 
-    with tempfile.TemporaryDirectory() as folder, fresh_cache(dir=folder), mock.patch.dict("os.environ"):
-        beside_eager(world, how, partial(Layers, 2), {"backend": "inductor"})
+    # One folder for all ranks, so that each kernel is compiled once; little is prepared for a few.
+    alone = config.patch({"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False})
+    with alone, mock.patch.dict("os.environ", TORCHINDUCTOR_CACHE_DIR=folder):
+        beside_eager(world, how, partial(Layers, 1), {"backend": "inductor"})
 
 
-def test_compiled_by_inductor_equals_eager(pools: Pools) -> None:
-    run(pools, with_inductor, "outside")
+def test_compiled_by_inductor_equals_eager(tmp_path: Path) -> None:
+    run_ranks(2, quietly, with_inductor, "outside", str(tmp_path))
 
 
 # -- accumulation, weights, unused parts: beside one process -----------------------------------------------------------
 
 
 def inside(build: Callable[[], nn.Module]) -> nn.Module:
-    torch._dynamo.reset()
     return torch.compile(build(), backend="aot_eager")
+
+
+def train_compiled(world: World, case: Case) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    train_beside_twin(world, replace(case, build=partial(inside, case.build)))
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 CASES = [
@@ -153,9 +163,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiled_equals_one_process(pools: Pools, case: Case) -> None:
-    compiled_case = copy.copy(case)
-    object.__setattr__(compiled_case, "build", partial(inside, case.build))
-    run(pools, train_beside_twin, compiled_case)
+    run(pools, train_compiled, case)
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
