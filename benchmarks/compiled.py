@@ -80,7 +80,7 @@ def launches_of(variant: Variant, recorder: Recorder | None, steps: int) -> floa
     """The median share of bytes that a wrapper launches early."""
     model: Any = variant.model
     shares = []
-    if not isinstance(model, nn.parallel.DistributedDataParallel):
+    if not hasattr(model, "no_sync"):
         return None
     launches = Launches()
     if recorder is None:  # torch's tells a hook
