@@ -161,7 +161,10 @@ def main() -> None:
         table.add_row(name, *(f"{result[key]:.2f}" if key in result else "" for key in shown))
     if world.is_main:
         Console(width=110).print(table)
-        print("kept in", save("compiled", {workload.name: {"backend": options.backend, **given, **results}}))
+        print(
+            "kept in",
+            save(f"compiled-{workload.name}", {workload.name: {"backend": options.backend, **given, **results}}),
+        )
     world.close()
 
 

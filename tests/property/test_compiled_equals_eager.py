@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,8 @@ from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.events import Recorder
 from paceline.world import World
-from ranks import run_ranks
-from twins import Case, Pools, reentrant, same_gradients, same_weights, train_beside_twin
+from ranks import Ranks, run_ranks
+from twins import Case, reentrant, same_gradients, same_weights, train_beside_twin
 
 WIDTH = 384
 """A square layer of this width in fp64 fills a bucket of 1 MiB, below which torch cuts no graph."""
@@ -49,6 +49,13 @@ def sequence() -> nn.Module:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3)])
 
 
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    """Patient ranks: the first to compile loads torch's compiler, which takes long on a busy machine."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
 def quietly(world: World, function: Callable[..., Any], *arguments: Any) -> Any:
     with warnings.catch_warnings():
         # torch.compile asks for the gradient of every tensor that it finds, and torch warns of that.
@@ -57,8 +64,8 @@ def quietly(world: World, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(world, *arguments)
 
 
-def run(pools: Pools, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    return pools.run(2, quietly, function, *arguments)
+def run(two: Ranks, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    return two.run(quietly, function, *arguments)
 
 
 def batch(rank: int, step: int, count: int = 3) -> Tensor:
@@ -121,8 +128,8 @@ FULL = {"fullgraph": True}
         ("outside", Layers, {"dynamic": True}),
     ],
 )
-def test_compiled_equals_eager(pools: Pools, how: str, build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
-    run(pools, beside_eager, how, build, options)
+def test_compiled_equals_eager(two: Ranks, how: str, build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    run(two, beside_eager, how, build, options)
 
 
 def with_inductor(world: World, how: str, folder: str) -> None:
@@ -152,18 +159,18 @@ def train_compiled(world: World, case: Case) -> None:
     assert counters["stats"]["unique_graphs"] > 0
 
 
-CASES = [
-    Case(micros=2),  # no_sync, weights, batches of changing size
-    Case(micros=2, window="backward", set_to_none=False),
-    Case(micros=2, window="sync_gradients"),
-    Case(pattern="other parts on other ranks"),
-    Case(build=reentrant),
-]
+CASES = {
+    "no_sync, weights, batches of changing size": Case(micros=2),
+    "no_sync around backward, zeroed gradients": Case(micros=2, window="backward", set_to_none=False),
+    "sync_gradients": Case(micros=2, window="sync_gradients"),
+    "other parts on other ranks": Case(pattern="other parts on other ranks"),
+    "reentrant checkpoints": Case(build=reentrant),
+}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_compiled_equals_one_process(pools: Pools, case: Case) -> None:
-    run(pools, train_compiled, case)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_compiled_equals_one_process(two: Ranks, case: Case) -> None:
+    run(two, train_compiled, case)
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
@@ -204,8 +211,8 @@ def order_of_events(world: World, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["inside", "outside"])
-def test_every_bucket_is_launched_before_the_next_graph_runs(pools: Pools, how: str) -> None:
-    for first, *others in run(pools, order_of_events, how):
+def test_every_bucket_is_launched_before_the_next_graph_runs(two: Ranks, how: str) -> None:
+    for first, *others in run(two, order_of_events, how):
         assert first == "GLGLGLGLW"
         for step in others:  # buckets were rebuilt; what is left over fills one more
             assert step == "GLGLGLGLLW"
@@ -237,8 +244,8 @@ def whole_step(world: World) -> None:
         same_weights(module, twin)
 
 
-def test_a_whole_step_in_a_compiled_function(pools: Pools) -> None:
-    run(pools, whole_step)
+def test_a_whole_step_in_a_compiled_function(two: Ranks) -> None:
+    run(two, whole_step)
 
 
 def under_compiled_autograd(world: World) -> None:
@@ -256,8 +263,8 @@ def under_compiled_autograd(world: World) -> None:
     model(batch(world.rank, 0)).sum().backward()  # all is well without it
 
 
-def test_compiled_autograd_is_refused(pools: Pools) -> None:
-    run(pools, under_compiled_autograd)
+def test_compiled_autograd_is_refused(two: Ranks) -> None:
+    run(two, under_compiled_autograd)
 
 
 def torchs_own(world: World) -> None:
@@ -281,5 +288,5 @@ def torchs_own(world: World) -> None:
     assert doubled_sum(torch.ones(3)).eq(2 * world.size + 1).all()
 
 
-def test_torchs_own_ddp_and_collectives_compile_on_our_group(pools: Pools) -> None:
-    run(pools, torchs_own)
+def test_torchs_own_ddp_and_collectives_compile_on_our_group(two: Ranks) -> None:
+    run(two, torchs_own)
