@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, arrival_order
+from paceline.compiling import class_never_compiled, expect_eager_backward
 from paceline.ddp.apart import average_apart
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
@@ -67,6 +68,7 @@ class Options:
     """The ``id`` of parameters that get no place in a bucket, as their gradients are expected to be sparse."""
 
 
+@class_never_compiled
 class Reducer:
     """Owns the buckets of one wrapper and carries each synchronized backward from its start to its end."""
 
@@ -153,6 +155,7 @@ class Reducer:
 
     def backward_reached(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
         """A backward has reached an output of the wrapper."""
+        expect_eager_backward(self._channel.rank)
         if self._phase in (Phase.BACKWARD, Phase.SETTLING) or not self._accumulators.are_meant():
             return
         self.settle_aborted()
@@ -203,6 +206,7 @@ class Reducer:
         if self._phase not in (Phase.BACKWARD, Phase.SETTLING):
             # Forward went past the wrapper (model.module.loss(…)): begin here. Gradients that came unnoticed
             # before are found at the end, as nothing is launched that has not been seen.
+            expect_eager_backward(self._channel.rank)
             self.settle_aborted()
             self._begin()
             self._queue_finish()

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 
 from paceline.buckets import FIRST_CAPACITY
+from paceline.compiling import call_module, compiled_below, never_compiled
 from paceline.ddp.arguments import (
     capacities,
     check_delayed,
@@ -227,28 +227,27 @@ class DistributedDataParallel(TakesHooks, Copyable, TorchMembers, Joining, nn.pa
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    @_disable_dynamo(recursive=False)  # the module is compiled, the wrapper is not
+    @compiled_below
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; in training mode after syncing buffers, with its outputs hooked for backward."""
         if self._input_device is not None:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
             inputs, kwargs = moved[0], moved_kwargs[0]
         if not torch.is_grad_enabled():
-            return self.module(*inputs, **kwargs)
+            return call_module(None, self.module, inputs, kwargs)
         on_local = self._begin_forward()
-        with self._inside_ddp_forward():  # by which torch.compile knows to cut its graphs at bucket bounds
-            output = self.module(*inputs, **kwargs)
+        output = call_module(self, self.module, inputs, kwargs)
         self._end_forward(output, on_local)
         return output
 
-    @_disable_dynamo
+    @never_compiled
     def _end_forward(self, output: Any, on_local: Callable[[], None]) -> None:
         self._reducer.watch(tensors_in(output), on_local)
         if self._channel is not None and self.training and self.do_sync and self._check_sync_bufs_post_fwd():
             self._tell(Event.BUFFERS)
             self._exchange_buffers()
 
-    @_disable_dynamo
+    @never_compiled
     def _begin_forward(self) -> Callable[[], None]:
         """Before a forward: what has to happen on all ranks. Returns what undoes its count."""
         self._expect_frozen()
