@@ -2,8 +2,9 @@
 
 Bare is the compiled module without a wrapper, in one graph, followed by a barrier. Beside each time stands how well
 communication overlaps: the share of gradient bytes that were launched while at least a tenth of backward's computation
-lay ahead, and the time a step waited at the end of backward. In "paceline, uncut" nothing is cut (``optimize_ddp`` is
-off), so that all gradients come at once.
+lay ahead, and the time a step waited at the end of backward. The last launch counts as the end of computation, so where
+copying into buckets takes long the share is too high, as uncut graphs show. In "paceline, uncut" nothing is cut
+(``optimize_ddp`` is off), so that all gradients come at once.
 Run by: paceline run --nproc 2 benchmarks/compiled.py --help
 """
 
