@@ -3,7 +3,7 @@
 Importing it makes the process group backend ``"paceline"`` known to torch.distributed; nothing else happens.
 """
 
-from paceline import checkpoint, data, ddp, errors, nn, train
+from paceline import checkpoint, compression, data, ddp, errors, nn, train
 from paceline.checkpoint import Checkpointer
 from paceline.comm.process_group import register as _register
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics
@@ -23,6 +23,7 @@ __all__ = [
     "accumulate",
     "checkpoint",
     "clip_grad_norm_",
+    "compression",
     "data",
     "ddp",
     "errors",

@@ -13,7 +13,7 @@ from twins import Pools
 
 @pytest.fixture(scope="module", params=["paceline", "gloo"])
 def worlds(request: pytest.FixtureRequest) -> Iterator[Pools]:
-    with Pools(request.param) as pools:
+    with Pools(request.param, timeout=90) as pools:
         yield pools
 
 

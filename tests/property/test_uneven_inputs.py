@@ -44,8 +44,9 @@ class ConvNet(nn.Module):
         return self.bare(self.second(self.norm(self.first(x)).tanh())).tanh().mean((2, 3))
 
     def forward(self, x: Tensor, how: str = "plain") -> Tensor:
-        hidden = self.body(x) if how == "plain" else checkpoint(self.body, x, use_reentrant=False)
-        return self.last(hidden)
+        if how == "plain":
+            return self.last(self.body(x))
+        return self.last(checkpoint(self.body, x.requires_grad_(), use_reentrant=how == "reentrant"))
 
 
 class Plain(nn.Module):
@@ -195,6 +196,7 @@ CASES: dict[str, Uneven] = {
     "no_sync around backward alone": Uneven((5, 3), window=2, local="backward"),
     "a last average stays in the gradients": Uneven((1, 4), zero_at="start"),
     "checkpointed": Uneven((1, 3), how="checkpoint"),
+    "checkpointed, reentrant": Uneven((1, 0, 3), how="reentrant", window=2),
     "without broadcast of buffers": Uneven((1, 3), broadcast=False),
     "through torch's Join": Uneven((1, 4), entry="Join"),
     "torch's Join, windows": Uneven((3, 8), window=2, entry="Join"),
@@ -236,6 +238,29 @@ def test_any_counts_equal_one_process(
 ) -> None:
     case = Uneven(counts, window=window, weighted=weighted, by_initial=by_initial, local=local)
     three.run(beside_twin, case)
+
+
+def beside_torch(world: World, by_initial: bool) -> None:
+    """Everything that torch's join gives, ours gives too."""
+    torch.manual_seed(0)
+    module = Plain()
+    gloo = dist.new_group(backend="gloo")  # whose works have the result that torch's join reads
+    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(module), process_group=gloo)
+    models = DistributedDataParallel(module), theirs
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with model.join(divide_by_initial_world_size=by_initial):
+            for at in range((3, 0, 5)[world.rank]):
+                loss_of(model(batch(world.rank, at))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    same_weights(models[0], models[1])
+    assert models[0]._authoritative_rank == models[1]._authoritative_rank == 2
+
+
+@pytest.mark.parametrize("by_initial", [True, False])
+def test_plain_models_end_as_under_torchs_join(pools: Pools, by_initial: bool) -> None:
+    pools.run(3, beside_torch, by_initial)
 
 
 # -- other steps than forward, backward, step --------------------------------------------------------------------------
@@ -454,6 +479,38 @@ def raising(world: World) -> None:
 
 def test_an_exception_passes_and_leaves_nothing_behind(pools: Pools) -> None:
     pools.run(2, raising)
+
+
+def backward_that_raises(world: World) -> str:
+    """Rank 0 has no data; rank 1's second backward raises, and the script goes on far enough to tell the others."""
+
+    def stumble(_: Tensor) -> None:
+        raise KeyError("on purpose")
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Plain(), bucket_cap_mb=1e-4)
+    try:
+        with model.join():
+            for at in range(2 if world.rank else 0):
+                loss = loss_of(model(batch(world.rank, at)))
+                if (world.rank, at) == (1, 1):
+                    model.module.net[1].weight.register_hook(stumble)
+                    with pytest.raises(KeyError):
+                        loss.backward()
+                    with model.weight(0):  # uses the model again, so pays what the others wait for
+                        raise KeyError("seen")
+                loss.backward()
+                model.zero_grad()
+    except (KeyError, DesyncError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_backward_that_raises_is_told_to_all(pools: Pools) -> None:
+    first, second, third = pools.run(3, backward_that_raises)
+    assert second == "KeyError: 'seen'"
+    assert first.startswith("DesyncError: rank 0: backward was ended by an exception on rank 1")
+    assert third.startswith("DesyncError: rank 2: backward was ended by an exception on rank 1")
 
 
 def solo(world: World) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import SyncBatchNorm
-from paceline.errors import DesyncError, UsageError
+from paceline.errors import ReplicaMismatch, UsageError
 from paceline.nn import moments
 from paceline.world import World
 from ranks import Ranks
@@ -373,17 +373,24 @@ def test_a_weight_of_another_type_is_refused(pools: Pools) -> None:
         )
 
 
-def other_features(world: World) -> str:
-    with pytest.raises(DesyncError) as caught:
-        SyncBatchNorm(3 + world.rank)(torch.randn(2, 3 + world.rank))
+def other_layer(world: World, layers: list[int], dtypes: list[torch.dtype]) -> str:
+    features, dtype = layers[world.rank], dtypes[world.rank]
+    with pytest.raises(ReplicaMismatch) as caught:
+        SyncBatchNorm(features, dtype=dtype)(torch.randn(2, features, dtype=dtype))
     return str(caught.value)
 
 
-def test_layers_of_different_width_are_a_named_mismatch(pools: Pools) -> None:
-    for message in pools.run(2, other_features):
-        assert "rank" in message
-        assert "all_gather of 10" in message
-        assert "all_gather of 12" in message
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_different_layers_are_named_before_the_first_forward(backend: str) -> None:
+    """Gloo ends the process where sizes differ."""
+    single, double = torch.float32, torch.float64
+    with Ranks(3, timeout=30, backend=backend) as ranks:
+        for message in ranks.run(other_layer, [3, 3, 4], [single] * 3):
+            assert message.startswith("a SyncBatchNorm has 3 channels on rank 0 but 4 on rank 2")
+        for message in ranks.run(other_layer, [3, 3, 3], [single, double, single]):
+            assert message.startswith(
+                "a SyncBatchNorm's statistics are torch.float32 on rank 0 but torch.float64 on rank 1"
+            )
 
 
 # -- conversion --------------------------------------------------------------------------------------------------------

@@ -23,15 +23,16 @@ def average_apart(gear: Gear, mine: Mapping[int, Tensor], scale: float) -> Gener
         scale: what sums over ranks are multiplied with.
 
     Returns:
-        The averages, by parameter; where a bucket has a part of it, its view.
+        The averages that are in no bucket, by parameter. Where a bucket has a part of it, the rest was added there.
     """
     sparse, late = gear.control.apart()
-    averages = {index: _target(gear, index) for index in late}
+    targets = {index: _target(gear, index) for index in late}
     if late:
         dense = {index: as_dense(mine[index]) for index in late if index in mine}
-        launched = launch_late(dense, averages, gear.channel)
+        launched = launch_late(dense, targets, gear.channel)
         yield True
-        settle_late(launched, averages, scale, gear.channel)
+        settle_late(launched, targets, scale, gear.channel)
+    averages = {index: target for index, target in targets.items() if index in gear.storage.outside}
     if sparse:
         averages |= yield from average_sparse(sparse, mine, gear.parameters, gear.names, scale, gear.channel)
     return averages

@@ -42,6 +42,17 @@ def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tup
     return (min(FIRST_CAPACITY, capacity), capacity)
 
 
+def check_reduce_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """`dtype` if gradients can be reduced in it.
+
+    Raises:
+        UsageError: otherwise.
+    """
+    if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise UsageError(f"reduce_dtype={dtype!r}: give torch.float32, bfloat16, float16 or float64, or leave it out")
+    return dtype
+
+
 def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
     """The ranks to average over.
 

@@ -62,31 +62,43 @@ class Backward:
         """Move the gradients in, free the parameters' own, and hand the bucket to communication."""
         gear = self.gear
         with gear.recorder.span("launch"):
-            sources, targets = [], []
-            for index, view in zip(bucket.indices, bucket.views, strict=True):
-                gradient = gear.parameters[index].grad
-                if gradient is None:
-                    self.absent.append(index)
-                    view.zero_()
-                    continue
-                if gradient.is_sparse:
-                    self._left_out.append(index)
-                    view.zero_()
-                    continue
-                if gradient is not view:
-                    self._expect_dense(index, gradient)
-                    sources.append(gradient)
-                    targets.append(view)
-                    if not self.clear:
-                        self.held[index] = gradient
-                gear.parameters[index].grad = None
-            if sources:
-                torch._foreach_copy_(targets, sources)
+            parameters = [gear.parameters[index] for index in bucket.indices]
+            gradients = [parameter.grad for parameter in parameters]
+            dense = [one for one in gradients if one is not None and one.layout is torch.strided]
+            if self.clear and len(dense) == len(gradients):
+                torch._foreach_copy_(bucket.views, dense)
+                for parameter in parameters:
+                    parameter.grad = None
+            else:
+                self._move_in_one_by_one(bucket)
             if gear.check_finite and not torch.isfinite(bucket.flat.sum()):
                 pairs = zip(bucket.indices, bucket.views, strict=True)
                 self._non_finite += [index for index, view in pairs if not torch.isfinite(view).all()]
             last = self.next == len(gear.storage) - 1
             self._launched.append(gear.finisher.launch(bucket, self.next, last=last))
+
+    def _move_in_one_by_one(self, bucket: Bucket) -> None:
+        """Where gradients are absent, sparse, or were there before."""
+        sources, targets = [], []
+        for index, view in zip(bucket.indices, bucket.views, strict=True):
+            gradient = self.gear.parameters[index].grad
+            if gradient is None:
+                self.absent.append(index)
+                view.zero_()
+                continue
+            if gradient.is_sparse:
+                self._left_out.append(index)
+                view.zero_()
+                continue
+            if gradient is not view:
+                self._expect_dense(index, gradient)
+                sources.append(gradient)
+                targets.append(view)
+                if not self.clear:
+                    self.held[index] = gradient
+            self.gear.parameters[index].grad = None
+        if sources:
+            torch._foreach_copy_(targets, sources)
 
     def _expect_dense(self, index: int, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:

@@ -159,7 +159,7 @@ class Joining(Joinable):
         vector = torch.tensor(encode(message, number_of(channel.name), channel.rank, channel.size), device=self.device)
         dist.all_reduce(vector, dist.ReduceOp.MAX, group=self.process_group)
         message, self._present = decode(vector)
-        if len(self._present) < channel.size:
+        if message is not None and message.event is Event.FORWARD and len(self._present) < channel.size:
             self._expect_layers_that_can_be_shadowed()
         return message
 

@@ -58,6 +58,8 @@ class Options:
     """Bytes of the first, second, … bucket."""
     check_finite: bool = False
     """Whether gradients are checked for NaN and Inf."""
+    reduce_dtype: torch.dtype | None = None
+    """In which gradients are summed, if not in their own."""
     unused: UnusedParameters = "allow"
     """What happens where a parameter has no gradient on some rank."""
     sparse: frozenset[int] = frozenset()
@@ -85,7 +87,9 @@ class Reducer:
         self.parameters = [parameter for _, parameter in named_parameters]
         self.names = [name for name, _ in named_parameters]
         outside = frozenset(index for index, one in enumerate(self.parameters) if id(one) in options.sparse)
-        self.storage = BucketSet(self.names, self.parameters, options.capacities, channel, outside)
+        self.storage = BucketSet(
+            self.names, self.parameters, options.capacities, channel, outside, options.reduce_dtype
+        )
         self.sync_enabled = True
         self.exposed_seconds = 0.0
         self.tell = None
@@ -255,9 +259,9 @@ class Reducer:
     def _publish(self, apart: dict[int, Tensor]) -> None:
         """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
         self._apart = apart
-        for index, view in enumerate(self.storage.views):
+        for index, average in enumerate(self.storage.averages()):
             if index not in self.storage.outside:
-                self.parameters[index].grad = view
+                self.parameters[index].grad = average
         for index, average in apart.items():
             self.parameters[index].grad = average
         for index in self._control.absent_everywhere():
@@ -341,9 +345,10 @@ class Reducer:
         Zeros do not count: torch sets them itself, to have an optimizer make its state.
         """
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
-            average = self._apart.get(index, self.storage.views[index])
             gradient = parameter.grad
-            if gradient is not None and gradient is not average and bool(elements_of(gradient).any()):
+            if gradient is None or gradient is self._apart.get(index) or self.storage.is_average(index, gradient):
+                continue
+            if bool(elements_of(gradient).any()):
                 return name
         return None
 

@@ -44,6 +44,11 @@ class TakesHooks:
         check_hook(hook)
         self._put(state, hook)
 
+    @property
+    def comm_hook_state(self) -> object:
+        """What :meth:`register_comm_hook` was given as the hook's state; None without a hook."""
+        return self._comm_hooks[0][1] if self._comm_hooks else None
+
     def _put(self, state: object, hook: Hook) -> HookFinisher:
         if self._comm_hooks:
             raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,7 @@ class BucketSet:
         capacities: bytes of the first, second, … bucket; see :func:`paceline.buckets.assign`.
         channel: allocates the buckets.
         outside: indices of parameters that get no place in a bucket.
+        reduce_dtype: of the buckets of real parameters; None for each parameter's own.
     """
 
     views: list[Tensor]
@@ -35,9 +37,12 @@ class BucketSet:
         capacities: Sequence[int],
         channel: Channel,
         outside: frozenset[int] = frozenset(),
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.outside = outside
         self._names, self._parameters, self._capacities, self._channel = names, parameters, capacities, channel
+        self._reduce_dtype = reduce_dtype
+        self._cast: dict[int, weakref.ref[Tensor]] = {}
         self.buckets: list[Bucket] = []
         self.assign_in(range(len(parameters) - 1, -1, -1))
 
@@ -56,9 +61,9 @@ class BucketSet:
 
     def assign_in(self, order: Sequence[int]) -> None:
         """Make the buckets anew for parameters that arrive in `order`."""
-        sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
         kinds = [self._kind(index) for index in range(len(self._parameters))]
         inside = [index for index in order if index not in self.outside]
+        sizes = [p.numel() * dtype.itemsize for p, (dtype, _) in zip(self._parameters, kinds, strict=True)]
         self._use(assign(sizes, kinds, inside, self._capacities))
 
     def named_layout(self) -> list[list[str]]:
@@ -92,7 +97,10 @@ class BucketSet:
         """Allocate buckets for `layout`; gradients that lie in the old ones move along."""
         before = self.buckets
         old = {id(view) for bucket in before for view in bucket.views}
-        self.buckets = [Bucket.allocate(indices, self._parameters, self._channel.allocate) for indices in layout]
+        self.buckets = [
+            Bucket.allocate(indices, self._parameters, self._channel.allocate, self._kind(indices[0])[0])
+            for indices in layout
+        ]
         self.views = [torch.empty(0)] * len(self._parameters)
         for bucket in self.buckets:
             for index, view in zip(bucket.indices, bucket.views, strict=True):
@@ -104,5 +112,23 @@ class BucketSet:
         for bucket in before:
             self._channel.free(bucket.flat)
 
+    def averages(self) -> Sequence[Tensor]:
+        """What to show as each parameter's gradient: its view, or a copy in its own dtype if the view has another."""
+        if self._reduce_dtype is None:
+            return self.views
+        shown = [view.to(p.dtype) for view, p in zip(self.views, self._parameters, strict=True)]
+        # Weak, as a gradient's memory goes when the user drops it.
+        self._cast = {
+            index: weakref.ref(gradient) for index, gradient in enumerate(shown) if gradient is not self.views[index]
+        }
+        return shown
+
+    def is_average(self, index: int, gradient: Tensor) -> bool:
+        """Whether `gradient` is what :meth:`averages` gave for the parameter."""
+        shown = self._cast[index]() if index in self._cast else self.views[index]
+        return gradient is shown
+
     def _kind(self, index: int) -> tuple[torch.dtype, torch.device]:
-        return self._parameters[index].dtype, self._parameters[index].device
+        parameter = self._parameters[index]
+        dtype = self._reduce_dtype if self._reduce_dtype and parameter.is_floating_point() else parameter.dtype
+        return dtype, parameter.device

@@ -26,6 +26,7 @@ from paceline.ddp.arguments import (
     capacities,
     check_delayed,
     check_devices,
+    check_reduce_dtype,
     choose_group,
     refuse_unsupported,
     tensors_in,
@@ -82,6 +83,10 @@ class DistributedDataParallel(TakesHooks, TorchMembers, Joining, nn.parallel.Dis
             ``find_unused_parameters=True`` or ``static_graph=True``. The average is right in any case.
         check_finite: raise :class:`~paceline.errors.NonFiniteGradient`, on every rank in the same step, if a rank's
             gradient holds NaN or Inf. Costs one read of the gradients. Leave it off with a GradScaler.
+        reduce_dtype: dtype of the buckets, and so of what travels and is summed, where it is not to be each
+            parameter's own: ``torch.float32`` for exact means of bf16 gradients, bf16 or fp16 for half the bytes.
+            Gradients keep the parameters' dtype, in memory of their own beside the buckets. In fp16 the gradient of
+            a rank's summed loss must not overflow; bf16 has the range for it.
         recorder: records the spans of each step while it is on.
 
     Raises:
@@ -117,6 +122,7 @@ class DistributedDataParallel(TakesHooks, TorchMembers, Joining, nn.parallel.Dis
         *,
         unused_parameters: UnusedParameters = "warn",
         check_finite: bool = False,
+        reduce_dtype: torch.dtype | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
@@ -127,7 +133,7 @@ class DistributedDataParallel(TakesHooks, TorchMembers, Joining, nn.parallel.Dis
         unused = check_unused_parameters(
             unused_parameters, expected=find_unused_parameters or static_graph or skip_all_reduce_unused_params
         )
-        self._options = Options(capacity, check_finite, unused)
+        self._options = Options(capacity, check_finite, check_reduce_dtype(reduce_dtype), unused)
         self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

@@ -17,11 +17,12 @@ from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from paceline.errors import UsageError
+from paceline.errors import ReplicaMismatch, UsageError
 from paceline.nn.moments import Moments, Report, combine, empty_message, pack, reports, wide
 from paceline.nn.normalize import Normalize
 
 _DTYPES = (torch.float32, torch.float64)
+_COMPARE = 2  # a bit of the codes that say which collective it is, beside the type and the number of elements
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -33,12 +34,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     kept in float32 for half-precision inputs, float64 for float64. Gradients of weight and bias are those of this
     rank's values; :class:`paceline.DistributedDataParallel` averages them like all others.
 
-    In training mode, forward is one all-gather of 2C + 4 elements a rank and backward one all-reduce of 2C, on
-    `process_group`; with ``create_graph=True`` backward is three all-reduces and may be differentiated again. So all
-    ranks run their layers in the same order, also under ``torch.no_grad()``. In eval mode, and in a world of one, it is
-    ``torch.nn.functional.batch_norm``.
+    In training mode, forward is one all-gather of 2C + 4 elements a rank (the first one also compares the layers) and
+    backward one all-reduce of 2C, on `process_group`; with ``create_graph=True`` backward is three all-reduces and may
+    be differentiated again. So all ranks run their layers in the same order, also under ``torch.no_grad()``. In eval
+    mode, and in a world of one, it is ``torch.nn.functional.batch_norm``.
 
     Raises:
+        ReplicaMismatch: on every rank, if ranks differ in the number of channels or the type of statistics.
         UsageError: on every rank, if ranks differ in the input's dimensions, an input has not `num_features` channels,
             or all ranks together have one value per channel; on this rank, for a weight of a type that does not fit.
     """
@@ -46,6 +48,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     announce: Callable[[int], None] | None = None
     """Called before each collective with what :meth:`shadow` needs to take part in it; see ``Communicates``."""
     process_group: Any
+    _is_compared = False
+    """Whether the ranks have made sure that their layers are the same, which they do before the first forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `input`; in training mode together with all ranks."""
@@ -77,26 +81,51 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def gather_moments(self, x: Tensor) -> Moments:
         """Collective: the moments over all ranks, by which the running statistics are updated too."""
-        self._announce(x.dtype)
+        if not self._is_compared:
+            self._announce(_COMPARE | _code(x.dtype))
+            self._compare(wide(x.dtype), x.device)
+        self._announce(_code(x.dtype))
         return self._combine(pack(x, self.num_features))
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Collective: the sum of `tensor` over all ranks, in place."""
-        self._announce(tensor.dtype, tensor.numel())
+        self._announce(tensor.numel() << 2 | _code(tensor.dtype))
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def shadow(self, code: int, device: torch.device) -> None:
         """Take part, with no values, in the collective that another rank has announced with `code`."""
-        numel, dtype = code >> 1, _DTYPES[code & 1]
-        if numel:
+        numel, dtype = code >> 2, _DTYPES[code & 1]
+        if code & _COMPARE:
+            self._compare(dtype, device)
+        elif numel:
             dist.all_reduce(torch.zeros(numel, dtype=dtype, device=device), group=self._group)
         else:
             self._combine(empty_message(self.num_features, dtype, device))
 
-    def _announce(self, dtype: torch.dtype, numel: int = 0) -> None:
+    def _announce(self, code: int) -> None:
         if self.announce is not None:
-            self.announce(numel << 1 | _DTYPES.index(wide(dtype)))
+            self.announce(code)
+
+    def _compare(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Before messages of that size are exchanged, which Gloo and NCCL would do with whatever they get."""
+        mine = torch.tensor([self.num_features, _code(dtype)], device=device)
+        rows = mine.new_empty(self._ranks(), 2)
+        dist.all_gather(list(rows.unbind()), mine, group=self._group)
+        ranks = dist.get_process_group_ranks(self._group)
+        (first_width, first_code), *others = rows.tolist()
+        for rank, (width, code) in zip(ranks[1:], others, strict=True):
+            if width != first_width:
+                raise ReplicaMismatch(
+                    f"a SyncBatchNorm has {first_width} channels on rank {ranks[0]} but {width} on rank {rank}; build "
+                    "the same model on every rank, and run its layers in the same order"
+                )
+            if code != first_code:
+                raise ReplicaMismatch(
+                    f"a SyncBatchNorm's statistics are {_DTYPES[first_code]} on rank {ranks[0]} but {_DTYPES[code]} on "
+                    f"rank {rank}; give inputs of the same type on every rank"
+                )
+        self._is_compared = True
 
     def _combine(self, message: Tensor) -> Moments:
         rows = message.new_empty(self._ranks(), message.numel())
@@ -165,8 +194,12 @@ def _converted(cls: type[SyncBatchNorm], module: _BatchNorm, group: Any) -> Sync
     converted = cls.__new__(cls)
     # The module's whole state, with containers of its own. nn.Module's __init__ would make parameters anew.
     state = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(module).items()}
-    vars(converted).update(state, process_group=group)
+    vars(converted).update(state, process_group=group, _is_compared=False)
     return converted
+
+
+def _code(dtype: torch.dtype) -> int:
+    return _DTYPES.index(wide(dtype))
 
 
 def _fits(dtype: torch.dtype, weight: torch.dtype) -> bool:
