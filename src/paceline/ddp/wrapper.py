@@ -196,7 +196,7 @@ class DistributedDataParallel(TakesHooks, TorchMembers, Joining, nn.parallel.Dis
         """Make the reducer that communicates on `channel`."""
         options = replace(self._options, sparse=frozenset(sparse_by_layer(self.module)))
         self._reducer = reducer = Reducer(self._trained, channel, self._ledger, options, self._recorder)
-        self._guard = StepGuard(reducer.parameters, self._ledger, reducer.local_gradient)
+        self._guard = StepGuard([one for _, one in self._trained], self._ledger, reducer.local_gradient)
         weakref.finalize(self, reducer.close).atexit = False
         return reducer
 
