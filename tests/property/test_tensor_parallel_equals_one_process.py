@@ -136,7 +136,9 @@ def train_checked(world: World) -> None:
     torch.manual_seed(0)
     module = Block()
     by_columns_and_rows(module, mesh["tensor"])
-    model = DistributedDataParallel(module, device_mesh=mesh["data"], init_sync="verify", check_finite=True)
+    model = DistributedDataParallel(
+        module, device_mesh=mesh["data"], init_sync="verify", check_finite=True, check_replicas_every=1
+    )
     x, y = batch_of(0, 2)
     summed_loss(model(x, True), y).backward()
     if world.rank == 0:

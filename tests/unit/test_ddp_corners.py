@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -373,3 +376,28 @@ class _Own(nn.Module):
 @pytest.mark.parametrize("inside", [True, False])
 def test_torch_compile_inside_and_outside_equals_eager(pools: Pools, inside: bool) -> None:
     pools.run(2, compiled, inside)
+
+
+# -- the table of what is taken ----------------------------------------------------------------------------------------
+
+
+def test_every_argument_and_member_of_torchs_class_is_in_the_table() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "drop-in.md").read_text()
+    named = set(re.findall(r"`([A-Za-z_]+)`", table))
+    signatures = [inspect.signature(kind.__init__).parameters for kind in (TorchDDP, DistributedDataParallel)]
+    arguments = {name for parameters in signatures for name in parameters} - {"self"}
+    members = {name for name in vars(TorchDDP) if not name.startswith("__") and name != "_abc_impl"}
+    assert not (arguments | members) - named
+
+
+def refused_members(world: World) -> None:
+    model = DistributedDataParallel(net())
+    table = (Path(__file__).parents[2] / "docs" / "drop-in.md").read_text()
+    (row,) = [line for line in table.splitlines() if "refused by name" in line]
+    for name in re.findall(r"`([a-z_]+)`", row):
+        with pytest.raises(UsageError, match=name):
+            getattr(model, name)()
+
+
+def test_parts_of_torchs_reducer_are_refused_by_name(pools: Pools) -> None:
+    pools.run(2, refused_members)

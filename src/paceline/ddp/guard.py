@@ -34,6 +34,7 @@ class StepGuard:
         if self._trains_ours(optimizer):
             self.expect_whole("optimizer.step()", self._synchronizations_seen.get(optimizer, 0))
             self._synchronizations_seen[optimizer] = self._ledger.synchronizations
+            self._ledger.optimizers.add(optimizer)
             # One optimizer may step inside another, on some ranks only (ZeroRedundancyOptimizer). An outer step that
             # raised never came to its end; it is over when the next gradients are there.
             if self._outermost is None or self._outermost[1] != self._ledger.synchronizations:

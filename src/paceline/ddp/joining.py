@@ -51,6 +51,8 @@ class Joining(Joinable):
     _guard: StepGuard
     parameters_to_ignore: set[str]
     _buffers_to_sync: Buffers
+    _comm_hooks: list[Any]
+    _trained: list[tuple[str, nn.Parameter]]
     buffer_hook: Any
 
     _stage = Stage.IDLE
@@ -157,7 +159,9 @@ class Joining(Joinable):
         channel = self._channel
         assert channel is not None
         vector = torch.tensor(encode(message, number_of(channel.name), channel.rank, channel.size), device=self.device)
-        dist.all_reduce(vector, dist.ReduceOp.MAX, group=self.process_group)
+        # The collectives of a communication hook come on the process group, at moments of their own.
+        group = channel.group if self._comm_hooks else self.process_group
+        dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
         message, self._present = decode(vector)
         if message is not None and message.event is Event.FORWARD and len(self._present) < channel.size:
             self._expect_layers_that_can_be_shadowed()
@@ -178,9 +182,7 @@ class Joining(Joinable):
             elif message.event is Event.BACKWARD:
                 self._launch_without_data(self._reducer)
             elif message.event is Event.END:
-                self._reducer.finish()
-                for parameter in self._reducer.parameters:
-                    parameter.grad = None  # of the others' data; the next backward would add to it
+                self._reducer.finish()  # a sharded optimizer in the same Join steps with these averages
                 return
 
     def _launch_without_data(self, reducer: Reducer) -> None:
@@ -200,6 +202,8 @@ class Joining(Joinable):
             self._buffers_to_sync.run_hook(self.buffer_hook.buffer_comm_hook, self.buffer_hook.buffer_comm_hook_state)
         else:
             self._buffers_to_sync.broadcast(self._channel, self._present[0])
+            if isinstance(self._reducer, Reducer) and self._reducer.replica_check is not None:
+                self._reducer.replica_check.note_buffers(self._buffers_to_sync.named())
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -257,6 +261,9 @@ class Joining(Joinable):
         """The wrapper is as it was before ``join``."""
         self._join_config = _JoinConfig.construct_disabled_join_config()
         self._stage, self._present, self._optimizers = Stage.IDLE, (0,), ()
+        if self._ledger.status.joined:
+            for _, parameter in self._trained:
+                parameter.grad = None  # of the others' data; the next backward would add to it
         self._ledger.status.joined = False
         for layer in self._layers:
             layer.announce = None

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
+from weakref import WeakSet
 
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from paceline.ddp.autograd import current_task
 from paceline.ddp.control import UNCOUNTED, UNWEIGHTED, WEIGHTED, Status
@@ -35,6 +37,7 @@ class Ledger:
     def __init__(self) -> None:
         self.forwards_since_sync = self.synchronizations = self.local_backwards = 0
         self.sampler: Positioned | None = None
+        self.optimizers: WeakSet[Optimizer] = WeakSet()  # that have stepped over this model's parameters
         self.status = Status()
         self._open: list[float] = []  # weights of the blocks around us, the innermost last
         self._unclaimed: list[float] = []  # weights whose backward has not begun

@@ -32,12 +32,13 @@ from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
 from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.replica_check import ReplicaCheck
 from paceline.ddp.shadowing import Event
 from paceline.ddp.sharded import as_local, release
 from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
 from paceline.ddp.unused import UnusedParameters, UnusedReport
-from paceline.errors import CommunicationError, UsageError
+from paceline.errors import CommunicationError, ReplicaMismatch, UsageError
 from paceline.events import Recorder
 
 
@@ -110,6 +111,7 @@ class Reducer:
             AllReduce(channel, ledger),
         )
         self._unused = UnusedReport(options.unused, self.names, self.parameters, channel)
+        self.replica_check: ReplicaCheck | None = None
         self._phase = Phase.IDLE
         self._aborted = self._owes_launch = False
         self._task: weakref.ref[GraphTask] | None = None
@@ -218,9 +220,9 @@ class Reducer:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
         backward = self._backward
         try:
+            mine = backward.launch_rest(aborted=self._aborted)
             if self.tell is not None:
                 self.tell(Event.END)
-            mine = backward.launch_rest(aborted=self._aborted)
             self._phase = Phase.SETTLING
             yield True
             statuses = backward.wait()
@@ -231,6 +233,9 @@ class Reducer:
                 yield True
             apart = yield from average_apart(self._gear, mine, scale)
             unused = yield from self._unused.look(self._control.missing_somewhere(statuses), backward.absent)
+            drift = None
+            if self.replica_check is not None:
+                drift = yield from self.replica_check.run(statuses)
             self._publish(apart)
             if order:
                 self._adopt_order(*order)
@@ -240,6 +245,8 @@ class Reducer:
         self._phase = Phase.IDLE
         self._control.check(statuses)
         self._unused.say(unused)
+        if drift is not None:
+            raise ReplicaMismatch(drift)
         if not any(one.aborted for one in statuses):
             self._in_backward.step()
 

@@ -74,6 +74,7 @@ class TorchMembers:
     broadcast_bucket_size = 250 * 2**20
     use_side_stream_for_tensor_copies = False
     is_multi_device_module = False
+    _use_python_reducer = False
     reducer = Face("reducer", "prepare_for_backward", "prepare_for_forward", "_rebuild_buckets")
     logger = Face("logger")
 
@@ -153,6 +154,16 @@ class TorchMembers:
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> None:
         """Nothing: which rows are touched is found out in each step."""
+
+    def _sync_buffers(self) -> None:
+        self.sync_buffers()
+
+    def sync_buffers(self) -> bool:
+        """The wrapper's own."""
+        raise NotImplementedError
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        raise err_type(err_msg)
 
     _delayed_all_reduce_hook = _refusing("_delayed_all_reduce_hook")
     _register_delay_all_reduce_hook = _refusing("_register_delay_all_reduce_hook")

@@ -7,7 +7,6 @@ is :mod:`paceline.ddp.reducer`.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -35,12 +34,13 @@ from paceline.ddp.arguments import (
 from paceline.ddp.autograd import is_in_backward
 from paceline.ddp.buffers import Buffers
 from paceline.ddp.channel import Channel, open_channel
-from paceline.ddp.copies import Asleep
+from paceline.ddp.copies import Asleep, Copyable
 from paceline.ddp.guard import StepGuard
 from paceline.ddp.joining import Joining
 from paceline.ddp.ledger import Ledger, Positioned
 from paceline.ddp.reducer import Options, Reducer
 from paceline.ddp.registration import TakesHooks
+from paceline.ddp.replica_check import ReplicaCheck, check_interval
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
 from paceline.ddp.shadowing import Event
 from paceline.ddp.solo import SoloReducer
@@ -52,7 +52,7 @@ from paceline.events import Recorder
 from paceline.modules import plain_name
 
 
-class DistributedDataParallel(TakesHooks, TorchMembers, Joining, nn.parallel.DistributedDataParallel):  # type: ignore[misc, override]
+class DistributedDataParallel(TakesHooks, Copyable, TorchMembers, Joining, nn.parallel.DistributedDataParallel):  # type: ignore[misc, override]
     """Replicates `module` over the ranks of a process group and averages gradients during backward.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass so that frameworks that ask
@@ -87,6 +87,9 @@ class DistributedDataParallel(TakesHooks, TorchMembers, Joining, nn.parallel.Dis
             parameter's own: ``torch.float32`` for exact means of bf16 gradients, bf16 or fp16 for half the bytes.
             Gradients keep the parameters' dtype, in memory of their own beside the buckets. In fp16 the gradient of
             a rank's summed loss must not overflow; bf16 has the range for it.
+        check_replicas_every: compare parameters, optimizer state and broadcast buffers between ranks once in so many
+            optimizer steps, bit by bit through fingerprints; a difference raises
+            :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one read of them.
         recorder: records the spans of each step while it is on.
 
     Raises:
@@ -123,6 +126,7 @@ class DistributedDataParallel(TakesHooks, TorchMembers, Joining, nn.parallel.Dis
         unused_parameters: UnusedParameters = "warn",
         check_finite: bool = False,
         reduce_dtype: torch.dtype | None = None,
+        check_replicas_every: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
@@ -134,6 +138,7 @@ class DistributedDataParallel(TakesHooks, TorchMembers, Joining, nn.parallel.Dis
             unused_parameters, expected=find_unused_parameters or static_graph or skip_all_reduce_unused_params
         )
         self._options = Options(capacity, check_finite, check_reduce_dtype(reduce_dtype), unused)
+        self._check_replicas_every = check_interval(check_replicas_every)
         self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -196,6 +201,10 @@ class DistributedDataParallel(TakesHooks, TorchMembers, Joining, nn.parallel.Dis
         """Make the reducer that communicates on `channel`."""
         options = replace(self._options, sparse=frozenset(sparse_by_layer(self.module)))
         self._reducer = reducer = Reducer(self._trained, channel, self._ledger, options, self._recorder)
+        if self._check_replicas_every:
+            reducer.replica_check = ReplicaCheck(
+                self._check_replicas_every, self.module, self.parameters_to_ignore, self._ledger, channel
+            )
         self._guard = StepGuard([one for _, one in self._trained], self._ledger, reducer.local_gradient)
         weakref.finalize(self, reducer.close).atexit = False
         return reducer
@@ -215,69 +224,6 @@ class DistributedDataParallel(TakesHooks, TorchMembers, Joining, nn.parallel.Dis
 
     def _named_trained(self) -> list[tuple[str, nn.Parameter]]:
         return self._trained
-
-    # -- copies -------------------------------------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """A whole copy, on this rank alone; if it is trained, it connects to its peers in its first backward."""
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        copied._revive(
-            {name: copy.deepcopy(value, memo) for name, value in self._portable().items()}, self.process_group
-        )
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a pickle holds: neither process group nor buckets; the world that loads it gives its own.
-
-        Raises:
-            UsageError: if the wrapper averages over a group other than the default one, as in torch.
-        """
-        if self.process_group is not dist.distributed_c10d._get_default_group():
-            raise UsageError(
-                "only a DistributedDataParallel over the default process group can be pickled, as the others have no "
-                "name elsewhere; pickle paceline.unwrap(model) and wrap it again"
-            )
-        return self._portable()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Come back from a pickle, over the default process group."""
-        self._revive(state, choose_group(None, None))
-
-    def _portable(self) -> dict[str, Any]:
-        bound = (
-            "process_group",
-            "_channel",
-            "_reducer",
-            "_guard",
-            "_ledger",
-            "_trained",
-            "_frozen",
-            "_buffers_to_sync",
-            "_recorder",
-            "_comm_hooks",
-        )
-        return {name: value for name, value in self.__dict__.items() if name not in bound}
-
-    def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
-        nn.Module.__setstate__(self, state)
-        self.process_group, self._recorder = group, Recorder()
-        self._prepare()
-        if dist.get_world_size(group) == 1:
-            self._be_alone()
-            return
-        parameters = [one for _, one in self._trained]
-        wake = weakref.WeakMethod(self._wake)
-        self._reducer = Asleep(parameters, self._ledger, lambda: wake()())  # type: ignore[misc]
-        self._guard = StepGuard(parameters, self._ledger, lambda: None)
-
-    def _wake(self) -> Reducer:
-        """Connect a copy that is trained; called by all ranks."""
-        if not isinstance(self._reducer, Reducer):
-            enabled = self.do_sync
-            self._connect([], False).sync_enabled = enabled
-        assert isinstance(self._reducer, Reducer)
-        return self._reducer
 
     # -- forward ------------------------------------------------------------------------------------------------
 
