@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from paceline.ddp.channel import Channel
+from paceline.ddp.sharded import local_of
 
 
 class Buffers:
@@ -39,7 +40,7 @@ class Buffers:
 
         Through ``.data``, so that autograd's version counters do not see it: two forwards may precede a backward.
         """
-        channel.broadcast([buffer.data for buffer in self.named().values()], source)
+        channel.broadcast([local_of(buffer.data) for buffer in self.named().values()], source)
 
     @torch.no_grad()
     def run_hook(self, hook: Callable[[Any, dict[str, Tensor]], Any], state: Any) -> None:

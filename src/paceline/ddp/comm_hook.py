@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from paceline.buckets import Bucket
@@ -82,7 +82,7 @@ class HookFinisher:
 
     steps_inside = False
 
-    def __init__(self, state: Any, hook: Hook, parameters: Sequence[nn.Parameter], rank: int, ledger: Ledger) -> None:
+    def __init__(self, state: Any, hook: Hook, parameters: Sequence[Tensor], rank: int, ledger: Ledger) -> None:
         self._state, self._hook, self._parameters = state, hook, parameters
         self._rank, self._ledger = rank, ledger
         self._failure: BaseException | None = None

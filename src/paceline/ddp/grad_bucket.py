@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from paceline.buckets import Bucket
@@ -18,7 +18,7 @@ class GradBucket(c10d.GradBucket):
     """
 
     @classmethod
-    def of(cls, bucket: Bucket, parameters: Sequence[nn.Parameter], at: int, *, last: bool) -> GradBucket:
+    def of(cls, bucket: Bucket, parameters: Sequence[Tensor], at: int, *, last: bool) -> GradBucket:
         """Bucket number `at` in the order of launch; `parameters` are the reducer's, `last` whether none follows."""
         made = cls.__new__(cls)
         made._bucket, made._buffer, made._at, made._last = bucket, bucket.flat, at, last
@@ -27,7 +27,7 @@ class GradBucket(c10d.GradBucket):
 
     _bucket: Bucket
     _buffer: Tensor
-    _parameters: list[nn.Parameter]
+    _parameters: list[Tensor]
     _at: int
     _last: bool
 

@@ -35,6 +35,7 @@ from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.replica_check import ReplicaCheck
 from paceline.ddp.shadowing import Event
+from paceline.ddp.sharded import as_local, release
 from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
 from paceline.ddp.unused import UnusedParameters, UnusedReport
@@ -87,9 +88,10 @@ class Reducer:
         options: Options,
         recorder: Recorder,
     ) -> None:
-        self.parameters = [parameter for _, parameter in named_parameters]
+        given = [parameter for _, parameter in named_parameters]
+        self.parameters = [as_local(parameter) for parameter in given]
         self.names = [name for name, _ in named_parameters]
-        outside = frozenset(index for index, one in enumerate(self.parameters) if id(one) in options.sparse)
+        outside = frozenset(index for index, one in enumerate(given) if id(one) in options.sparse)
         self.storage = BucketSet(
             self.names, self.parameters, options.capacities, channel, outside, options.reduce_dtype
         )
@@ -97,7 +99,7 @@ class Reducer:
         self.exposed_seconds = 0.0
         self.tell = None
         self._channel, self._ledger = channel, ledger
-        self._in_backward = InBackward(self.parameters)
+        self._in_backward = InBackward(given)
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
             self.names,
@@ -119,7 +121,7 @@ class Reducer:
         self._finishing: Iterator[bool] = iter(())
         self._apart: dict[int, Tensor] = {}  # averages that are no bucket's view
         self._order_known = False
-        self._accumulators = Accumulators(self.parameters)
+        self._accumulators = Accumulators(given)
         self._arrivals = Arrivals(self.parameters, self._hooked)
         self._arrivals.use_layout(self.storage.layout, order_known=False)
         self._arrivals.begin(clear=True)
@@ -366,4 +368,6 @@ class Reducer:
     def close(self) -> None:
         """Take the hooks off the parameters, and let go of what refers back to the reducer."""
         self._arrivals.close()
+        for parameter in self.parameters:
+            release(parameter)
         self._task = self.tell = None

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from paceline.ddp.comm_hook import Hook, HookFinisher, check_hook, name_of
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.reducer import Reducer
+from paceline.ddp.sharded import local_of
 from paceline.errors import UsageError
 
 
@@ -57,7 +58,8 @@ class TakesHooks:
             )
         reducer = self._whole_reducer()
         rank = dist.get_rank(self.process_group)
-        finisher = HookFinisher(state, hook, reducer.parameters, rank, self._ledger)
+        parameters = [local_of(parameter) for _, parameter in self._named_trained()]
+        finisher = HookFinisher(state, hook, parameters, rank, self._ledger)
         reducer.finish_with(finisher)
         self._comm_hooks.append((hook, state))
         return finisher

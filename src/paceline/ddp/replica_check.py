@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from paceline.ddp.channel import Channel
 from paceline.ddp.control import Status, named_ranks
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.sharded import local_of
 from paceline.errors import UsageError
 from paceline.fingerprint import quick_digest
 from paceline.modules import plain_name
@@ -59,7 +60,7 @@ class ReplicaCheck:
     def note_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Buffers have just been broadcast."""
         if self._is_due(self._ledger.status.optimizer_steps):
-            self._buffers = {f"buffer {name}": quick_digest(buffer) for name, buffer in buffers.items()}
+            self._buffers = {f"buffer {name}": quick_digest(local_of(buffer)) for name, buffer in buffers.items()}
 
     def run(self, statuses: Sequence[Status]) -> Generator[bool, None, str | None]:
         """If a check is due on all ranks, make it; returns one sentence on what differs, or None.
@@ -105,12 +106,12 @@ class ReplicaCheck:
         tensors: dict[str, Tensor] = dict(self._buffers)
         self._buffers = {}
         for name, parameter in self._parameters.items():
-            tensors[f"parameter {name}"] = quick_digest(parameter)
+            tensors[f"parameter {name}"] = quick_digest(local_of(parameter))
             for optimizer in self._ledger.optimizers:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if (state := _as_tensor(value)) is not None:
                         kind = type(optimizer).__name__
-                        tensors[f"{kind}'s {key} of parameter {name}"] = quick_digest(state)
+                        tensors[f"{kind}'s {key} of parameter {name}"] = quick_digest(local_of(state))
         return {name: int(digest) for name, digest in sorted(tensors.items())}
 
 

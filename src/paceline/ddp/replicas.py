@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from paceline.ddp.channel import Channel
+from paceline.ddp.sharded import is_sharded, local_of
 from paceline.errors import ReplicaMismatch, UsageError
 from paceline.fingerprint import tensor_digest
 
@@ -41,9 +42,9 @@ def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
         return
     _compare(channel, [(name, _description(tensor)) for name, tensor in tensors])
     if init_sync == "verify":
-        _compare(channel, [(name, _Value(tensor_digest(tensor).hex())) for name, tensor in tensors])
+        _compare(channel, [(name, _Value(tensor_digest(local_of(tensor)).hex())) for name, tensor in tensors])
     else:
-        channel.broadcast([tensor.data for _, tensor in tensors])
+        channel.broadcast([local_of(tensor.data) for _, tensor in tensors])
 
 
 class _Value(str):
@@ -54,7 +55,8 @@ def _description(tensor: Tensor) -> str:
     # Strides too: a bucket holds the gradient in the parameter's own memory layout.
     gradient = "" if tensor.requires_grad else ", no gradient"
     strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
-    return f"shape {tuple(tensor.shape)}, {tensor.dtype}{strides}{gradient}"
+    shard = f", of which {tuple(local_of(tensor).shape)} here" if is_sharded(tensor) else ""
+    return f"shape {tuple(tensor.shape)}{shard}, {tensor.dtype}{strides}{gradient}"
 
 
 def _compare(channel: Channel, mine: list[tuple[str, str]]) -> None:

@@ -14,6 +14,7 @@ from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED, non_finite, scale_of
 from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.sharded import as_local, release
 from paceline.ddp.sparse import elements_of
 from paceline.errors import DesyncError
 
@@ -27,9 +28,10 @@ class SoloReducer:
     def __init__(self, trained: Sequence[tuple[str, nn.Parameter]], ledger: Ledger, check_finite: bool) -> None:
         self.sync_enabled = True
         self._names = [name for name, _ in trained]
-        self._parameters, self._ledger = [parameter for _, parameter in trained], ledger
-        self._check_finite, self._in_backward = check_finite, InBackward(self._parameters)
-        self._accumulators = Accumulators(self._parameters)
+        given = [parameter for _, parameter in trained]
+        self._parameters, self._ledger = [as_local(parameter) for parameter in given], ledger
+        self._check_finite, self._in_backward = check_finite, InBackward(given)
+        self._accumulators = Accumulators(given)
         self._task: weakref.ref[GraphTask] | None = None
 
     def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
@@ -90,4 +92,6 @@ class SoloReducer:
         """Nobody waits for a rank that is alone."""
 
     def close(self) -> None:
-        """There is nothing on the parameters to be taken off."""
+        """Take off what was put on the parameters."""
+        for parameter in self._parameters:
+            release(parameter)

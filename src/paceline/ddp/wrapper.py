@@ -214,7 +214,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             reducer.replica_check = ReplicaCheck(
                 self._check_replicas_every, self.module, self.parameters_to_ignore, self._ledger, channel
             )
-        self._guard = StepGuard(reducer.parameters, self._ledger, reducer.local_gradient)
+        self._guard = StepGuard([one for _, one in self._trained], self._ledger, reducer.local_gradient)
         weakref.finalize(self, reducer.close).atexit = False
         return reducer
 
