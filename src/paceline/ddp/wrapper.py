@@ -34,6 +34,7 @@ from paceline.ddp.arguments import (
 )
 from paceline.ddp.autograd import is_in_backward
 from paceline.ddp.buffers import Buffers
+from paceline.ddp.by_algorithm import Algorithm, check_algorithm
 from paceline.ddp.channel import Channel, open_channel
 from paceline.ddp.copies import Asleep
 from paceline.ddp.guard import StepGuard
@@ -87,6 +88,9 @@ class DistributedDataParallel(TakesHooks, TorchMembers, Joining, nn.parallel.Dis
             parameter's own: ``torch.float32`` for exact means of bf16 gradients, bf16 or fp16 for half the bytes.
             Gradients keep the parameters' dtype, in memory of their own beside the buckets. In fp16 the gradient of
             a rank's summed loss must not overflow; bf16 has the range for it.
+        algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
+            :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
+            nothing. By default the backend's own.
         recorder: records the spans of each step while it is on.
 
     Raises:
@@ -123,6 +127,7 @@ class DistributedDataParallel(TakesHooks, TorchMembers, Joining, nn.parallel.Dis
         unused_parameters: UnusedParameters = "warn",
         check_finite: bool = False,
         reduce_dtype: torch.dtype | None = None,
+        algorithm: Algorithm | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
@@ -133,7 +138,9 @@ class DistributedDataParallel(TakesHooks, TorchMembers, Joining, nn.parallel.Dis
         unused = check_unused_parameters(
             unused_parameters, expected=find_unused_parameters or static_graph or skip_all_reduce_unused_params
         )
-        self._options = Options(capacity, check_finite, check_reduce_dtype(reduce_dtype), unused)
+        self._options = Options(
+            capacity, check_finite, check_reduce_dtype(reduce_dtype), unused, check_algorithm(algorithm)
+        )
         self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
