@@ -28,6 +28,7 @@ from paceline.ddp.apart import average_apart
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
+from paceline.ddp.by_algorithm import Algorithm, Algorithms
 from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
@@ -65,6 +66,8 @@ class Options:
     """In which gradients are summed, if not in their own."""
     unused: UnusedParameters = "allow"
     """What happens where a parameter has no gradient on some rank."""
+    algorithm: Algorithm | None = None
+    """What sums the buckets, if not the backend's own all-reduce."""
     sparse: frozenset[int] = frozenset()
     """The ``id`` of parameters that get no place in a bucket, as their gradients are expected to be sparse."""
 
@@ -110,7 +113,7 @@ class Reducer:
             self._control,
             recorder,
             options.check_finite,
-            AllReduce(channel, ledger),
+            AllReduce(Algorithms(channel, options.algorithm) if options.algorithm else channel, ledger),
         )
         self._unused = UnusedReport(options.unused, self.names, self.parameters, channel)
         self.replica_check: ReplicaCheck | None = None

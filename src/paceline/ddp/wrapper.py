@@ -31,6 +31,7 @@ from paceline.ddp.arguments import (
 )
 from paceline.ddp.autograd import is_in_backward
 from paceline.ddp.buffers import Buffers
+from paceline.ddp.by_algorithm import Algorithm, check_algorithm
 from paceline.ddp.channel import Channel, open_channel
 from paceline.ddp.copies import Asleep, Copyable
 from paceline.ddp.guard import StepGuard
@@ -95,6 +96,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         check_replicas_every: compare parameters, optimizer state and broadcast buffers between ranks once in so many
             optimizer steps, bit by bit through fingerprints; a difference raises
             :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one read of them.
+        algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
+            :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
+            nothing. By default the backend's own.
         recorder: records the spans of each step while it is on.
 
     Raises:
@@ -132,6 +136,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         check_finite: bool = False,
         reduce_dtype: torch.dtype | None = None,
         check_replicas_every: int | None = None,
+        algorithm: Algorithm | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
@@ -144,7 +149,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         unused = check_unused_parameters(
             unused_parameters, expected=find_unused_parameters or static_graph or skip_all_reduce_unused_params
         )
-        self._options = Options(capacity, check_finite, check_reduce_dtype(reduce_dtype), unused)
+        self._options = Options(
+            capacity, check_finite, check_reduce_dtype(reduce_dtype), unused, check_algorithm(algorithm)
+        )
         self._check_replicas_every = check_interval(check_replicas_every)
         self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.module = module
