@@ -1,4 +1,4 @@
-"""The command line: ``paceline run`` starts any script as ranks, ``paceline train`` a recipe of ours.
+"""The command line: ``paceline run`` starts any script as ranks, ``paceline train`` a recipe of ours, …
 
 A mistake of the user's is one line, ``error: …``, and exit code 2.
 """
@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from paceline.errors import UsageError
+from paceline.explain.command import EXAMPLES, explain
 
 RECIPES = {"digits": ("paceline.recipes.digits", "DigitsConfig")}
 INTERRUPTED = 130
@@ -57,6 +58,7 @@ app = typer.Typer(
 )
 train = typer.Typer(cls=Recipes, help="Train one of the recipes that come with Paceline.")
 app.add_typer(train, name="train")
+app.command("explain", epilog=EXAMPLES)(explain)
 
 
 def config_class(recipe: str) -> Any:
