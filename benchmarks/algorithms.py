@@ -1,4 +1,4 @@
-"""The collective algorithms over send and receive beside Gloo's own all-reduce and broadcast and our group's, in one run.
+"""The collective algorithms over send and receive beside Gloo's own collectives and our group's, in one run.
 
 The model of ``paceline.comm.cost`` is fitted to the medians of all algorithms from 64 KB up, and stands beside them.
 Run by: paceline run --nproc 2 benchmarks/algorithms.py --help (then with --nproc 4)
