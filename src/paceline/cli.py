@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
+from paceline.bench.command import bench
 from paceline.errors import UsageError
 from paceline.explain.command import EXAMPLES, explain
 
@@ -58,6 +59,7 @@ app = typer.Typer(
 )
 train = typer.Typer(cls=Recipes, help="Train one of the recipes that come with Paceline.")
 app.add_typer(train, name="train")
+app.add_typer(bench, name="bench")
 app.command("explain", epilog=EXAMPLES)(explain)
 
 
@@ -137,7 +139,7 @@ def start_recipe(recipe: str, nproc: str, options: dict[str, Any]) -> int:
 def main() -> NoReturn:
     """Entry point of ``paceline`` and ``python -m paceline``."""
     arguments = sys.argv[1:]
-    if not arguments or arguments == ["train"]:
+    if not arguments or arguments in (["train"], ["bench"]):
         arguments.append("--help")
     try:
         code = app(args=arguments, prog_name="paceline", standalone_mode=False)

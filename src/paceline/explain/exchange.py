@@ -10,7 +10,7 @@ from string import ascii_uppercase
 
 from paceline.comm.algorithms import Schedule, Step, Transfer, holdings
 from paceline.comm.algorithms.schedule import Terms
-from paceline.explain.scene import Frame, Scene, box, text
+from paceline.explain.scene import Frame, Scene, box, counted, text
 
 LEFT, TOP = 22.0, 24.0
 CELL = 18.0
@@ -44,7 +44,7 @@ def scene(schedule: Schedule) -> Scene:
 def title_of(schedule: Schedule) -> str:
     """``halving-doubling all-reduce, 4 ranks``."""
     algorithm = schedule.name.removesuffix("_" + schedule.result.replace("-", "_")).replace("_", "-")
-    return f"{algorithm} {schedule.result}, {schedule.size} rank{'s' if schedule.size > 1 else ''}"
+    return f"{algorithm} {schedule.result}, {counted(schedule.size, 'rank')}"
 
 
 def message(schedule: Schedule, transfer: Transfer) -> str:
@@ -94,7 +94,7 @@ def cost(schedule: Schedule) -> str:
     for transfer in (transfer for step in schedule.steps for transfer in step):
         sent[transfer.src] += len(transfer.chunks) / schedule.chunks
         received[transfer.dst] += len(transfer.chunks) / schedule.chunks
-    steps = f"{len(schedule.steps)} step{'s' if len(schedule.steps) > 1 else ''}"
+    steps = counted(len(schedule.steps), "step")
     if max(sent) - min(sent) < 1e-9 and max(received) - min(received) < 1e-9:
         return f"{steps}; every rank sends and receives {sent[0]:.4g} times the tensor."
     return f"{steps}; a rank sends up to {max(sent):.4g} and receives up to {max(received):.4g} times the tensor."

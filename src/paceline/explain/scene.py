@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -43,6 +44,11 @@ class Scene:
     """What a sheet shows instead of the frames, where one drawing says it all."""
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def text(x: float, y: float, said: str, kind: str = "label", anchor: str = "start") -> str:
     """A line of text whose baseline is at `y`."""
     return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(said)}</text>'
@@ -59,12 +65,18 @@ def shared(scenes: Sequence[Scene]) -> str:
 
 
 def colours(scenes: Sequence[Scene]) -> str:
-    """Style rules that give each rank or bucket a colour of its own, on which dark text can be read."""
-    drawings = shared(scenes) + "".join(frame.drawing for scene in scenes for frame in scene.frames)
-    kinds = next((n for n in range(MOST_RANKS, 0, -1) if f'"k{n - 1}"' in drawings), 1)
-    rules = [f".k{one} {{ fill: {_colour(one, kinds, 0.74)}; }}" for one in range(kinds)]
-    dark = [f".k{one} {{ fill: {_colour(one, kinds, 0.68)}; }}" for one in range(kinds)]
-    return "\n".join([*rules, "@media (prefers-color-scheme: dark) {", *dark, "}"])
+    """Style rules that give each rank, bucket or line a colour: ``k0`` as ground of dark text, ``s0`` as stroke."""
+    drawings = shared(scenes) + "".join(frame.drawing for one in scenes for frame in one.frames)
+    drawings += "".join(one.still or "" for one in scenes)
+    kinds = 1 + max((int(number) for number in re.findall(r'class="[ks](\d+)', drawings)), default=0)
+
+    def rules(ground: float, stroke: float) -> list[str]:
+        return [
+            f".k{one} {{ fill: {_colour(one, kinds, ground)}; }} .s{one} {{ stroke: {_colour(one, kinds, stroke)}; }}"
+            for one in range(kinds)
+        ]
+
+    return "\n".join([*rules(0.74, 0.42), "@media (prefers-color-scheme: dark) {", *rules(0.68, 0.68), "}"])
 
 
 def _colour(one: int, kinds: int, lightness: float) -> str:
@@ -87,6 +99,10 @@ svg { font: 12px system-ui, "DejaVu Sans", sans-serif; }
 .ghost { fill: none; stroke: #b9bec4; stroke-dasharray: 3 3; }
 .axis { stroke: #b9bec4; }
 .now { stroke: #c0392b; stroke-width: 1.5; }
+.line { fill: none; stroke-width: 2; }
+.model { fill: none; stroke-dasharray: 3 4; stroke-width: 1.4; }
+.lead { fill: none; stroke-width: 1; }
+.dot { fill: #ffffff; stroke-width: 2; }
 @media (prefers-color-scheme: dark) {
   .ground { fill: #16191d; }
   .heading, .big { fill: #eef0f2; }
@@ -95,5 +111,6 @@ svg { font: 12px system-ui, "DejaVu Sans", sans-serif; }
   .cell, .ghost, .axis { stroke: #596069; }
   .came, .way { stroke: #eef0f2; }
   .tip { fill: #eef0f2; }
+  .dot { fill: #16191d; }
 }
 """

@@ -8,6 +8,7 @@ from rich.text import Text
 from paceline.comm.algorithms import Schedule, Step, holdings
 from paceline.comm.algorithms.schedule import Terms
 from paceline.explain.exchange import chunk_name, cost, title_of, used_later, verb
+from paceline.explain.scene import counted
 from paceline.explain.timeline import SIZES, assumption, example, ms, outcome
 
 SPELLED_OUT = 6
@@ -68,7 +69,7 @@ def _received(schedule: Schedule, step: Step, rank: int) -> str:
 def overlap_table(ranks: int) -> Table:
     """When each bucket is full and reduced, launched at the end of backward and when full."""
     of = example(ranks)
-    title = f"buckets and overlap, {ranks} rank{'s' if ranks > 1 else ''}"
+    title = f"buckets and overlap, {counted(ranks, 'rank')}"
     caption = f"{outcome(of)} {assumption()}"
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     for name in ("bucket", "MiB", "full at", "launched at the end: reduced", "launched when full: reduced"):

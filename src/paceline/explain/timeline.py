@@ -1,7 +1,6 @@
 """The scene of a backward: buckets that fill up, and their all-reduces, at its end or during it.
 
-The numbers are an example, stated below; how they follow from each other is :func:`paceline.buckets.overlap` and the
-law of the ring.
+The numbers are an example, stated below; the rest follows by :func:`paceline.buckets.overlap` and the cost of the ring.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, MIB, Overlap, overlap
-from paceline.explain.scene import Frame, Scene, box, text
+from paceline.comm.algorithms import build
+from paceline.comm.cost import Model
+from paceline.explain.scene import Frame, Scene, box, counted, text
 
 SIZES = (FIRST_CAPACITY, CAPACITY, CAPACITY, CAPACITY, CAPACITY)
 """Bytes of the buckets, with the wrapper's own capacities."""
@@ -43,7 +44,8 @@ class Example:
 def example(ranks: int) -> Example:
     """With the numbers above."""
     backward = tuple(BACKWARD * size / sum(SIZES) for size in SIZES)
-    reduce = tuple(2 * (ranks - 1) * (LATENCY + size / ranks / BANDWIDTH) for size in SIZES)
+    ring = build("ring_all_reduce", ranks)
+    reduce = tuple(Model(LATENCY, 1 / BANDWIDTH).seconds(ring, size) for size in SIZES)
     return Example(ranks, backward, reduce, overlap(backward, reduce, False), overlap(backward, reduce))
 
 
@@ -75,7 +77,7 @@ def scene(ranks: int) -> Scene:
     of = example(ranks)
     scale = WIDE / of.at_the_end.end[-1]
     frames = [_frame(of, moment, scale) for moment in moments(of)]
-    title = f"buckets and overlap, {ranks} rank{'s' if ranks > 1 else ''}"
+    title = f"buckets and overlap, {counted(ranks, 'rank')}"
     height = TOP + 2 * BETWEEN + 24
     still = "".join(_bars(of, math.inf, scale))
     return Scene(title, outcome(of), assumption(), LEFT + WIDE + 170, height, tuple(frames), still=still)
