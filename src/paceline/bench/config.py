@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.outputs import check_file
 
 OPS = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
 BACKENDS = ("algorithms", "gloo", "paceline")
@@ -61,22 +62,6 @@ class BenchConfig:
     def from_json(cls, text: str) -> BenchConfig:
         """The counterpart of :meth:`to_json`."""
         return cls(**json.loads(text))
-
-
-def check_file(option: str, file: str | None) -> None:
-    """Refuse, before the work, a `file` that could not be written after it.
-
-    Raises:
-        UsageError: names the reason.
-    """
-    if file is None:
-        return
-    path = Path(file).absolute()
-    if not path.parent.is_dir():
-        raise UsageError(f"{option} {file}: the folder {path.parent} does not exist; make it, or choose another file")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = "it is a folder" if path.is_dir() else "permission denied"
-        raise UsageError(f"{option} {file} cannot be written: {reason}; choose another file")
 
 
 def parse_sizes(text: str) -> list[int]:

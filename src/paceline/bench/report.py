@@ -16,8 +16,8 @@ from paceline.bench.config import BenchConfig
 from paceline.bench.plot import plot
 from paceline.bench.rows import Row
 from paceline.comm.cost import Model, crossovers
-from paceline.errors import UsageError
 from paceline.explain.scene import counted
+from paceline.outputs import write_file
 
 COLUMNS = ("bytes", "count", "variant", "time µs", "algbw", "busbw", "#wrong", "model µs")
 """Type and reduction, which nccl-tests repeats in each line, are in the title."""
@@ -34,10 +34,9 @@ def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchCo
         console.print(table(op, [row for row in rows if row.op == op], cores))
     if model is not None:
         console.print(said(model, rows[0].ranks), highlight=False)
-    if config.json is not None:
-        _write("--json", config.json, json.dumps(document(rows, model, cores), indent=2) + "\n")
+    write_file("--json", config.json, json.dumps(document(rows, model, cores), indent=2) + "\n")
     if config.plot is not None:
-        _write("--plot", config.plot, plot(rows, cores, Path(config.plot).suffix))
+        write_file("--plot", config.plot, plot(rows, cores, Path(config.plot).suffix))
 
 
 def table(op: str, rows: Sequence[Row], cores: int) -> Table:
@@ -83,10 +82,3 @@ def document(rows: Sequence[Row], model: Model | None, cores: int) -> dict[str, 
         "model": None if model is None else model._asdict(),
         "rows": [{**asdict(row), "algbw": row.algbw, "busbw": row.busbw} for row in rows],
     }
-
-
-def _write(option: str, file: str, text: str) -> None:
-    try:
-        Path(file).write_text(text, "utf-8")
-    except OSError as error:
-        raise UsageError(f"{option} {file} cannot be written: {error.strerror}; choose another file") from error

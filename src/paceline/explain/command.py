@@ -16,6 +16,7 @@ from paceline.explain.page import page
 from paceline.explain.scene import MOST_RANKS, Scene
 from paceline.explain.sheet import sheet
 from paceline.explain.terminal import overlap_table, schedule_table
+from paceline.outputs import write_file
 
 SCHEDULES = {
     "ring": ("ring_all_reduce",),
@@ -52,15 +53,10 @@ def explain(
         for table in tables(what, size):
             console.print(table)
         return
-    path = Path(out)
-    writer = WRITERS.get(path.suffix)
+    writer = WRITERS.get(Path(out).suffix)
     if writer is None:
         raise UsageError(f"--out {out}: the name has to end in .svg (all steps in one picture) or .html (played)")
-    drawn = writer(scenes(what, size))
-    try:
-        path.write_text(drawn, "utf-8")
-    except OSError as error:
-        raise UsageError(f"--out {out} cannot be written: {error.strerror}; choose another file") from error
+    write_file("--out", out, writer(scenes(what, size)))
     print(f"wrote {out}")
 
 
