@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from paceline import compression
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import PacelineError
@@ -73,6 +74,8 @@ class Run:
     poisoned_step: int | None = None
     """Step in which one sample's loss is NaN."""
     evaluate: bool = False
+    compress: bool = False
+    """Whether gradients are compressed, with error feedback."""
     memory: bool = False
     """Whether the model has a buffer that depends on the data and feeds forward."""
 
@@ -143,6 +146,8 @@ def train(world: World, run: Run) -> Outcome:
     seen: list[list[int]] = []
     module = net(run)
     model = DistributedDataParallel(module, check_finite=True, bucket_cap_mb=run.bucket_cap_mb)
+    if run.compress:
+        model.register_comm_hook(compression.TopK(model, 0.2), compression.hook)
     optimizer = optimizer_of(run, model)
     data = Points(run.samples, run.dtype, run.augment)
     loader = DataLoader(data, run.batch_size, shuffle=True, seed=run.seed, num_workers=run.workers)

@@ -27,14 +27,14 @@ INPUTS, OUTPUTS = 5, 3
 class Pools:
     """Ranks by world size, started when first asked for and again after a failure."""
 
-    def __init__(self, backend: str | None = None) -> None:
-        self.backend = backend
+    def __init__(self, backend: str | None = None, timeout: float = 20) -> None:
+        self.backend, self.timeout = backend, timeout
         self._pools: dict[int, Ranks] = {}
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         pool = self._pools.get(size)
         if pool is None or not pool.processes:
-            pool = self._pools[size] = Ranks(size, 20, self.backend)
+            pool = self._pools[size] = Ranks(size, self.timeout, self.backend)
         return pool.run(function, *arguments)
 
     def __enter__(self) -> Pools:
@@ -224,12 +224,19 @@ def same_tensor(mine: Tensor, other: Tensor, rtol: float, what: str) -> None:
     torch.testing.assert_close(mine, other, rtol=rtol, atol=rtol * max(scale, 1e-6), msg=lambda m: f"{what}: {m}")
 
 
-def train_beside_twin(world: World, case: Case) -> list[list[str]]:
-    """Train on this rank's slices and alone; raises where they differ. Returns the layout of buckets."""
+def train_beside_twin(
+    world: World, case: Case, hook: Callable[..., Any] | None = None, state: Callable[[nn.Module], Any] | None = None
+) -> list[list[str]]:
+    """Train on this rank's slices and alone; raises where they differ. Returns the layout of buckets.
+
+    With a communication `hook`, whose state ``state(model)`` makes; without, it is None.
+    """
     torch.manual_seed(0)
     module = case.build()
     twin = copy.deepcopy(module)
-    model = DistributedDataParallel(module, **case.options)
+    model = DistributedDataParallel(module, unused_parameters="allow", **case.options)
+    if hook is not None:
+        model.register_comm_hook(state(model) if state else None, hook)
     optimizers = make_optimizer(case.optimizer, model), make_optimizer(case.optimizer, twin)
     uses = PATTERNS[case.pattern]
     for step, count in enumerate(case.batches):

@@ -3,13 +3,14 @@
 Importing it makes the process group backend ``"paceline"`` known to torch.distributed; nothing else happens.
 """
 
-from paceline import checkpoint, data, ddp, errors, train
+from paceline import checkpoint, compression, data, ddp, errors, nn, train
 from paceline.checkpoint import Checkpointer
 from paceline.comm.process_group import register as _register
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics
 from paceline.errors import PacelineError, UsageError
 from paceline.lookup import get
 from paceline.modules import unwrap
+from paceline.nn import SyncBatchNorm
 from paceline.rng import set_seed
 from paceline.world import World, init
 
@@ -17,17 +18,20 @@ __all__ = [
     "Checkpointer",
     "DistributedDataParallel",
     "PacelineError",
+    "SyncBatchNorm",
     "UsageError",
     "World",
     "accumulate",
     "checkpoint",
     "clip_grad_norm_",
+    "compression",
     "data",
     "ddp",
     "errors",
     "gather_for_metrics",
     "get",
     "init",
+    "nn",
     "set_seed",
     "train",
     "unwrap",

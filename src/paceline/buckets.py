@@ -110,26 +110,30 @@ class Bucket:
 
     @classmethod
     def allocate(
-        cls, indices: list[int], parameters: Sequence[Tensor], allocate: Callable[..., Tensor] = torch.zeros
+        cls,
+        indices: list[int],
+        parameters: Sequence[Tensor],
+        allocate: Callable[..., Tensor] = torch.zeros,
+        dtype: torch.dtype | None = None,
     ) -> Bucket:
-        """A zeroed bucket for `indices` of `parameters`, which share dtype and device.
+        """A zeroed bucket of `dtype` for `indices` of `parameters`, which share a device, and without `dtype` theirs.
 
         ``allocate(numel, dtype=…, device=…)`` gives its memory.
         """
         first = parameters[indices[0]]
         total = sum(parameters[i].numel() for i in indices)
-        flat = allocate(total, dtype=first.dtype, device=first.device)
+        flat = allocate(total, dtype=dtype or first.dtype, device=first.device)
         views, offset = [], 0
         for i in indices:
             parameter = parameters[i]
             piece = flat[offset : offset + parameter.numel()]
-            views.append(_shaped_like(parameter, piece))
+            views.append(shaped_like(parameter, piece))
             offset += parameter.numel()
         return cls(indices, flat, views)
 
 
-def _shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:
-    """`piece` with the parameter's shape, and its strides (channels-last) if they cover memory without gaps."""
+def shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:
+    """`piece`, flat, with the parameter's shape, and its strides (channels-last) if they cover memory without gaps."""
     expected = 1
     for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if extent != 1 and stride != expected:

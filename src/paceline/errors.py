@@ -2,8 +2,10 @@
 
     PacelineError                       anything raised on purpose by Paceline
     ├── UsageError         ValueError   a mistake that the caller can mend; commands print one line, exit code 2
+    │   ├── WrapError      RuntimeError a model or a group of ranks that cannot be wrapped, a RuntimeError in torch, too
     │   ├── WorldError                  the launcher's environment is incomplete or contradicts the call
     │   ├── ReplicaMismatch             the models differ between ranks
+    │   ├── HookError      TypeError    a communication hook raised, or is or returned something else than it has to
     │   ├── MissingExtra   ImportError  an optional dependency is not installed; names the pip command
     │   └── CheckpointMismatch          the checkpoint belongs to another model, data set or configuration
     ├── CheckpointError    RuntimeError a checkpoint cannot be written, read or trusted
@@ -14,6 +16,7 @@
     └── NonFiniteGradient  ArithmeticError  a gradient holds NaN or Inf; names ranks and parameters
 
     CheckpointWarning      UserWarning  a damaged checkpoint was skipped, a folder is not locked
+    UnusedParameterWarning UserWarning  a parameter had no gradient on some rank
 
 A message is one sentence: what happened, with values and rank; then the remedy.
 """
@@ -33,8 +36,16 @@ class WorldError(UsageError):
     """The launcher's environment is incomplete, or contradicts the call."""
 
 
+class WrapError(UsageError, RuntimeError):
+    """A model or a group of ranks that cannot be wrapped; a RuntimeError, as torch's class raises there."""
+
+
 class ReplicaMismatch(UsageError):
     """The models differ between ranks: names, shapes, dtypes, or values under ``init_sync="verify"``."""
+
+
+class HookError(UsageError, TypeError):
+    """A communication hook raised, or it is, takes or returned something else than torch's contract says."""
 
 
 class MissingExtra(UsageError, ImportError):
@@ -76,3 +87,7 @@ class NonFiniteGradient(PacelineError, ArithmeticError):
 
 class CheckpointWarning(UserWarning):
     """What users should know of their checkpoints: a damaged one was skipped, a folder is not locked."""
+
+
+class UnusedParameterWarning(UserWarning):
+    """A parameter had no gradient on some rank, which is allowed and may be a mistake."""

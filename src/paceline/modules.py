@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -21,6 +22,17 @@ class HasBucketLayout(Protocol):
 
     def load_bucket_layout(self, layout: list[list[str]]) -> None:
         """Rebuild the buckets as `layout` says."""
+
+
+@runtime_checkable
+class Communicates(Protocol):
+    """A layer with collectives of its own, in which a rank that has run out of data can take part."""
+
+    announce: Callable[[int], None] | None
+    """To be called before each collective, if it is not None, with a code that says which one it is."""
+
+    def shadow(self, code: int, device: torch.device) -> None:
+        """Take part in the collective that `code` says, contributing nothing; tensors are made on `device`."""
 
 
 def plain_name(name: str) -> str:

@@ -151,7 +151,9 @@ class Beside:
         self.world = world
         self.module = build()
         self.twin = copy.deepcopy(self.module)
-        self.model = DistributedDataParallel(self.module, **{"bucket_cap_mb": TINY, **options})
+        self.model = DistributedDataParallel(
+            self.module, **{"bucket_cap_mb": TINY, "unused_parameters": "allow", **options}
+        )
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (self.module, self.twin)]
 
     def batch(self, step: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -295,7 +297,7 @@ class TwoParts(nn.Module):
 
 def step_after_a_part_past_the_wrapper(world: World) -> str:
     torch.manual_seed(0)
-    model = DistributedDataParallel(TwoParts())
+    model = DistributedDataParallel(TwoParts(), unused_parameters="allow")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = global_batch(1, 6)
     for _ in range(2):  # the first step still has a hook for every parameter

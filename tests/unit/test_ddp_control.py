@@ -46,7 +46,27 @@ def test_nothing_is_absent_where_every_rank_has_all() -> None:
 
 def test_late_is_what_any_rank_reports() -> None:
     blocks = exchange(([], [], [1], Status()), ([], [], [1, 2], Status()))
-    assert [block.late() for block in blocks] == [[1, 2]] * 2
+    assert [block.apart() for block in blocks] == [([], [1, 2])] * 2
+
+
+@pytest.mark.parametrize(
+    ("absent", "sparse", "late", "expected"),
+    [
+        (([], []), ([1], [1]), ([], []), ([1], [])),
+        (([], [1]), ([1], []), ([], []), ([1], [])),  # one rank has none, which counts as zero
+        (([], []), ([1], []), ([], []), ([], [1])),  # the other's is dense
+        (([], []), ([1], [1]), ([2], []), ([1], [2])),
+        (([1], [1]), ([], []), ([], []), ([], [])),
+    ],
+)
+def test_an_average_is_sparse_if_all_gradients_are(absent: Any, sparse: Any, late: Any, expected: Any) -> None:
+    ranks = [ControlBlock(NAMES, rank, 2) for rank in range(2)]
+    filled = [
+        block.fill(absent[rank], [], late[rank], Status(), sparse[rank]).clone() for rank, block in enumerate(ranks)
+    ]
+    for block in ranks:
+        block.vector.copy_(sum(filled))
+        assert block.apart() == expected
 
 
 def test_every_rank_reads_what_each_reported() -> None:
@@ -140,7 +160,7 @@ def test_every_field_of_status_travels() -> None:
     """A new field has to survive float64, and its default says what kind it is."""
     for name, default in vars(Status()).items():
         value: Any = (not default) if isinstance(default, bool) else default + 3
-        if name == "non_finite":
+        if name in ("non_finite", "idle"):
             continue  # counted by the block itself
         (block, _) = statuses(Status(**{name: value}), Status())
         assert getattr(block.statuses()[0], name) == value

@@ -221,6 +221,5 @@ def test_a_capacity_is_a_number_above_zero(cap: Any, caps: Any) -> None:
         capacities(cap, caps)
 
 
-def test_one_kind_of_capacity_is_given() -> None:
-    with pytest.raises(UsageError, match="not both"):
-        capacities(1, [1, 2])
+def test_the_list_of_capacities_wins_as_in_torch() -> None:
+    assert capacities(7, [1, 2]) == capacities(None, [1, 2])

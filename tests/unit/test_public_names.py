@@ -10,12 +10,22 @@ import pytest
 
 import paceline
 import paceline.checkpoint
+import paceline.compression
 import paceline.data
 import paceline.ddp
+import paceline.nn
 import paceline.train
 from paceline import errors
 
-MODULES = [paceline, paceline.checkpoint, paceline.data, paceline.ddp, paceline.train]
+MODULES = [
+    paceline,
+    paceline.checkpoint,
+    paceline.compression,
+    paceline.data,
+    paceline.ddp,
+    paceline.nn,
+    paceline.train,
+]
 each_module = pytest.mark.parametrize("module", MODULES, ids=[module.__name__ for module in MODULES])
 
 

@@ -85,6 +85,14 @@ def test_resumed_between_the_steps_of_accumulation(pools: Pools, tmp_path: Path)
     assert [other.bits() for other in again] == [one.bits() for one in whole]
 
 
+def test_resumed_with_compressed_gradients_and_what_was_not_sent_yet(pools: Pools, tmp_path: Path) -> None:
+    run = Run(config(tmp_path / "whole"), compress=True)
+    whole = pools.run(2, train, run)
+    again = interrupted(pools, 2, replace(run, config=config(tmp_path / "cut")), STEPS + 2)
+    assert [other.bits() for other in again] == [one.bits() for one in whole]
+    assert whole[0].weights_sha256 != pools.run(2, train, Run(config(tmp_path / "plain")))[0].weights_sha256
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_resumed_with_buffers_that_depend_on_data_and_feed_forward(
     pools: Pools, tmp_path: Path, accumulate: int

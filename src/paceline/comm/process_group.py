@@ -172,7 +172,9 @@ class PacelineProcessGroup(Exchanging):
             for flat in flats:
                 flat.write_back()
 
-        return self._submit(run, wanted, options)
+        handle = self._submit(run, wanted, options)
+        handle.value = lambda: [torch.stack(wanted)]  # NCCL's, which torch's quantization hooks count on; not Gloo's
+        return handle
 
     def _allgather_uneven(self, wanted: Sequence[Tensor], given: Tensor, options: Any) -> Handle:
         def run() -> None:

@@ -18,6 +18,9 @@ from paceline.errors import CommunicationError
 class Handle(dist.Work):
     """A ``Work``: finished when its function has run, with that function's error if it raised."""
 
+    value: Callable[[], Any] | None = None
+    """What the future is to hold, if not the operation's tensors."""
+
     def __init__(self, result: Sequence[Tensor]) -> None:
         super().__init__()
         self._result = list(result)
@@ -44,7 +47,7 @@ class Handle(dist.Work):
 
     def _settle(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
-            future.set_result(self._result)
+            future.set_result(self._result if self.value is None else self.value())
         elif isinstance(self._error, Exception):
             future.set_exception(self._error)
         else:
@@ -111,10 +114,14 @@ class Runner:
         self._turn = threading.RLock()
 
     def submit(self, function: Callable[[], None], result: Sequence[Tensor], *, asynchronous: bool) -> Handle:
-        """Run `function` now, or after those before it in the thread; returns its handle."""
+        """Run `function` now, or after those before it in the thread; returns its handle.
+
+        What a callback of a finished operation begins in the thread runs there and then, whatever is queued already:
+        so it comes right after that operation on every rank, and the callback may wait for it.
+        """
         handle = Handle(result)
         with self._turn:
-            if not asynchronous and (self._is_idle() or threading.current_thread() is self._thread):
+            if threading.current_thread() is self._thread or (not asynchronous and self._is_idle()):
                 handle.run(function)
                 return handle
             if self._thread is None or not self._thread.is_alive():  # dead in a forked child

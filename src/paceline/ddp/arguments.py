@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, MIB
-from paceline.errors import UsageError, WorldError
+from paceline.errors import UsageError, WorldError, WrapError
 
 
 def refuse_unsupported(**given: Any) -> None:
@@ -29,11 +29,9 @@ def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tup
     """Bucket capacities in bytes: first, second, …; the last one holds for all further buckets.
 
     Raises:
-        UsageError: for a capacity that is not a positive number, or if both are given.
+        UsageError: for a capacity that is not a positive number.
     """
-    if cap_mb is not None and cap_mb_list is not None:
-        raise UsageError("give bucket_cap_mb or bucket_cap_mb_list, not both")
-    asked = [cap_mb] if cap_mb is not None else list(cap_mb_list or [])
+    asked = list(cap_mb_list or ([] if cap_mb is None else [cap_mb]))  # the list wins, as in torch
     for value in asked:
         if not (value > 0 and math.isfinite(value)):
             raise UsageError(f"a bucket's capacity must be a number of MiB > 0, not {value!r}")
@@ -44,36 +42,68 @@ def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tup
     return (min(FIRST_CAPACITY, capacity), capacity)
 
 
+def check_reduce_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """`dtype` if gradients can be reduced in it.
+
+    Raises:
+        UsageError: otherwise.
+    """
+    if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise UsageError(f"reduce_dtype={dtype!r}: give torch.float32, bfloat16, float16 or float64, or leave it out")
+    return dtype
+
+
 def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
     """The ranks to average over.
 
     Raises:
         WorldError: without a process group.
-        UsageError: if both arguments are given.
+        WrapError: if both arguments are given, or a mesh of several dimensions.
     """
     if process_group is not None and device_mesh is not None:
-        raise UsageError("give process_group or device_mesh, not both")
+        raise WrapError("Cannot specify both process_group and device_mesh arguments; leave one of them out")
     if not dist.is_initialized():
         raise WorldError("there is no process group yet; call paceline.init() before DistributedDataParallel")
     if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise WrapError(
+                f"Only 1D device mesh is supported, but this one has {device_mesh.ndim} dimensions; give the one to "
+                "average over, such as device_mesh['data']"
+            )
         group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
         return group
     return process_group if process_group is not None else dist.distributed_c10d._get_default_group()
 
 
-def trained_parameters(module: nn.Module, ignored: set[str]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters to be averaged, each once however often it is shared, in the module's order.
+def check_delayed(named: Any, hooked: Any) -> list[tuple[str, nn.Parameter]]:
+    """torch's parameters whose all-reduce is delayed until that of another is due; here the end of backward is.
 
     Raises:
-        UsageError: if there is none, or they live on devices of different kinds.
+        UsageError: unless both arguments are given, or none.
+    """
+    if (named is None) != (hooked is None):
+        raise UsageError("give both delay_all_reduce_named_params and param_to_hook_all_reduce, or none of them")
+    return list(named or [])
+
+
+def trained_parameters(
+    module: nn.Module, ignored: set[str], more: Sequence[tuple[str, nn.Parameter]] = ()
+) -> list[tuple[str, nn.Parameter]]:
+    """The parameters to be averaged, each once however often it is shared, in the module's order, then `more`.
+
+    Raises:
+        WrapError: if there is none.
+        UsageError: if they live on several devices.
     """
     trained = [
         (name, parameter)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]
+    own = {id(parameter) for parameter in module.parameters()}
+    trained += [(name, parameter) for name, parameter in more if id(parameter) not in own and parameter.requires_grad]
     if not trained:
-        raise UsageError(
+        raise WrapError(
             "the module has no parameter that requires a gradient, so there is nothing to average; use the bare module"
         )
     devices = sorted({str(parameter.device) for _, parameter in trained})

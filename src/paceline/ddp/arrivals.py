@@ -49,7 +49,7 @@ class Arrivals:
             self.observed = []
             self._seen = bytearray(len(self._parameters))
             self._pending = [len(expected) for expected in self._expected]
-        self._keep_hooks(frozenset(range(len(self._parameters))) if self._every else self._triggers)
+        self._keep_hooks(frozenset(self._bucket_of) if self._every else self._triggers)
 
     def arrived(self, index: int) -> None:
         """A gradient was accumulated into parameter `index`."""

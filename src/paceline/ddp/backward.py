@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from paceline.buckets import Bucket
 from paceline.ddp.channel import Channel, Launched
-from paceline.ddp.control import ControlBlock, Status, scale_of
+from paceline.ddp.control import ControlBlock, Status
+from paceline.ddp.finisher import Finisher
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
 from paceline.errors import UsageError
 from paceline.events import Recorder
@@ -29,6 +31,7 @@ class Gear:
     control: ControlBlock
     recorder: Recorder
     check_finite: bool
+    finisher: Finisher
 
 
 @dataclass
@@ -46,6 +49,8 @@ class Backward:
     """Time waited for communication."""
     _launched: list[Launched] = field(default_factory=list)
     _non_finite: list[int] = field(default_factory=list)
+    _left_out: list[int] = field(default_factory=list)
+    """Parameters in buckets whose gradient was found to be sparse, so that zeros were launched."""
 
     @property
     def next(self) -> int:
@@ -57,58 +62,74 @@ class Backward:
         """Move the gradients in, free the parameters' own, and hand the bucket to communication."""
         gear = self.gear
         with gear.recorder.span("launch"):
-            sources, targets = [], []
-            for index, view in zip(bucket.indices, bucket.views, strict=True):
-                gradient = gear.parameters[index].grad
-                if gradient is None:
-                    self.absent.append(index)
-                    view.zero_()
-                    continue
-                if gradient is not view:
-                    self._expect_dense(index, gradient)
-                    sources.append(gradient)
-                    targets.append(view)
-                    if not self.clear:
-                        self.held[index] = gradient
-                gear.parameters[index].grad = None
-            if sources:
-                torch._foreach_copy_(targets, sources)
+            parameters = [gear.parameters[index] for index in bucket.indices]
+            gradients = [parameter.grad for parameter in parameters]
+            dense = [one for one in gradients if one is not None and one.layout is torch.strided]
+            if self.clear and len(dense) == len(gradients):
+                torch._foreach_copy_(bucket.views, dense)
+                for parameter in parameters:
+                    parameter.grad = None
+            else:
+                self._move_in_one_by_one(bucket)
             if gear.check_finite and not torch.isfinite(bucket.flat.sum()):
                 pairs = zip(bucket.indices, bucket.views, strict=True)
                 self._non_finite += [index for index, view in pairs if not torch.isfinite(view).all()]
-            self._reduce(bucket.flat)
+            last = self.next == len(gear.storage) - 1
+            self._launched.append(gear.finisher.launch(bucket, self.next, last=last))
 
-    def _reduce(self, flat: Tensor) -> None:
-        if flat.dtype is torch.float16:  # a sum of N may overflow where the mean does not
-            flat.mul_(1 / self.gear.channel.size)
-            self._launched.append(self.gear.channel.all_reduce(flat))
-        else:
-            self._launched.append(self.gear.channel.all_reduce(flat, self.gear.ledger.status.note))
+    def _move_in_one_by_one(self, bucket: Bucket) -> None:
+        """Where gradients are absent, sparse, or were there before."""
+        sources, targets = [], []
+        for index, view in zip(bucket.indices, bucket.views, strict=True):
+            gradient = self.gear.parameters[index].grad
+            if gradient is None:
+                self.absent.append(index)
+                view.zero_()
+                continue
+            if gradient.is_sparse:
+                self._left_out.append(index)
+                view.zero_()
+                continue
+            if gradient is not view:
+                self._expect_dense(index, gradient)
+                sources.append(gradient)
+                targets.append(view)
+                if not self.clear:
+                    self.held[index] = gradient
+            self.gear.parameters[index].grad = None
+        if sources:
+            torch._foreach_copy_(targets, sources)
 
     def _expect_dense(self, index: int, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:
             raise UsageError(
                 f"rank {self.gear.channel.rank}: parameter {self.gear.names[index]!r} has a {gradient.layout} "
-                "gradient, which buckets cannot hold; build its layer with sparse=False"
+                "gradient, which buckets cannot hold; use a layer with dense gradients"
             )
 
     def launch_rest(self, *, aborted: bool) -> dict[int, Tensor]:
-        """Launch what is left, then the control block; returns this rank's late deltas by parameter."""
-        gear, early = self.gear, self.next
-        for bucket in gear.storage.buckets[early:]:
+        """Launch what is left, then the control block; returns this rank's gradients that are in no bucket.
+
+        These are, by parameter, late deltas and sparse gradients.
+        """
+        gear = self.gear
+        for bucket in gear.storage.buckets[self.next :]:
             self.launch(bucket)
-        late: dict[int, Tensor] = {}
-        for bucket in gear.storage.buckets[:early]:
-            for index in bucket.indices:
-                if (gradient := gear.parameters[index].grad) is not None:
-                    late[index] = gradient
+        gradients = enumerate(parameter.grad for parameter in gear.parameters)
+        apart = {index: gradient for index, gradient in gradients if gradient is not None}
+        # A sparse gradient that comes after a dense one was launched is a late delta as any other.
+        alone = {*self.absent, *self._left_out, *gear.storage.outside}
+        sparse = [index for index, gradient in apart.items() if gradient.is_sparse and index in alone]
+        late = [index for index in apart if index not in sparse] if len(sparse) < len(apart) else []
         if gear.check_finite:
-            self._non_finite += [index for index, delta in late.items() if not torch.isfinite(delta).all()]
-        # A late gradient is a present one, too: its parameter must not end as None.
-        self.absent = [index for index in self.absent if index not in late]
-        block = gear.control.fill(self.absent, self._non_finite, list(late), gear.ledger.report(aborted=aborted))
+            finite = {index: bool(torch.isfinite(elements_of(gradient)).all()) for index, gradient in apart.items()}
+            self._non_finite += [index for index in apart if not finite[index]]
+        # What comes late is present, too: its parameter must not end as None.
+        self.absent = [index for index in (*self.absent, *gear.storage.outside) if index not in apart]
+        status = gear.ledger.report(aborted=aborted)
+        block = gear.control.fill(self.absent, self._non_finite, late, status, sparse)
         self._launched.append(gear.channel.all_reduce(block))
-        return late
+        return apart
 
     def wait(self) -> list[Status]:
         """Wait for everything launched, and scale the sums; returns what every rank reported.
@@ -125,10 +146,7 @@ class Backward:
                 gear.channel.wait(launched, what)
             self.exposed_seconds = time.perf_counter() - start
         statuses = gear.control.statuses()
-        scale = scale_of([status.note for status in statuses])
-        for flat in (bucket.flat for bucket in gear.storage.buckets):
-            if flat.dtype is torch.float16:
-                flat.mul_(scale * gear.channel.size)
-            elif not gear.channel.scales:
-                flat.mul_(scale)
+        notes = [status.note for status in statuses]
+        for bucket in gear.storage.buckets:
+            gear.finisher.scale(bucket.flat, notes)
         return statuses

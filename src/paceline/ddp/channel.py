@@ -39,6 +39,7 @@ class Channel:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.group = own
+        self.name: str = own.group_name
         self._is_numbered = len(dist.get_process_group_ranks(group)) == dist.get_world_size()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -56,10 +57,10 @@ class Channel:
     def progress(self) -> None:
         """Take what was launched as far as it goes now, without waiting."""
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Make `tensors` equal to rank 0's, in place; returns when that is done."""
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Make `tensors` equal to those of rank `source`, in place; returns when that is done."""
         if tensors:
-            self.run("broadcast", _broadcast_coalesced, self.group, list(tensors), 25 * 2**20, 0)
+            self.run("broadcast", _broadcast_coalesced, self.group, list(tensors), 25 * 2**20, source)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, in the order of ranks."""

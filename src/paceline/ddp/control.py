@@ -2,7 +2,7 @@
 
 One float64 vector, summed over the ranks in one collective of its own:
 
-    [ presence × P | non-finite × P | late × P | status of rank 0 | status of rank 1 | … ]
+    [ presence × P | non-finite × P | late × P | sparse × P | status of rank 0 | status of rank 1 | … ]
 
 Per parameter, a count of ranks; per rank, the fields of :class:`Status`, each rank filling only its own part.
 Float64 holds whole numbers exactly up to 2**53. Everything here is a function of plain values.
@@ -10,7 +10,7 @@ Float64 holds whole numbers exactly up to 2**53. Everything here is a function o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from paceline.errors import DesyncError, NonFiniteGradient
 
 Allocate = Callable[..., Tensor]
 """``allocate(numel, dtype=…)``: a zeroed tensor on the CPU."""
-UNWEIGHTED, WEIGHTED = 1, 2  # bits of Status.weighting
+UNWEIGHTED, WEIGHTED, UNCOUNTED = 1, 2, 4  # bits of Status.weighting
 
 
 @dataclass
@@ -39,11 +39,16 @@ class Status:
     weight: float = 0.0
     """Sum of ``model.weight(w)`` since the last synchronization."""
     weighting: int = 0
-    """Bits ``UNWEIGHTED``, ``WEIGHTED``: how backwards ran since the last synchronization."""
+    """Bits ``UNWEIGHTED``, ``WEIGHTED``: how backwards ran since the last synchronization; ``UNCOUNTED``: the rank has
+    no data and is left out of the mean."""
     non_finite: int = 0
     """How many of this rank's own gradients hold NaN or Inf, where that is looked for."""
     aborted: bool = False
     """Whether an exception ended this rank's backward before its end."""
+    idle: bool = False
+    """Whether this rank has no gradient at all, as one without data."""
+    joined: bool = False
+    """Whether this rank has run out of data inside ``join``; what must be equal then leaves it out."""
 
     @property
     def note(self) -> tuple[float, float]:
@@ -61,6 +66,7 @@ _EQUAL = {
     "epoch": ("as the sampler's epoch", "call set_epoch() alike on all ranks"),
     "position": ("as the sampler's position", "consume the same number of batches on all ranks"),
 }
+_SECTIONS = 4
 _KINDS: list[Any] = [type(field.default) for field in fields(Status)]
 
 
@@ -70,18 +76,20 @@ class ControlBlock:
     def __init__(self, names: Sequence[str], rank: int, size: int, allocate: Allocate = torch.zeros) -> None:
         self.names = names
         self.rank, self.size, self.count = rank, size, len(names)
-        self.vector = allocate(3 * self.count + size * len(_KINDS), dtype=torch.float64)
+        self.vector = allocate(_SECTIONS * self.count + size * len(_KINDS), dtype=torch.float64)
         self._everywhere = torch.full((self.count,), float(size), dtype=torch.float64)
 
-    def fill(self, absent: list[int], non_finite: list[int], late: list[int], status: Status) -> Tensor:
+    def fill(
+        self, absent: list[int], non_finite: list[int], late: list[int], status: Status, sparse: Sequence[int] = ()
+    ) -> Tensor:
         """Write this rank's part; returns the vector to be summed over the ranks."""
-        status = replace(status, non_finite=len(non_finite))
+        status = replace(status, non_finite=len(non_finite), idle=len(absent) == self.count)
         self.vector.zero_()
         self.vector[: self.count] = 1
-        for section, indices, value in ((0, absent, 0.0), (1, non_finite, 1.0), (2, late, 1.0)):
+        for section, indices, value in ((0, absent, 0.0), (1, non_finite, 1.0), (2, late, 1.0), (3, sparse, 1.0)):
             if indices:
                 self.vector[[section * self.count + index for index in indices]] = value
-        start = 3 * self.count + self.rank * len(_KINDS)
+        start = _SECTIONS * self.count + self.rank * len(_KINDS)
         self.vector[start : start + len(_KINDS)] = torch.tensor(astuple(status), dtype=torch.float64)
         return self.vector
 
@@ -92,14 +100,30 @@ class ControlBlock:
             return []
         return (presence == 0).nonzero().flatten().tolist()
 
-    def late(self) -> list[int]:
-        """Parameters of which at least one rank has a late delta."""
-        return self._marked(2)
+    def apart(self) -> tuple[list[int], list[int]]:
+        """Parameters to be averaged apart from the buckets: as sparse gradients, and as dense ones.
+
+        Sparse, if every gradient that any rank has of it is sparse. Dense, if a rank has a late delta, or a sparse
+        gradient where another's is dense.
+        """
+        if not self.vector[2 * self.count : _SECTIONS * self.count].any():
+            return [], []
+        presence, _, late, sparse = self.vector[: _SECTIONS * self.count].view(_SECTIONS, self.count)
+        wholly = (sparse > 0) & (sparse == presence)
+        dense = (late + sparse > 0) & ~wholly
+        return wholly.nonzero().flatten().tolist(), dense.nonzero().flatten().tolist()
 
     def statuses(self) -> list[Status]:
         """What every rank reported, in the order of ranks."""
-        rows = self.vector[3 * self.count :].view(self.size, len(_KINDS)).tolist()
+        rows = self.vector[_SECTIONS * self.count :].view(self.size, len(_KINDS)).tolist()
         return [Status(*(kind(value) for kind, value in zip(_KINDS, row, strict=True))) for row in rows]
+
+    def missing_somewhere(self, statuses: Sequence[Status]) -> list[int]:
+        """Parameters without a gradient on a rank that has others, unless a backward was ended by an exception."""
+        if any(status.aborted for status in statuses):
+            return []
+        working = self.size - sum(status.idle for status in statuses)
+        return (self.vector[: self.count] < working).nonzero().flatten().tolist()
 
     def _marked(self, section: int) -> list[int]:
         marks = self.vector[section * self.count : (section + 1) * self.count]
@@ -115,19 +139,19 @@ class ControlBlock:
         if aborted := [rank for rank, status in enumerate(statuses) if status.aborted]:
             if self.rank not in aborted:
                 raise DesyncError(
-                    f"rank {self.rank}: backward was ended by an exception on {_ranks(aborted)}, so the gradients "
+                    f"rank {self.rank}: backward was ended by an exception on {named_ranks(aborted)}, so the gradients "
                     "of this step are not whole; see that rank's own error"
                 )
             return
         for name, (noun, remedy) in _EQUAL.items():
-            values = [getattr(status, name) for status in statuses]
-            if len(set(values)) > 1:
+            values = {rank: getattr(status, name) for rank, status in enumerate(statuses) if not status.joined}
+            if len(set(values.values())) > 1:
                 raise DesyncError(f"ranks differ: {_who_has(values, noun)}; {remedy}")
         modes = [status.weighting for status in statuses]
         if any(mode & UNWEIGHTED for mode in modes) and any(mode & WEIGHTED for mode in modes):
             without = [rank for rank, mode in enumerate(modes) if mode & UNWEIGHTED]
             raise DesyncError(
-                f"ranks differ: {_ranks(without)} ran backward outside model.weight(), the others inside; "
+                f"ranks differ: {named_ranks(without)} ran backward outside model.weight(), the others inside; "
                 "weigh every micro-batch on every rank, or none"
             )
         if bad := self._marked(1):
@@ -139,7 +163,7 @@ def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFin
     """The error of gradients that are not finite: on which ranks, of which of `count` parameters."""
     shown = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
     return NonFiniteGradient(
-        f"the gradient holds NaN or Inf on {_ranks(ranks)}, in {shown} ({len(names)} of {count} parameters); no "
+        f"the gradient holds NaN or Inf on {named_ranks(ranks)}, in {shown} ({len(names)} of {count} parameters); no "
         "optimizer step was taken, look at this batch's loss and at the learning rate"
     )
 
@@ -147,23 +171,26 @@ def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFin
 def scale_of(notes: Sequence[tuple[float, float]]) -> float:
     """What sums over ranks are multiplied with: 1/N, or 1/Σw where micro-batches were weighted.
 
+    N counts the ranks, without those that have no data and are not to be counted (``UNCOUNTED``).
+
     `notes` holds the weight and weighting of each rank, see :class:`Status`. If all weights are zero there is nothing
     to learn from, and the gradient is zero.
     """
     if any(int(weighting) & WEIGHTED for _, weighting in notes):
         total = sum(weight for weight, _ in notes)
         return 1.0 / total if total else 0.0
-    return 1.0 / len(notes)
+    return 1.0 / max(1, sum(not int(weighting) & UNCOUNTED for _, weighting in notes))
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
+    """«rank 1», «ranks 0, 2»."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _who_has(values: Sequence[int], noun: str) -> str:
+def _who_has(values: Mapping[int, int], noun: str) -> str:
     """«rank 0 has 3, ranks 1, 2 have 2 optimizer steps»."""
     groups: dict[int, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
-    parts = [f"{_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in groups.items()]
+    parts = [f"{named_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in groups.items()]
     return f"{', '.join(parts)} {noun}"

@@ -72,6 +72,10 @@ class StepGuard:
             self._outermost = None
             self._ledger.status.optimizer_steps += 1
 
+    def has_state(self) -> bool:
+        """Whether an optimizer that has stepped keeps state, such as momentum."""
+        return any(optimizer.state for optimizer in self._synchronizations_seen)
+
     def _trains_ours(self, optimizer: Optimizer) -> bool:
         return any(id(parameter) in self._ours for group in optimizer.param_groups for parameter in group["params"])
 

@@ -25,27 +25,29 @@ class LateReduction:
     launched: Launched
 
 
-def launch_late(
-    indices: Sequence[int], mine: Mapping[int, Tensor], views: Sequence[Tensor], channel: Channel
-) -> list[LateReduction]:
-    """Launch the sums of the deltas of `indices`, of which this rank holds `mine`; one for each dtype and device."""
+def launch_late(mine: Mapping[int, Tensor], targets: Mapping[int, Tensor], channel: Channel) -> list[LateReduction]:
+    """Launch the sums of the deltas for `targets`, of which this rank holds `mine`; one for each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index in indices:
-        kinds.setdefault((views[index].dtype, views[index].device), []).append(index)
+    for index, target in targets.items():
+        kinds.setdefault((target.dtype, target.device), []).append(index)
     launched = []
     for same in kinds.values():
-        parts = [mine[index] if index in mine else torch.zeros_like(views[index]) for index in same]
+        parts = [
+            mine[index].to(targets[index]) if index in mine else torch.zeros_like(targets[index]) for index in same
+        ]
         flat = torch.cat([part.detach().reshape(-1) for part in parts])
         launched.append(LateReduction(same, flat, channel.all_reduce(flat)))
     return launched
 
 
-def settle_late(launched: Sequence[LateReduction], views: Sequence[Tensor], scale: float, channel: Channel) -> None:
-    """Wait for the sums and add them, scaled, to the averages in `views`."""
+def settle_late(
+    launched: Sequence[LateReduction], targets: Mapping[int, Tensor], scale: float, channel: Channel
+) -> None:
+    """Wait for the sums and add them, scaled, to the averages in `targets`."""
     for reduction in launched:
         channel.wait(reduction.launched, "all-reduce of late gradients")
         offset = 0
         for index in reduction.indices:
-            view = views[index]
-            view.add_(reduction.flat[offset : offset + view.numel()].view(view.shape), alpha=scale)
-            offset += view.numel()
+            target = targets[index]
+            target.add_(reduction.flat[offset : offset + target.numel()].view(target.shape), alpha=scale)
+            offset += target.numel()

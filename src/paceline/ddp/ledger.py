@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import nn
 
 from paceline.ddp.autograd import current_task
-from paceline.ddp.control import UNWEIGHTED, WEIGHTED, Status
+from paceline.ddp.control import UNCOUNTED, UNWEIGHTED, WEIGHTED, Status
 from paceline.errors import UsageError
 
 
@@ -54,6 +54,11 @@ class Ledger:
         self.synchronizations += 1
         self._used_inside = bool(self._open)
         self.status.weight, self.status.weighting = 0, 0
+        self._unclaimed.clear()
+
+    def contributes_nothing(self, *, counted: bool) -> None:
+        """The rank has no data in this step; `counted` if a mean divides by it all the same."""
+        self.status.weight, self.status.weighting = 0, 0 if counted else UNCOUNTED
         self._unclaimed.clear()
 
     # -- forwards -----------------------------------------------------------------------------------------------

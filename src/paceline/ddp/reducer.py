@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 
@@ -23,15 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, arrival_order
+from paceline.ddp.apart import average_apart
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
+from paceline.ddp.by_algorithm import Algorithm, Algorithms
 from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, scale_of
-from paceline.ddp.late import launch_late, settle_late
+from paceline.ddp.finisher import AllReduce, Finisher
+from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.shadowing import Event
+from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
-from paceline.errors import CommunicationError
+from paceline.ddp.unused import UnusedParameters, UnusedReport
+from paceline.errors import CommunicationError, UsageError
 from paceline.events import Recorder
 
 
@@ -47,10 +53,20 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Options:
-    """Capacities of the first, second, … bucket in bytes, and whether gradients are checked for NaN and Inf."""
+    """What a user may choose."""
 
     capacities: tuple[int, ...] = (FIRST_CAPACITY, CAPACITY)
+    """Bytes of the first, second, … bucket."""
     check_finite: bool = False
+    """Whether gradients are checked for NaN and Inf."""
+    reduce_dtype: torch.dtype | None = None
+    """In which gradients are summed, if not in their own."""
+    unused: UnusedParameters = "allow"
+    """What happens where a parameter has no gradient on some rank."""
+    algorithm: Algorithm | None = None
+    """What sums the buckets, if not the backend's own all-reduce."""
+    sparse: frozenset[int] = frozenset()
+    """The ``id`` of parameters that get no place in a bucket, as their gradients are expected to be sparse."""
 
 
 class Reducer:
@@ -60,6 +76,8 @@ class Reducer:
     """False inside ``no_sync``: a backward that starts now stays local."""
     exposed_seconds: float
     """Time waited for communication at the end of backwards, in seconds, since the wrapper was made."""
+    tell: Callable[[Event], None] | None
+    """Inside ``join``, tells ranks that ran out of data how this rank's backward goes."""
 
     def __init__(
         self,
@@ -71,10 +89,15 @@ class Reducer:
     ) -> None:
         self.parameters = [parameter for _, parameter in named_parameters]
         self.names = [name for name, _ in named_parameters]
-        self.storage = BucketSet(self.names, self.parameters, options.capacities, channel)
+        outside = frozenset(index for index, one in enumerate(self.parameters) if id(one) in options.sparse)
+        self.storage = BucketSet(
+            self.names, self.parameters, options.capacities, channel, outside, options.reduce_dtype
+        )
         self.sync_enabled = True
         self.exposed_seconds = 0.0
+        self.tell = None
         self._channel, self._ledger = channel, ledger
+        self._in_backward = InBackward(self.parameters)
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
             self.names,
@@ -85,12 +108,15 @@ class Reducer:
             self._control,
             recorder,
             options.check_finite,
+            AllReduce(Algorithms(channel, options.algorithm) if options.algorithm else channel, ledger),
         )
+        self._unused = UnusedReport(options.unused, self.names, self.parameters, channel)
         self._phase = Phase.IDLE
         self._aborted = self._owes_launch = False
         self._task: weakref.ref[GraphTask] | None = None
         self._backward = Backward(self._gear, clear=True)
         self._finishing: Iterator[bool] = iter(())
+        self._apart: dict[int, Tensor] = {}  # averages that are no bucket's view
         self._order_known = False
         self._accumulators = Accumulators(self.parameters)
         self._arrivals = Arrivals(self.parameters, self._hooked)
@@ -109,6 +135,11 @@ class Reducer:
         self._arrivals.observed = []
         self._arrivals.use_layout(self.storage.layout, order_known=True)
 
+    def finish_with(self, finisher: Finisher) -> None:
+        """Let `finisher` take the place of the buckets' all-reduce, from the next backward on; on all ranks alike."""
+        self.settle_aborted()
+        self._gear = replace(self._gear, finisher=finisher)
+
     # -- 1. backward starts -------------------------------------------------------------------------------------
 
     def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
@@ -116,11 +147,13 @@ class Reducer:
 
         `on_local` is called if that backward turns out to be local, inside ``no_sync``.
         """
+        self._in_backward.take_over()
         for output in outputs:
             if output.grad_fn is not None:
-                output.register_hook(partial(self._output_hook, on_local))
+                output.register_hook(partial(self.backward_reached, on_local))
 
-    def _output_hook(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
+    def backward_reached(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
+        """A backward has reached an output of the wrapper."""
         if self._phase in (Phase.BACKWARD, Phase.SETTLING) or not self._accumulators.are_meant():
             return
         self.settle_aborted()
@@ -129,11 +162,15 @@ class Reducer:
         if not self.sync_enabled:
             self._ledger.local_backwards += 1
             on_local()
+            if self.tell is not None:
+                queue_callback(partial(self.tell, Event.LOCAL))
             return
         self._begin()
         self._queue_finish()
 
     def _begin(self) -> None:
+        if self.tell is not None:
+            self.tell(Event.BACKWARD)
         self._phase = Phase.BACKWARD
         clear = all(parameter.grad is None for parameter in self.parameters)
         self._backward = Backward(self._gear, clear)
@@ -182,17 +219,20 @@ class Reducer:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
         backward = self._backward
         try:
-            mine_late = backward.launch_rest(aborted=self._aborted)
+            if self.tell is not None:
+                self.tell(Event.END)
+            mine = backward.launch_rest(aborted=self._aborted)
             self._phase = Phase.SETTLING
             yield True
             statuses = backward.wait()
             self.exposed_seconds += backward.exposed_seconds
-            late = launch_late(self._control.late(), mine_late, self.storage.views, self._channel)
+            scale = scale_of([one.note for one in statuses])
             order = None if self._order_known else self._launch_order()
-            if late or order:
+            if order:
                 yield True
-                settle_late(late, self.storage.views, scale_of([one.note for one in statuses]), self._channel)
-            self._publish()
+            apart = yield from average_apart(self._gear, mine, scale)
+            unused = yield from self._unused.look(self._control.missing_somewhere(statuses), backward.absent)
+            self._publish(apart)
             if order:
                 self._adopt_order(*order)
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
@@ -200,6 +240,9 @@ class Reducer:
             raise
         self._phase = Phase.IDLE
         self._control.check(statuses)
+        self._unused.say(unused)
+        if not any(one.aborted for one in statuses):
+            self._in_backward.step()
 
     def _launch_order(self) -> tuple[Tensor, Launched]:
         """Send rank 0's order of arrival to all, as a sum to which only rank 0 contributes."""
@@ -216,13 +259,18 @@ class Reducer:
             self.storage.assign_in((order - 1).tolist())
             self._arrivals.use_layout(self.storage.layout, order_known=True)
 
-    def _publish(self) -> None:
-        """Show the averages: ``p.grad`` is the bucket's view, or None where no rank had a gradient."""
-        for parameter, view in zip(self.parameters, self.storage.views, strict=True):
-            parameter.grad = view
+    def _publish(self, apart: dict[int, Tensor]) -> None:
+        """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
+        self._apart = apart
+        for index, average in enumerate(self.storage.averages()):
+            if index not in self.storage.outside:
+                self.parameters[index].grad = average
+        for index, average in apart.items():
+            self.parameters[index].grad = average
         for index in self._control.absent_everywhere():
             self.parameters[index].grad = None
-        self._arrivals.end(self._backward.absent)
+        if not self._ledger.status.joined:  # else nothing was to be expected
+            self._arrivals.end(self._backward.absent)
         self._backward.held.clear()
         self._ledger.synchronized()
 
@@ -233,6 +281,15 @@ class Reducer:
         self.settle_aborted()
         self._ledger.forget_dropped(self.parameters, in_backward=False)
         self._begin()
+        self.finish()
+
+    def launch_all(self) -> None:
+        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later."""
+        self._begin()
+        self._advance()
+
+    def finish(self) -> None:
+        """Carry a synchronization to its end."""
         while self._advance():
             pass
 
@@ -276,17 +333,29 @@ class Reducer:
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
 
+    def expect_idle(self) -> None:
+        """Refuse to go on where a backward has not come to its end.
+
+        Raises:
+            UsageError: says where the backward is.
+        """
+        if self._phase is not Phase.IDLE:
+            raise UsageError(f"rank {self._channel.rank}: the last backward has not ended: {self._phase.value}")
+
     def local_gradient(self) -> str | None:
         """The name of a parameter whose gradient is this rank's own, not an average; None if there is none.
 
         Zeros do not count: torch sets them itself, to have an optimizer make its state.
         """
-        for name, parameter, view in zip(self.names, self.parameters, self.storage.views, strict=True):
-            if parameter.grad is not None and parameter.grad is not view and bool(parameter.grad.any()):
+        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            gradient = parameter.grad
+            if gradient is None or gradient is self._apart.get(index) or self.storage.is_average(index, gradient):
+                continue
+            if bool(elements_of(gradient).any()):
                 return name
         return None
 
     def close(self) -> None:
         """Take the hooks off the parameters, and let go of what refers back to the reducer."""
         self._arrivals.close()
-        self._task = None
+        self._task = self.tell = None

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED, non_finite, scale_of
+from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.sparse import elements_of
 from paceline.errors import DesyncError
 
 
@@ -24,12 +26,13 @@ class SoloReducer:
         self.sync_enabled = True
         self._names = [name for name, _ in trained]
         self._parameters, self._ledger = [parameter for _, parameter in trained], ledger
-        self._check_finite = check_finite
+        self._check_finite, self._in_backward = check_finite, InBackward(self._parameters)
         self._accumulators = Accumulators(self._parameters)
         self._task: weakref.ref[GraphTask] | None = None
 
     def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward, in case its micro-batch is weighted."""
+        self._in_backward.take_over()
         for output in outputs:
             if output.grad_fn is not None:
                 output.register_hook(self._output_hook)
@@ -42,7 +45,7 @@ class SoloReducer:
         self._ledger.forget_dropped(self._parameters, in_backward=True)
         if not self.sync_enabled:
             self._ledger.local_backwards += 1
-        elif self._check_finite or self._ledger.status.weighting or self._ledger.local_backwards:
+        elif self._check_finite or self._ledger.status.weighting or self._ledger.local_backwards or self._in_backward:
             task = GraphTask()
             self._task = weakref.ref(task)
             queue_callback(partial(self._end, task))
@@ -59,18 +62,29 @@ class SoloReducer:
             raise DesyncError(
                 "some micro-batches of this step ran inside model.weight() and some outside; weigh all or none"
             )
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if weighting & WEIGHTED and gradients:
-            torch._foreach_mul_(gradients, scale_of([self._ledger.status.note]))
+        if weighting & WEIGHTED:
+            self._scale(scale_of([self._ledger.status.note]))
         self._ledger.synchronized()
         if self._check_finite:
             self._expect_finite()
+        self._in_backward.step()
+
+    def _scale(self, scale: float) -> None:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
+            torch._foreach_mul_(dense, scale)
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad * scale  # its values may be expanded, so not in place
 
     def _expect_finite(self) -> None:
         named = zip(self._names, self._parameters, strict=True)
         present = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
-        if bad := [name for name, gradient in present if not torch.isfinite(gradient).all()]:
+        if bad := [name for name, gradient in present if not torch.isfinite(elements_of(gradient)).all()]:
             raise non_finite([0], bad, len(self._names))
 
     def settle_aborted(self) -> None:
         """Nobody waits for a rank that is alone."""
+
+    def close(self) -> None:
+        """There is nothing on the parameters to be taken off."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -20,10 +21,14 @@ class BucketSet:
         parameters: in the module's order.
         capacities: bytes of the first, second, … bucket; see :func:`paceline.buckets.assign`.
         channel: allocates the buckets.
+        outside: indices of parameters that get no place in a bucket.
+        reduce_dtype: of the buckets of real parameters; None for each parameter's own.
     """
 
     views: list[Tensor]
-    """For each parameter, its place in a bucket, shaped like its gradient."""
+    """For each parameter, its place in a bucket, shaped like its gradient; empty for those outside."""
+    outside: frozenset[int]
+    """Parameters that have no place in a bucket."""
 
     def __init__(
         self,
@@ -31,8 +36,13 @@ class BucketSet:
         parameters: Sequence[nn.Parameter],
         capacities: Sequence[int],
         channel: Channel,
+        outside: frozenset[int] = frozenset(),
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        self.outside = outside
         self._names, self._parameters, self._capacities, self._channel = names, parameters, capacities, channel
+        self._reduce_dtype = reduce_dtype
+        self._cast: dict[int, weakref.ref[Tensor]] = {}
         self.buckets: list[Bucket] = []
         self.assign_in(range(len(parameters) - 1, -1, -1))
 
@@ -51,9 +61,10 @@ class BucketSet:
 
     def assign_in(self, order: Sequence[int]) -> None:
         """Make the buckets anew for parameters that arrive in `order`."""
-        sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
         kinds = [self._kind(index) for index in range(len(self._parameters))]
-        self._use(assign(sizes, kinds, order, self._capacities))
+        inside = [index for index in order if index not in self.outside]
+        sizes = [p.numel() * dtype.itemsize for p, (dtype, _) in zip(self._parameters, kinds, strict=True)]
+        self._use(assign(sizes, kinds, inside, self._capacities))
 
     def named_layout(self) -> list[list[str]]:
         """The layout with names for indices."""
@@ -74,7 +85,8 @@ class BucketSet:
                 )
         index_of = {name: index for index, name in enumerate(self._names)}
         indices = [[index_of[name] for name in names] for names in layout]
-        if held != sorted(self._names) or any(len({self._kind(index) for index in part}) != 1 for part in indices):
+        inside = sorted(name for index, name in enumerate(self._names) if index not in self.outside)
+        if held != inside or any(len({self._kind(index) for index in part}) != 1 for part in indices):
             raise CheckpointMismatch(
                 f"the bucket layout holds {len(held)} parameters in a way that does not fit this model of "
                 f"{len(self._names)}; load it into the model it was saved from"
@@ -85,7 +97,10 @@ class BucketSet:
         """Allocate buckets for `layout`; gradients that lie in the old ones move along."""
         before = self.buckets
         old = {id(view) for bucket in before for view in bucket.views}
-        self.buckets = [Bucket.allocate(indices, self._parameters, self._channel.allocate) for indices in layout]
+        self.buckets = [
+            Bucket.allocate(indices, self._parameters, self._channel.allocate, self._kind(indices[0])[0])
+            for indices in layout
+        ]
         self.views = [torch.empty(0)] * len(self._parameters)
         for bucket in self.buckets:
             for index, view in zip(bucket.indices, bucket.views, strict=True):
@@ -97,5 +112,23 @@ class BucketSet:
         for bucket in before:
             self._channel.free(bucket.flat)
 
+    def averages(self) -> Sequence[Tensor]:
+        """What to show as each parameter's gradient: its view, or a copy in its own dtype if the view has another."""
+        if self._reduce_dtype is None:
+            return self.views
+        shown = [view.to(p.dtype) for view, p in zip(self.views, self._parameters, strict=True)]
+        # Weak, as a gradient's memory goes when the user drops it.
+        self._cast = {
+            index: weakref.ref(gradient) for index, gradient in enumerate(shown) if gradient is not self.views[index]
+        }
+        return shown
+
+    def is_average(self, index: int, gradient: Tensor) -> bool:
+        """Whether `gradient` is what :meth:`averages` gave for the parameter."""
+        shown = self._cast[index]() if index in self._cast else self.views[index]
+        return gradient is shown
+
     def _kind(self, index: int) -> tuple[torch.dtype, torch.device]:
-        return self._parameters[index].dtype, self._parameters[index].device
+        parameter = self._parameters[index]
+        dtype = self._reduce_dtype if self._reduce_dtype and parameter.is_floating_point() else parameter.dtype
+        return dtype, parameter.device

@@ -7,45 +7,59 @@ is :mod:`paceline.ddp.reducer`.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 
+from paceline.buckets import FIRST_CAPACITY
 from paceline.ddp.arguments import (
     capacities,
+    check_delayed,
     check_devices,
+    check_reduce_dtype,
     choose_group,
     refuse_unsupported,
     tensors_in,
     trained_parameters,
 )
 from paceline.ddp.autograd import is_in_backward
+from paceline.ddp.buffers import Buffers
+from paceline.ddp.by_algorithm import Algorithm, check_algorithm
 from paceline.ddp.channel import Channel, open_channel
+from paceline.ddp.copies import Asleep
 from paceline.ddp.guard import StepGuard
+from paceline.ddp.joining import Joining
 from paceline.ddp.ledger import Ledger, Positioned
 from paceline.ddp.reducer import Options, Reducer
+from paceline.ddp.registration import TakesHooks
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
+from paceline.ddp.shadowing import Event
 from paceline.ddp.solo import SoloReducer
-from paceline.ddp.unsupported import Unsupported
+from paceline.ddp.sparse import sparse_by_layer
+from paceline.ddp.torch_members import TorchMembers
+from paceline.ddp.unused import UnusedParameters, check_unused_parameters
 from paceline.errors import UsageError
 from paceline.events import Recorder
 from paceline.modules import plain_name
 
 
-class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(TakesHooks, TorchMembers, Joining, nn.parallel.DistributedDataParallel):  # type: ignore[misc, override]
     """Replicates `module` over the ranks of a process group and averages gradients during backward.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass so that frameworks that ask
     for that class find it; none of its machinery is used. Every argument of torch's is taken, in torch's order. Those
     that choose what is always so here change nothing: ``find_unused_parameters``, ``gradient_as_bucket_view``,
-    ``static_graph``, ``batched_grad_copy``, ``check_reduction``. Those not supported yet are refused.
+    ``static_graph``, ``batched_grad_copy``, ``check_reduction``. What each means here is in docs/drop-in.md.
 
     Gradients equal those of one process on the whole global batch: for a mean loss and equal slices as torch's do, and
     for slices of any size with :meth:`weight` around a summed loss. A parameter for which no rank has a gradient keeps
@@ -65,8 +79,18 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
         bucket_cap_mb: bucket capacity in MiB.
         bucket_cap_mb_list: capacity of the first, second, … bucket to be launched, in MiB.
         forward_sync_buffers: torch's new name for `broadcast_buffers`; wins over it.
+        unused_parameters: what to do where a parameter has no gradient on some rank, as it was not used: ``"warn"``
+            once for each by name and rank, on rank 0; ``"error"`` on every rank; ``"allow"``, as also with
+            ``find_unused_parameters=True`` or ``static_graph=True``. The average is right in any case.
         check_finite: raise :class:`~paceline.errors.NonFiniteGradient`, on every rank in the same step, if a rank's
             gradient holds NaN or Inf. Costs one read of the gradients. Leave it off with a GradScaler.
+        reduce_dtype: dtype of the buckets, and so of what travels and is summed, where it is not to be each
+            parameter's own: ``torch.float32`` for exact means of bf16 gradients, bf16 or fp16 for half the bytes.
+            Gradients keep the parameters' dtype, in memory of their own beside the buckets. In fp16 the gradient of
+            a rank's summed loss must not overflow; bf16 has the range for it.
+        algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
+            :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
+            nothing. By default the backend's own.
         recorder: records the spans of each step while it is on.
 
     Raises:
@@ -100,57 +124,171 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
+        unused_parameters: UnusedParameters = "warn",
         check_finite: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+        algorithm: Algorithm | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
         Joinable.__init__(self)
-        refuse_unsupported(
-            dim=dim,
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-        )
+        refuse_unsupported(mixed_precision=mixed_precision)
         init_sync = check_init_sync(init_sync)
-        options = Options(capacities(bucket_cap_mb, bucket_cap_mb_list), check_finite)
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        trained = [(plain_name(name), parameter) for name, parameter in trained_parameters(module, ignored)]
-        self.device = trained[0][1].device
+        capacity = capacities(bucket_cap_mb, bucket_cap_mb_list)
+        unused = check_unused_parameters(
+            unused_parameters, expected=find_unused_parameters or static_graph or skip_all_reduce_unused_params
+        )
+        self._options = Options(
+            capacity, check_finite, check_reduce_dtype(reduce_dtype), unused, check_algorithm(algorithm)
+        )
+        self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self.module = module
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._prepare()
         self._input_device = check_devices(device_ids, output_device, self.device)
         self.process_group = choose_group(process_group, device_mesh)
 
-        self.module = module
+        self.device_mesh, self._recorder = device_mesh, recorder or Recorder()
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view, self.mixed_precision = gradient_as_bucket_view, None
+        self.batched_grad_copy, self.skip_all_reduce_unused_params = batched_grad_copy, skip_all_reduce_unused_params
+        # torch.compile cuts its graphs at this size, and refuses one below torch's first bucket.
+        self.bucket_bytes_cap, self.bucket_bytes_cap_list = (
+            max(capacity[-1], FIRST_CAPACITY),
+            list(capacity if bucket_cap_mb_list else ()),
+        )
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         sync = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.forward_sync_buffers = sync is not False
-        named = [*module.named_parameters(), *module.named_buffers()]
-        replicated = [(name, tensor) for name, tensor in named if name not in ignored]
+        self.register_load_state_dict_pre_hook(_accept_bare_keys)  # type: ignore[no-untyped-call]
+        if dist.get_world_size(self.process_group) == 1:
+            self._be_alone()
+            return
+        # torch's rule: broadcast_buffers=False leaves buffers alone at the start, too, forward_sync_buffers=False not.
+        buffers = self._buffers_to_sync.named() if forward_sync_buffers is not None or sync is not False else {}
+        parameters = [*module.named_parameters(), *self._delayed]
+        named = [(name, one) for name, one in parameters if name not in self.parameters_to_ignore]
+        self._connect([*named, *buffers.items()], init_sync)
+
+    def _prepare(self) -> None:
+        """Find out what there is to average, which needs no other rank."""
+        module, ignored = self.module, self.parameters_to_ignore
+        trained = trained_parameters(module, ignored, self._delayed)
+        self._trained = [(plain_name(name), parameter) for name, parameter in trained]
         self._frozen = [
             (name, p) for name, p in module.named_parameters() if not p.requires_grad and name not in ignored
         ]
-        self._replicated_buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
+        self._buffers_to_sync = Buffers(module, ignored)
+        self.device = trained[0][1].device
         self._ledger = Ledger()
-        parameters = [parameter for _, parameter in trained]
-        self.register_load_state_dict_pre_hook(_accept_bare_keys)  # type: ignore[no-untyped-call]
+        self._channel: Channel | None = None
+        self._reducer: Reducer | SoloReducer | Asleep
+        self._comm_hooks = []
 
-        if dist.get_world_size(self.process_group) == 1:
-            self._channel: Channel | None = None
-            self._reducer: Reducer | SoloReducer = SoloReducer(trained, self._ledger, check_finite)
-            self._guard = StepGuard(parameters, self._ledger, lambda: None)
-            return
+    def _be_alone(self) -> None:
+        """A world of one."""
+        self._reducer = SoloReducer(self._trained, self._ledger, self._options.check_finite)
+        self._guard = StepGuard([one for _, one in self._trained], self._ledger, lambda: None)
+
+    def _connect(self, replicated: list[tuple[str, torch.Tensor]], init_sync: InitSync) -> Reducer:
+        """Open a channel among the ranks, make `replicated` equal, and begin to average; called by all ranks."""
         self._channel = open_channel(self.process_group, self.device)
         # When the wrapper goes, also one that is refused below, the module is the user's alone again.
         weakref.finalize(self, self._channel.close).atexit = False
         make_equal(self._channel, replicated, init_sync)
-        self._reducer = Reducer(trained, self._channel, self._ledger, options, recorder or Recorder())
-        self._guard = StepGuard(parameters, self._ledger, self._reducer.local_gradient)
-        weakref.finalize(self, self._reducer.close).atexit = False
+        return self._reduce_over(self._channel)
+
+    def _reduce_over(self, channel: Channel) -> Reducer:
+        """Make the reducer that communicates on `channel`."""
+        options = replace(self._options, sparse=frozenset(sparse_by_layer(self.module)))
+        self._reducer = reducer = Reducer(self._trained, channel, self._ledger, options, self._recorder)
+        self._guard = StepGuard(reducer.parameters, self._ledger, reducer.local_gradient)
+        weakref.finalize(self, reducer.close).atexit = False
+        return reducer
+
+    def _whole_reducer(self) -> Reducer:
+        """The reducer, with buckets also where the rank is alone: a communication hook is called there, too."""
+        if isinstance(self._reducer, Reducer):
+            return self._reducer
+        if isinstance(self._reducer, Asleep):
+            return self._wake()
+        enabled = self._reducer.sync_enabled
+        self._channel = open_channel(self.process_group, self.device)
+        weakref.finalize(self, self._channel.close).atexit = False
+        reducer = self._reduce_over(self._channel)
+        reducer.sync_enabled = enabled
+        return reducer
+
+    def _named_trained(self) -> list[tuple[str, nn.Parameter]]:
+        return self._trained
+
+    # -- copies -------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """A whole copy, on this rank alone; if it is trained, it connects to its peers in its first backward."""
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied._revive(
+            {name: copy.deepcopy(value, memo) for name, value in self._portable().items()}, self.process_group
+        )
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle holds: neither process group nor buckets; the world that loads it gives its own.
+
+        Raises:
+            UsageError: if the wrapper averages over a group other than the default one, as in torch.
+        """
+        if self.process_group is not dist.distributed_c10d._get_default_group():
+            raise UsageError(
+                "only a DistributedDataParallel over the default process group can be pickled, as the others have no "
+                "name elsewhere; pickle paceline.unwrap(model) and wrap it again"
+            )
+        return self._portable()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Come back from a pickle, over the default process group."""
+        self._revive(state, choose_group(None, None))
+
+    def _portable(self) -> dict[str, Any]:
+        bound = (
+            "process_group",
+            "_channel",
+            "_reducer",
+            "_guard",
+            "_ledger",
+            "_trained",
+            "_frozen",
+            "_buffers_to_sync",
+            "_recorder",
+            "_comm_hooks",
+        )
+        return {name: value for name, value in self.__dict__.items() if name not in bound}
+
+    def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
+        nn.Module.__setstate__(self, state)
+        self.process_group, self._recorder = group, Recorder()
+        self._prepare()
+        if dist.get_world_size(group) == 1:
+            self._be_alone()
+            return
+        parameters = [one for _, one in self._trained]
+        wake = weakref.WeakMethod(self._wake)
+        self._reducer = Asleep(parameters, self._ledger, lambda: wake()())  # type: ignore[misc]
+        self._guard = StepGuard(parameters, self._ledger, lambda: None)
+
+    def _wake(self) -> Reducer:
+        """Connect a copy that is trained; called by all ranks."""
+        if not isinstance(self._reducer, Reducer):
+            enabled = self.do_sync
+            self._connect([], False).sync_enabled = enabled
+        assert isinstance(self._reducer, Reducer)
+        return self._reducer
 
     # -- forward ------------------------------------------------------------------------------------------------
 
+    @_disable_dynamo(recursive=False)  # the module is compiled, the wrapper is not
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; in training mode after syncing buffers, with its outputs hooked for backward."""
         if self._input_device is not None:
@@ -158,16 +296,28 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
             inputs, kwargs = moved[0], moved_kwargs[0]
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
-        self._expect_frozen()
-        on_local = self._begin_forward() if self.training and self._channel is not None else _nothing
-        output = self.module(*inputs, **kwargs)
-        self._reducer.watch(tensors_in(output), on_local)
+        on_local = self._begin_forward()
+        with self._inside_ddp_forward():  # by which torch.compile knows to cut its graphs at bucket bounds
+            output = self.module(*inputs, **kwargs)
+        self._end_forward(output, on_local)
         return output
 
+    @_disable_dynamo
+    def _end_forward(self, output: Any, on_local: Callable[[], None]) -> None:
+        self._reducer.watch(tensors_in(output), on_local)
+        if self._channel is not None and self.training and self.do_sync and self._check_sync_bufs_post_fwd():
+            self._tell(Event.BUFFERS)
+            self._exchange_buffers()
+
+    @_disable_dynamo
     def _begin_forward(self) -> Callable[[], None]:
-        """Before a training forward: what has to happen on all ranks. Returns what undoes its count."""
+        """Before a forward: what has to happen on all ranks. Returns what undoes its count."""
+        self._expect_frozen()
+        if not self.training or self._channel is None:
+            return _nothing
         if not is_in_backward():  # not while a checkpoint is recomputed inside backward
             self._reducer.settle_aborted()
+        self._join_forward()
         if not self.do_sync:
             return _nothing
         self._ledger.forward()
@@ -187,11 +337,11 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
         """Broadcast rank 0's buffers, as every training forward does; returns whether there are any to sync.
 
         Call it on all ranks before an evaluation or a comparison in which ranks should agree on running statistics.
-        Through ``.data``, so that autograd's version counters do not see it: two forwards may precede a backward.
         """
-        if self._channel is None or not (self.forward_sync_buffers and self._replicated_buffers):
+        if self._channel is None or not self._check_sync_bufs_pre_fwd():
             return False
-        self._channel.broadcast([buffer.data for buffer in self._replicated_buffers])
+        self._tell(Event.BUFFERS)
+        self._exchange_buffers()
         return True
 
     # -- when to synchronize ------------------------------------------------------------------------------------
@@ -245,6 +395,7 @@ class DistributedDataParallel(Unsupported, nn.parallel.DistributedDataParallel):
         if self._channel is not None:
             self._reducer.settle_aborted()
             if self.training and self._ledger.forwards_since_sync == 0:
+                self._join_forward()
                 self._ledger.forward()
                 self.sync_buffers()
         self._reducer.synchronize()

@@ -271,6 +271,9 @@ class Trainer:
         checkpointer.register("optimizer", self.optimizer)
         checkpointer.register("scheduler", self.scheduler)
         checkpointer.register("loader", self.loader)
+        hook_state = self.model.comm_hook_state
+        if hasattr(hook_state, "state_dict") and hasattr(hook_state, "load_state_dict"):
+            checkpointer.register("comm_hook", hook_state, per_rank=True)  # every rank has residuals of its own
 
     def _save_if_due(self) -> None:
         if self._checkpointer is None:

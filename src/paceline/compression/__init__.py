@@ -1,0 +1,17 @@
+"""Communication hooks that send less than the gradients: fewer bits, low rank, or the largest elements only.
+
+::
+
+    state = compression.PowerSGD(model, rank=4)
+    model.register_comm_hook(state, compression.hook)
+
+The same in Paceline's and in torch's DDP. ``docs/compression.md`` says what each does, and when.
+"""
+
+from paceline.compression.cast import Cast
+from paceline.compression.compressor import Compressor, hook
+from paceline.compression.int8 import Int8
+from paceline.compression.powersgd import PowerSGD
+from paceline.compression.topk import TopK
+
+__all__ = ["Cast", "Compressor", "Int8", "PowerSGD", "TopK", "hook"]

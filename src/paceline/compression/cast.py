@@ -1,0 +1,37 @@
+"""Gradients that travel in half precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.compression.compressor import Compressor, after
+from paceline.compression.gradients import Gradients
+from paceline.errors import UsageError
+
+
+class Cast(Compressor):
+    """Sends g/N in `dtype`, and takes the sum of that over the ranks for the mean. Keeps no residual.
+
+    Divided before it is cast, the sum cannot overflow where the mean does not. fp16 has three bits more precision, bf16
+    the range of float32, which gradients of unknown scale need.
+
+    Args:
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+
+    Raises:
+        UsageError: for another dtype.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16, process_group: Any = None) -> None:
+        super().__init__(model, process_group)
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise UsageError(f"Cast(dtype={dtype}): give torch.bfloat16 or torch.float16")
+        self.dtype = dtype
+
+    def reduce(self, gradients: Gradients) -> torch.futures.Future[Tensor]:
+        """Launch the sum."""
+        message = (gradients.flat / self.size).to(self.dtype)
+        return after(self._all_reduce(message), lambda: self._finish(gradients, message))

@@ -1,0 +1,168 @@
+# No `from __future__ import annotations`: torch's DDP compares the annotations of `hook` with the classes themselves.
+"""What all compressors share: names of parameters, error feedback, bytes on the wire, and a state to save.
+
+Error feedback: what a rank did not send it adds to its next gradient. See Seide et al., "1-bit stochastic gradient
+descent", Interspeech 2014, and Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+
+from paceline.compression.gradients import Gradients
+from paceline.compression.wire import all_gather_bytes, all_reduce_bytes
+from paceline.errors import CheckpointMismatch
+from paceline.modules import plain_name, unwrap
+
+
+class Compressor(ABC):
+    """A communication hook's state: ``model.register_comm_hook(state, compression.hook)``.
+
+    What belongs to a parameter is kept by its name, so that it stays with it when buckets are rebuilt. All ranks end
+    with the same bits, as each makes the result from the same bytes in the order of ranks.
+
+    Register it with a Checkpointer as ``per_rank=True``, as every rank has residuals of its own.
+
+    Args:
+        model: the model it is to be registered with, wrapped or not.
+        process_group: the ranks to average over; by default those of the wrapper, or all. Models whose backwards may
+            come in different order on different ranks need one each.
+    """
+
+    bytes_on_wire: int
+    """Sent by this rank so far, by algorithms that move as little as possible (:mod:`paceline.compression.wire`)."""
+    bytes_uncompressed: int
+    """What all-reducing the gradients as they are would have sent."""
+    steps: int
+    """Synchronized backwards so far."""
+
+    def __init__(self, model: nn.Module, process_group: Any = None) -> None:
+        if process_group is None:
+            process_group = getattr(model, "process_group", None) or dist.distributed_c10d._get_default_group()
+        self.group = process_group
+        self.size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        self._parameters = {plain_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._residuals: dict[str, Tensor] = {}
+        self.bytes_on_wire = self.bytes_uncompressed = self.steps = 0
+
+    @property
+    def ratio(self) -> float:
+        """Bytes on the wire by those that would have been sent without compression; 1.0 where nothing is sent."""
+        return self.bytes_on_wire / self.bytes_uncompressed if self.bytes_uncompressed else 1.0
+
+    @abstractmethod
+    def reduce(self, gradients: Gradients) -> "torch.futures.Future[Tensor]":
+        """Launch what makes the bucket's gradients their mean over the ranks; its future's value is the buffer."""
+
+    @torch.no_grad()
+    def __call__(self, bucket: Any) -> "torch.futures.Future[Tensor]":
+        """Take part in a bucket's reduction."""
+        gradients = Gradients.of(bucket, self._names)
+        self.bytes_uncompressed += all_reduce_bytes(gradients.bytes_uncompressed, self.size)
+        future = self.reduce(gradients)
+        if bucket.is_last():
+            self.steps += 1
+        return future
+
+    # -- for the compressors ------------------------------------------------------------------------------------
+
+    def _add_residuals(self, gradients: Gradients) -> None:
+        for name, view in zip(gradients.names, gradients.views, strict=True):
+            if name not in self._residuals:
+                self._residuals[name] = torch.zeros_like(view)
+        torch._foreach_add_(gradients.views, [self._residuals[name] for name in gradients.names])
+
+    def _finish(self, gradients: Gradients, mean: Tensor) -> Tensor:
+        """Give the bucket its `mean`, and keep what is left in ``gradients.flat`` for the next step.
+
+        If the mean is not finite, which every rank sees, no optimizer will step; then nothing is taken over, or NaN
+        would stay in the residuals for ever.
+        """
+        if self._residuals and bool(torch.isfinite(mean.sum())):
+            torch._foreach_copy_([self._residuals[name] for name in gradients.names], gradients.views)
+        return gradients.write(mean)
+
+    def _all_reduce(self, tensor: Tensor) -> Any:
+        self.bytes_on_wire += all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def _all_gather(self, message: Tensor) -> tuple[Any, Tensor]:
+        """Launch the exchange of every rank's `message`, flat; returns its work, and (ranks, elements) to be filled."""
+        gathered = message.new_empty(self.size, message.numel())
+        self.bytes_on_wire += all_gather_bytes(message.numel() * message.element_size(), self.size)
+        # torch 2.13's name; the old one warns that it is deprecated.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return all_gather(gathered.view(-1), message, group=self.group, async_op=True), gathered
+
+    # -- what is saved ------------------------------------------------------------------------------------------
+
+    def _kept(self) -> dict[str, dict[str, Tensor]]:
+        """Tensors by parameter, by what they are."""
+        return {"residuals": self._residuals}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals and counters of this rank, as plain values and tensors."""
+        counters = {name: getattr(self, name) for name in ("steps", "bytes_on_wire", "bytes_uncompressed")}
+        return {"kind": type(self).__name__, **counters, **{what: dict(kept) for what, kept in self._kept().items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring back what :meth:`state_dict` returned, on the rank that it is from.
+
+        Raises:
+            CheckpointMismatch: if it is of another compressor or model.
+        """
+        if state.get("kind") != type(self).__name__:
+            raise CheckpointMismatch(
+                f"the saved state is that of the compressor {state.get('kind')!r}, not of {type(self).__name__!r}; "
+                "compress as it was done when it was saved"
+            )
+        loaded: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+        for what, kept in self._kept().items():
+            for name, tensor in state[what].items():
+                self._expect(what, name, tensor)
+            tensors = {name: tensor.to(self._parameters[name].device) for name, tensor in state[what].items()}
+            loaded.append((kept, {name: tensor.clone() for name, tensor in tensors.items()}))
+        for kept, tensors in loaded:
+            kept.clear()
+            kept.update(tensors)
+        self.steps, self.bytes_on_wire = state["steps"], state["bytes_on_wire"]
+        self.bytes_uncompressed = state["bytes_uncompressed"]
+
+    def _expect(self, what: str, name: str, tensor: Tensor) -> None:
+        wanted = self._shape(what, name)
+        if wanted is None or tensor.shape != wanted:
+            have = "no such parameter" if wanted is None else f"{tuple(wanted)}"
+            raise CheckpointMismatch(
+                f"the saved {what} of {name!r} have shape {tuple(tensor.shape)}, this model has {have}; load the state "
+                "into the model and the compressor that it is from"
+            )
+
+    def _shape(self, what: str, name: str) -> torch.Size | None:
+        """What shape the tensor of a parameter has; None if it has none."""
+        parameter = self._parameters.get(name)
+        if parameter is None:
+            return None
+        return torch.view_as_real(parameter).shape if parameter.is_complex() else parameter.shape
+
+
+def after(work: Any, function: Callable[[], Tensor]) -> "torch.futures.Future[Tensor]":
+    """A future of what `function` returns once `work` is finished."""
+
+    def call(future: Any) -> Tensor:
+        future.value()  # raises what the collective raised
+        with torch.no_grad():
+            return function()
+
+    then: torch.futures.Future[Tensor] = work.get_future().then(call)
+    return then
+
+
+def hook(state: Compressor, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook of every compressor: ``model.register_comm_hook(state, compression.hook)``."""
+    return state(bucket)

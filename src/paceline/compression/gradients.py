@@ -1,0 +1,67 @@
+"""A bucket's gradients as compressors calculate with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.buckets import shaped_like
+from paceline.errors import UsageError
+
+
+@dataclass
+class Gradients:
+    """Real numbers of at least single precision, flat, and each parameter's part of them."""
+
+    flat: Tensor
+    """The bucket's own memory where its dtype is float32 or float64, which the hook may use up; else a copy."""
+    names: list[str]
+    views: list[Tensor]
+    """`flat` seen as each parameter's gradient: its shape and strides; a complex one has 2 for its last dimension."""
+    bucket: Any
+
+    @classmethod
+    def of(cls, bucket: Any, names: Mapping[int, str]) -> Gradients:
+        """Of a ``GradBucket`` whose parameters have `names` by identity.
+
+        Raises:
+            UsageError: if there is a parameter without a name.
+        """
+        parameters = bucket.parameters()
+        if any(id(parameter) not in names for parameter in parameters):
+            raise UsageError(
+                "the communication hook got a gradient of a parameter that its state does not know; make the state "
+                "from the model that it is registered with"
+            )
+        flat = _reals(bucket.buffer())
+        if flat.dtype not in (torch.float32, torch.float64):
+            flat = flat.float()
+        return cls(flat, [names[id(parameter)] for parameter in parameters], views_of(flat, parameters), bucket)
+
+    @property
+    def bytes_uncompressed(self) -> int:
+        """Of the bucket as it came."""
+        buffer: Tensor = self.bucket.buffer()
+        return buffer.numel() * buffer.element_size()
+
+    def write(self, mean: Tensor) -> Tensor:
+        """Put `mean`, flat like :attr:`flat`, into the bucket; returns the bucket's buffer."""
+        buffer: Tensor = self.bucket.buffer()
+        _reals(buffer).copy_(mean)
+        return buffer
+
+
+def views_of(flat: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """`flat`, which holds the real numbers of all `parameters`, seen as each of them."""
+    complex_flat = torch.view_as_complex(flat.view(-1, 2)) if any(p.is_complex() for p in parameters) else flat
+    pieces = complex_flat.split([parameter.numel() for parameter in parameters])
+    shaped = [shaped_like(parameter, piece) for parameter, piece in zip(parameters, pieces, strict=True)]
+    return [torch.view_as_real(view) if view.is_complex() else view for view in shaped]
+
+
+def _reals(flat: Tensor) -> Tensor:
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -1,0 +1,95 @@
+"""Gradients in eight bits, a scale for every chunk of them.
+
+An all-reduce of two all-to-alls' volume, whose messages are quantized: each rank sums one shard of the bucket in full
+precision, so nothing can overflow. The scheme is that of Tang et al., "1-bit Adam", ICML 2021, with eight bits, and
+with both errors fed back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.compression.gradients import Gradients
+from paceline.compression.two_stage import Second, TwoStage
+from paceline.compression.wire import all_to_all_bytes
+
+CHUNK = 512
+"""Elements that share a scale: its 4 bytes are less than one in a hundred."""
+
+
+class Int8(TwoStage):
+    """A quarter of float32's bytes, for any number of ranks.
+
+    A rank sends each of the others that one's shard of its gradients, quantized; each sums its shard over the ranks,
+    quantizes the mean and sends that to all. What the first rounding lost stays with the sender; what
+    the second lost, times N, with the shard's owner: so the mean of residuals and gradients is kept whole.
+    """
+
+    def first(self, gradients: Gradients) -> tuple[Any, Second]:
+        """Launch the all-to-all of quantized shards."""
+        self._add_residuals(gradients)
+        flat = gradients.flat
+        shards = shards_of(flat, self.size)
+        codes = encode(shards)
+        message = torch.cat([part.view(self.size, -1) for part in codes], dim=1)
+        flat.sub_(decode(*codes, flat.dtype).view(-1)[: flat.numel()])
+        received = torch.empty_like(message)
+        self.bytes_on_wire += all_to_all_bytes(message.numel(), self.size)
+        work = dist.all_to_all_single(received, message, group=self.group, async_op=True)
+        return work, lambda: self._second(gradients, received, shards.shape)
+
+    def _second(self, gradients: Gradients, received: Tensor, shape: torch.Size) -> tuple[Any, Callable[[], Tensor]]:
+        flat = gradients.flat
+        mean = decode(*split(received, shape), flat.dtype).sum(0).div_(self.size)
+        codes = encode(mean[None])
+        error = mean.sub_(decode(*codes, flat.dtype)[0]).view(-1)
+        own = flat[self.rank * error.numel() : (self.rank + 1) * error.numel()]
+        own.add_(error[: own.numel()], alpha=self.size)
+
+        message = torch.cat([part.view(-1) for part in codes])
+        work, gathered = self._all_gather(message)
+
+        def finish() -> Tensor:
+            whole = decode(*split(gathered, shape), flat.dtype)
+            return self._finish(gradients, whole.view(-1)[: flat.numel()])
+
+        return work, finish
+
+
+def shards_of(flat: Tensor, size: int) -> Tensor:
+    """`flat`, with zeros at its end, as (`size`, chunks, elements of a chunk)."""
+    length = max(1, -(-flat.numel() // size))
+    chunk = min(CHUNK, length)
+    chunks = -(-length // chunk)
+    padded = torch.zeros(size * chunks * chunk, dtype=flat.dtype, device=flat.device)
+    padded[: flat.numel()] = flat
+    return padded.view(size, chunks, chunk)
+
+
+def encode(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales, (…, chunks, 1) float32, and codes, (…, chunks, chunk) int8, of `values`; both as bytes.
+
+    A chunk's scale is its largest magnitude by 127; one that holds NaN or Inf is all NaN when decoded.
+    """
+    scales = (values.abs().amax(-1, keepdim=True) / 127).float()
+    codes = torch.where(scales > 0, values / scales, 0).round().clamp_(-127, 127)
+    return scales.view(torch.uint8), codes.nan_to_num_(0).to(torch.int8).view(torch.uint8)
+
+
+def decode(scales: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers of `dtype` from what :func:`encode` gave."""
+    scale = scales.view(torch.float32).to(dtype)
+    # An infinite scale would make NaN of the codes that are zero, and infinities of the others.
+    return codes.view(torch.int8).to(dtype) * torch.where(scale.isfinite(), scale, torch.nan)
+
+
+def split(messages: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Scales and codes of `messages`, (ranks, bytes), for values of `shape`: (ranks, chunks, chunk)."""
+    _, chunks, chunk = shape
+    scales, codes = messages.split([4 * chunks, chunks * chunk], dim=1)
+    return scales.reshape(-1, chunks, 4).contiguous(), codes.reshape(-1, chunks, chunk).contiguous()

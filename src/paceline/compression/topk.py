@@ -1,0 +1,69 @@
+"""Only the largest elements travel.
+
+Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017; with error feedback it converges
+as SGD does: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.compression.compressor import Compressor, after
+from paceline.compression.gradients import Gradients
+from paceline.errors import UsageError
+
+
+class TopK(Compressor):
+    """Each rank sends the elements of largest magnitude of every bucket, and keeps the others for the next step.
+
+    The mean is the sum of what the ranks sent, in their order, by N. An element costs its value and 4 bytes, sent to
+    each of the other ranks: with float32 the ratio to an all-reduce is ``fraction`` × N.
+
+    Args:
+        fraction: of a bucket's elements, > 0 and <= 1; at least one element is sent.
+
+    Raises:
+        UsageError: for a fraction outside of that.
+    """
+
+    def __init__(self, model: nn.Module, fraction: float = 0.01, process_group: Any = None) -> None:
+        super().__init__(model, process_group)
+        if not 0 < fraction <= 1:
+            raise UsageError(f"TopK(fraction={fraction}): give a share of the elements, greater than 0 and at most 1")
+        self.fraction = fraction
+
+    def reduce(self, gradients: Gradients) -> torch.futures.Future[Tensor]:
+        """Launch the exchange of what is largest."""
+        self._add_residuals(gradients)
+        flat = gradients.flat
+        count = max(1, math.ceil(self.fraction * flat.numel())) if flat.numel() else 0
+        indices = flat.abs().topk(count, sorted=False).indices
+        message = pack(flat[indices], indices)
+        flat[indices] = 0
+        work, gathered = self._all_gather(message)
+
+        def mean() -> Tensor:
+            total = torch.zeros_like(flat)
+            for part in gathered:
+                values, places = unpack(part, flat.dtype)
+                total.index_add_(0, places, values)  # no index comes twice in a part, so the order is that of ranks
+            return self._finish(gradients, total.div_(self.size))
+
+        return after(work, mean)
+
+
+def pack(values: Tensor, indices: Tensor) -> Tensor:
+    """Bytes: the values, then their indices as int32."""
+    return torch.cat([values.view(torch.uint8), indices.to(torch.int32).view(torch.uint8)])
+
+
+def unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What :func:`pack` was given; indices as int64."""
+    count = message.numel() // (dtype.itemsize + 4)
+    values, indices = message.split([count * dtype.itemsize, count * 4])
+    # A part of a larger message need not lie at a multiple of its elements' size, as a view of another dtype must.
+    return values.clone().view(dtype), indices.clone().view(torch.int32).long()

@@ -1,0 +1,96 @@
+"""Unused parameters: those without a gradient on some rank. Allowed always; said once, or refused, if asked for.
+
+The control block tells every rank how many ranks had a gradient of each parameter. Which ones had none is asked for
+only when a parameter is found for the first time. A rank that has no gradient at all, as it had no data, does not
+count, nor does a parameter that was frozen.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from paceline.ddp.channel import Channel
+from paceline.ddp.control import named_ranks
+from paceline.errors import UnusedParameterWarning, UsageError
+
+UnusedParameters = Literal["allow", "warn", "error"]
+
+
+def check_unused_parameters(value: object, *, expected: bool) -> UnusedParameters:
+    """`value` if it is one of the three that exist; a warning is left out where unused parameters are `expected`.
+
+    Raises:
+        UsageError: otherwise.
+    """
+    if value == "warn":
+        return "allow" if expected else "warn"
+    if value == "allow" or value == "error":
+        return value
+    raise UsageError(f"unused_parameters must be 'allow', 'warn' or 'error', not {value!r}")
+
+
+class UnusedReport:
+    """Finds unused parameters and says so: in a warning of rank 0, once for each, or in an error on every rank."""
+
+    def __init__(
+        self, mode: UnusedParameters, names: Sequence[str], parameters: Sequence[nn.Parameter], channel: Channel
+    ) -> None:
+        self._mode, self._names, self._parameters, self._channel = mode, names, parameters, channel
+        self._known: set[int] = set()
+
+    def look(self, missing: Sequence[int], absent: Sequence[int]) -> Generator[bool, None, str | None]:
+        """What is to be said of parameters `missing` on some rank, of which this rank lacks the `absent` ones.
+
+        Pauses, by yielding ``True``, where something was launched and other wrappers may go first.
+        """
+        asked = [index for index in missing if index not in self._known]
+        if not asked or self._mode == "allow":
+            return None
+        if self._mode == "warn":
+            self._known.update(asked)
+        without = torch.zeros(self._channel.size, len(asked), dtype=torch.int64)
+        idle = len(absent) == len(self._names)
+        lacking = set() if idle else set(absent)
+        without[self._channel.rank] = torch.tensor(
+            [index in lacking and self._parameters[index].requires_grad for index in asked]
+        )
+        launched = self._channel.all_reduce(without)
+        yield True
+        self._channel.wait(launched, "exchange of unused parameters")
+        return unused_message([self._names[index] for index in asked], without.t().tolist())
+
+    def say(self, message: str | None) -> None:
+        """Warn, or raise.
+
+        Raises:
+            UsageError: if unused parameters are an error.
+        """
+        if message is None:
+            return
+        if self._mode == "error":
+            raise UsageError(f"{message}; use every parameter in every step, or pass unused_parameters='allow'")
+        if self._channel.rank == 0:
+            message += "; where missing they count as zero, pass unused_parameters='allow' if that is meant"
+            warnings.warn(message, UnusedParameterWarning, stacklevel=2)
+
+
+def unused_message(names: Sequence[str], without: Sequence[Sequence[int]]) -> str | None:
+    """One sentence on which of the parameters `names` lacked a gradient where; None if none did.
+
+    ``without[i][rank]`` is 1 if that rank had no gradient for parameter i.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, marks in zip(names, without, strict=True):
+        if ranks := [rank for rank, mark in enumerate(marks) if mark]:
+            where = "every rank" if len(ranks) == len(marks) else named_ranks(ranks)
+            groups.setdefault(where, []).append(name)
+    if not groups:
+        return None
+    parts = [f"{', '.join(map(repr, group))} on {where}" for where, group in groups.items()]
+    count = sum(map(len, groups.values()))
+    return f"{count} parameter{'s' * (count > 1)} had no gradient in a synchronized backward: {'; '.join(parts)}"

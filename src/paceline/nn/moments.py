@@ -1,0 +1,86 @@
+"""Moments of a batch that lies on several ranks: each rank's count, mean and sum of squared deviations, combined.
+
+After Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (Stanford
+STAN-CS-79-773, 1979): deviations are taken from a mean, never as E[x²] - E[x]², which cancels where the mean is large.
+Everything here is a function of plain tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HEAD = 4
+"""Elements before the C means and C sums: the count in two parts, and the input's dimensions and channels."""
+_PART = 2**20
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank says of its input."""
+
+    count: int
+    """Values per channel."""
+    dims: int
+    """Dimensions of the input; 0 from a rank that has none."""
+    channels: int
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of the whole batch: values per channel, their mean and biased variance, both of shape (C,)."""
+
+    count: int
+    mean: Tensor
+    variance: Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which statistics of `dtype` are kept."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def pack(x: Tensor, features: int) -> Tensor:
+    """A rank's message of HEAD + 2C elements; of an input that does not have `features` channels the head only."""
+    dtype = wide(x.dtype)
+    channels = x.size(1) if x.dim() > 1 else 0
+    count = x.numel() // features
+    head = [count // _PART, count % _PART, x.dim(), channels]  # float32 alone holds counts up to 2**24 only
+    message = empty_message(features, dtype, x.device)
+    message[:HEAD] = torch.tensor(head, dtype=dtype)
+    if channels == features and count:
+        mean, variance = _own_moments(x, features, dtype)
+        message[HEAD : HEAD + features] = mean
+        message[HEAD + features :] = variance * count
+    return message
+
+
+def empty_message(features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The message of a rank that has no input at all."""
+    return torch.zeros(HEAD + 2 * features, dtype=dtype, device=device)
+
+
+def reports(rows: Tensor) -> list[Report]:
+    """What every rank said, from messages of shape (ranks, HEAD + 2C)."""
+    heads = rows[:, :HEAD].tolist()
+    return [Report(int(high) * _PART + int(low), int(dims), int(channels)) for high, low, dims, channels in heads]
+
+
+def combine(rows: Tensor, counts: list[int]) -> Moments:
+    """The moments of all ranks' values together; of none at all, zeros. The same bits on every rank."""
+    total = sum(counts)
+    means, squares = rows[:, HEAD:].chunk(2, dim=1)
+    weights = torch.tensor(counts, dtype=rows.dtype).to(rows.device).unsqueeze(1)
+    mean = (means * (weights / max(total, 1))).sum(0)
+    between = (means - mean).square() * weights
+    return Moments(total, mean, (squares + between).sum(0) / max(total, 1))
+
+
+def _own_moments(x: Tensor, features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of one rank's values, by BatchNorm's own kernel."""
+    # Running statistics of the wide type tell the kernel to answer in it, whatever the input's.
+    first, second = (torch.zeros(features, dtype=dtype, device=x.device) for _ in range(2))
+    mean, variance = torch.batch_norm_update_stats(x, first, second, 0.0)
+    return mean, variance

@@ -1,0 +1,130 @@
+"""Batch normalization with moments of the whole global batch, as an autograd function; also its double backward.
+
+With μ, σ² the moments over n values a channel on all ranks, x̂ = (x - μ)/σ, and dy the gradient of y = w·x̂ + b:
+
+    dx = w/σ · (dy - Σdy/n - x̂·Σ(dy·x̂)/n)        sums over all ranks: one all-reduce of 2C elements
+    dw = Σ dy·x̂,  db = Σ dy                       sums of this rank, which the wrapper averages like every gradient
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from paceline.nn.moments import Moments, wide
+
+
+class Communicator(Protocol):
+    """What the functions need of their layer."""
+
+    eps: float
+
+    def gather_moments(self, x: Tensor) -> Moments:
+        """The moments over all ranks."""
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+
+
+class Normalize(Function):
+    """``apply(x, weight, bias, layer)``: x of shape (N, C, …); weight and bias of shape (C,) or None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: Communicator) -> Tensor:
+        """Collective: the moments of all ranks are gathered."""
+        moments = layer.gather_moments(x)
+        ctx.layer, ctx.count = layer, moments.count
+        ctx.save_for_backward(x, weight, moments.mean, moments.variance)
+        dtype = wide(x.dtype)
+        scale, shift = (None if one is None else one.to(dtype) for one in (weight, bias))
+        return torch.native_batch_norm(x, scale, shift, moments.mean, moments.variance, False, 0.0, layer.eps)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        """Collective, unless the input needs no gradient."""
+        x, weight, mean, variance = ctx.saved_tensors
+        gradients: tuple[Tensor | None, Tensor, Tensor]
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = _differentiable(x, weight, dy, ctx.count, ctx.layer)
+        else:
+            gradients = _gradients(x, weight, dy, mean, variance, ctx.count, ctx.layer, ctx.needs_input_grad[0])
+        dx, dw, db = (one if needed else None for one, needed in zip(gradients, ctx.needs_input_grad, strict=False))
+        return dx, _like(weight, dw), _like(weight, db), None
+
+
+def _like(weight: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None or weight is None else gradient.to(weight.dtype)
+
+
+def _gradients(
+    x: Tensor,
+    weight: Tensor | None,
+    dy: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    count: int,
+    layer: Communicator,
+    input_needs: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    if x.numel():
+        # The backward of normalization with given statistics: what it gives for weight and bias are our sums.
+        _, dw, db = torch.ops.aten.native_batch_norm_backward(
+            dy, x, None, mean, variance, None, None, False, layer.eps, [False, True, True]
+        )
+    else:
+        dw, db = torch.zeros_like(mean), torch.zeros_like(mean)
+    if not input_needs:
+        return None, dw, db
+    sums = layer.sum_over_ranks(torch.cat([db, dw])) / max(count, 1)
+    inverse = (variance + layer.eps).rsqrt()
+    scale = inverse if weight is None else inverse * weight
+    shape = _over_channels(x)
+    sum_dy, sum_dy_x = sums.chunk(2)
+    # Of x - μ rather than of x: exact where the mean is large beside the deviation.
+    dx = x - mean.view(shape)
+    torch.addcmul((-scale * sum_dy).view(shape), dx, (-scale * inverse * sum_dy_x).view(shape), out=dx)
+    return dx.addcmul_(dy, scale.view(shape)).to(x.dtype), dw, db
+
+
+def _differentiable(
+    x: Tensor, weight: Tensor | None, dy: Tensor, count: int, layer: Communicator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same from operations that autograd can differentiate again: three all-reduces in place of one."""
+    shape, dtype = _over_channels(x), wide(x.dtype)
+    values, dy_wide = x.to(dtype), dy.to(dtype)
+    dims = [0, *range(2, x.dim())]
+    n = max(count, 1)
+    mean = _sum(values.sum(dims), layer) / n
+    centred = values - mean.view(shape)
+    inverse = (_sum(centred.square().sum(dims), layer) / n + layer.eps).rsqrt()
+    unit = centred * inverse.view(shape)
+    dw, db = (dy_wide * unit).sum(dims), dy_wide.sum(dims)
+    sum_dy, sum_dy_x = (_sum(torch.cat([db, dw]), layer) / n).chunk(2)
+    scale = inverse if weight is None else inverse * weight
+    dx = scale.view(shape) * (dy_wide - sum_dy.view(shape) - unit * sum_dy_x.view(shape))
+    return dx.to(x.dtype), dw, db
+
+
+def _over_channels(x: Tensor) -> list[int]:
+    return [1, -1] + [1] * (x.dim() - 2)
+
+
+class _SumOverRanks(Function):
+    """A sum over ranks is its own adjoint: what flows back to each rank is the sum of what the ranks received."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, layer: Communicator) -> Tensor:
+        ctx.layer = layer
+        return layer.sum_over_ranks(tensor.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _sum(gradient, ctx.layer), None
+
+
+def _sum(tensor: Tensor, layer: Communicator) -> Tensor:
+    summed: Tensor = _SumOverRanks.apply(tensor, layer)  # type: ignore[no-untyped-call]
+    return summed

@@ -1,0 +1,227 @@
+"""``SyncBatchNorm``: batch normalization over the whole global batch, on the CPU as on the GPU.
+
+Ioffe and Szegedy, "Batch Normalization", ICML 2015, with the statistics of all ranks together: outputs, gradients and
+running statistics are those of one process that has the whole batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from paceline.errors import ReplicaMismatch, UsageError
+from paceline.nn.moments import Moments, Report, combine, empty_message, pack, reports, wide
+from paceline.nn.normalize import Normalize
+
+_DTYPES = (torch.float32, torch.float64)
+_COMPARE = 2  # a bit of the codes that say which collective it is, beside the type and the number of elements
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """Batch normalization over an input of shape (N, C, …) on every rank, with the statistics of all ranks together.
+
+    A drop-in for ``torch.nn.SyncBatchNorm``, with its arguments, and a subclass of it, so that whoever asks for that
+    class finds it. It runs on the CPU too; ranks may have batches of different sizes, or none. Statistics are
+    kept in float32 for half-precision inputs, float64 for float64. Gradients of weight and bias are those of this
+    rank's values; :class:`paceline.DistributedDataParallel` averages them like all others.
+
+    In training mode, forward is one all-gather of 2C + 4 elements a rank (the first one also compares the layers) and
+    backward one all-reduce of 2C, on `process_group`; with ``create_graph=True`` backward is three all-reduces and may
+    be differentiated again. So all ranks run their layers in the same order, also under ``torch.no_grad()``. In eval
+    mode, and in a world of one, it is ``torch.nn.functional.batch_norm``.
+
+    Raises:
+        ReplicaMismatch: on every rank, if ranks differ in the number of channels or the type of statistics.
+        UsageError: on every rank, if ranks differ in the input's dimensions, an input has not `num_features` channels,
+            or all ranks together have one value per channel; on this rank, for a weight of a type that does not fit.
+    """
+
+    announce: Callable[[int], None] | None = None
+    """Called before each collective with what :meth:`shadow` needs to take part in it; see ``Communicates``."""
+    process_group: Any
+    _is_compared = False
+    """Whether the ranks have made sure that their layers are the same, which they do before the first forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize `input`; in training mode together with all ranks."""
+        if not self.training or self._ranks() == 1:
+            return _BatchNorm.forward(self, input)
+        return self._synchronized(input)
+
+    # -- the collectives ----------------------------------------------------------------------------------------
+
+    def _ranks(self) -> int:
+        if not (dist.is_available() and dist.is_initialized()):
+            return 1
+        return dist.get_world_size(self._group)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self.process_group or dist.distributed_c10d._get_default_group()
+        return group
+
+    @_disable_dynamo  # a compiled model leaves the graph here, as collectives have to stay in order
+    def _synchronized(self, x: Tensor) -> Tensor:
+        if self.weight is not None and not _fits(x.dtype, self.weight.dtype):
+            raise UsageError(
+                f"rank {dist.get_rank()}: SyncBatchNorm got a {x.dtype} input but its weight is {self.weight.dtype}; "
+                "the weight has the input's type, or float32 for float16 and bfloat16 inputs"
+            )
+        normalized: Tensor = Normalize.apply(x, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+        return normalized
+
+    def gather_moments(self, x: Tensor) -> Moments:
+        """Collective: the moments over all ranks, by which the running statistics are updated too."""
+        if not self._is_compared:
+            self._announce(_COMPARE | _code(x.dtype))
+            self._compare(wide(x.dtype), x.device)
+        self._announce(_code(x.dtype))
+        return self._combine(pack(x, self.num_features))
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Collective: the sum of `tensor` over all ranks, in place."""
+        self._announce(tensor.numel() << 2 | _code(tensor.dtype))
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def shadow(self, code: int, device: torch.device) -> None:
+        """Take part, with no values, in the collective that another rank has announced with `code`."""
+        numel, dtype = code >> 2, _DTYPES[code & 1]
+        if code & _COMPARE:
+            self._compare(dtype, device)
+        elif numel:
+            dist.all_reduce(torch.zeros(numel, dtype=dtype, device=device), group=self._group)
+        else:
+            self._combine(empty_message(self.num_features, dtype, device))
+
+    def _announce(self, code: int) -> None:
+        if self.announce is not None:
+            self.announce(code)
+
+    def _compare(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Before messages of that size are exchanged, which Gloo and NCCL would do with whatever they get."""
+        mine = torch.tensor([self.num_features, _code(dtype)], device=device)
+        rows = mine.new_empty(self._ranks(), 2)
+        dist.all_gather(list(rows.unbind()), mine, group=self._group)
+        ranks = dist.get_process_group_ranks(self._group)
+        (first_width, first_code), *others = rows.tolist()
+        for rank, (width, code) in zip(ranks[1:], others, strict=True):
+            if width != first_width:
+                raise ReplicaMismatch(
+                    f"a SyncBatchNorm has {first_width} channels on rank {ranks[0]} but {width} on rank {rank}; build "
+                    "the same model on every rank, and run its layers in the same order"
+                )
+            if code != first_code:
+                raise ReplicaMismatch(
+                    f"a SyncBatchNorm's statistics are {_DTYPES[first_code]} on rank {ranks[0]} but {_DTYPES[code]} on "
+                    f"rank {rank}; give inputs of the same type on every rank"
+                )
+        self._is_compared = True
+
+    def _combine(self, message: Tensor) -> Moments:
+        rows = message.new_empty(self._ranks(), message.numel())
+        dist.all_gather(list(rows.unbind()), message, group=self._group)
+        everyone = reports(rows)
+        _check(everyone, self.num_features, dist.get_process_group_ranks(self._group))
+        moments = combine(rows, [report.count for report in everyone])
+        self._track(moments)
+        return moments
+
+    @torch.no_grad()
+    def _track(self, moments: Moments) -> None:
+        """Update the running statistics, with the unbiased variance, as BatchNorm does; without values only count."""
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        if moments.count:
+            unbiased = moments.variance * (moments.count / (moments.count - 1))
+            for running, value in ((self.running_mean, moments.mean), (self.running_var, unbiased)):
+                running.copy_(running.to(value.dtype).mul(1 - (factor or 0.0)).add_(value, alpha=factor or 0.0))
+
+    # -- conversion ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> Any:
+        """Replace every BatchNorm in `module`, torch's SyncBatchNorm included, by this class.
+
+        Parameters, buffers, hooks, training mode and whatever else the layers carry stay the same objects.
+
+        Args:
+            module: converted in place; if it is itself a BatchNorm, the new layer is what is returned.
+            process_group: the ranks whose statistics are joined; by default all.
+
+        Raises:
+            UsageError: for a lazy BatchNorm, whose channels are not known before its first forward.
+        """
+        return _convert(cls, module, process_group, {})
+
+
+def _convert(cls: type[SyncBatchNorm], module: nn.Module, group: Any, done: dict[int, nn.Module]) -> nn.Module:
+    if (known := done.get(id(module))) is not None:
+        return known
+    result = done[id(module)] = _converted(cls, module, group) if isinstance(module, _BatchNorm) else module
+    for name, child in module._modules.items():
+        if child is not None:
+            result._modules[name] = _convert(cls, child, group, done)
+    return result
+
+
+def _converted(cls: type[SyncBatchNorm], module: _BatchNorm, group: Any) -> SyncBatchNorm:
+    kind = type(module)
+    if isinstance(module, LazyModuleMixin):
+        raise UsageError(
+            f"{kind.__name__} does not know its channels before its first forward; run one, then convert the model"
+        )
+    if kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
+        warnings.warn(
+            f"{kind.__name__} has a forward of its own, which is lost as the layer becomes a SyncBatchNorm; if it does "
+            "more than normalize, move that into a layer of its own",
+            stacklevel=4,
+        )
+    converted = cls.__new__(cls)
+    # The module's whole state, with containers of its own. nn.Module's __init__ would make parameters anew.
+    state = {key: value.copy() if isinstance(value, dict) else value for key, value in vars(module).items()}
+    vars(converted).update(state, process_group=group, _is_compared=False)
+    return converted
+
+
+def _code(dtype: torch.dtype) -> int:
+    return _DTYPES.index(wide(dtype))
+
+
+def _fits(dtype: torch.dtype, weight: torch.dtype) -> bool:
+    return weight is dtype or (weight is torch.float32 and dtype in _HALF)
+
+
+def _check(everyone: list[Report], features: int, ranks: list[int]) -> None:
+    """Refuse, on all ranks alike, inputs that do not belong together."""
+    given = [(rank, report) for rank, report in zip(ranks, everyone, strict=True) if report.dims]
+    for rank, report in given:
+        if report.channels != features:
+            raise UsageError(
+                f"SyncBatchNorm of {features} channels got an input of {report.dims} dimensions with {report.channels} "
+                f"channels on rank {rank}; inputs have shape (N, {features}, …) on every rank"
+            )
+        if report.dims != given[0][1].dims:
+            raise UsageError(
+                f"SyncBatchNorm got an input of {given[0][1].dims} dimensions on rank {given[0][0]} but of "
+                f"{report.dims} on rank {rank}; give all ranks inputs of the same kind"
+            )
+    if sum(report.count for _, report in given) == 1:
+        raise UsageError(
+            f"SyncBatchNorm got one value per channel on all {len(ranks)} ranks together, which has no variance; use "
+            "a larger batch, or model.eval()"
+        )

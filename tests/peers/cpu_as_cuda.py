@@ -1,0 +1,85 @@
+"""A CPU in the place of GPUs, for test modules that move everything to ``cuda`` and would run as well without.
+
+Nothing of torch is changed for anybody else: the module under test gets views of ``torch`` and ``torch.nn`` in which
+devices are the CPU and ``torch.cuda`` does nothing, and a function mode maps the devices given to torch's functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+class View(types.ModuleType):
+    """A module seen with some of its attributes replaced."""
+
+    def __init__(self, real: Any, **replaced: Any) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(replaced, _real=real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+
+class _IsDevice(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.device)
+
+
+class Device(metaclass=_IsDevice):
+    """``torch.device``, which is the CPU whatever was asked for."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return CPU
+
+
+class Cuda(types.ModuleType):
+    """``torch.cuda`` where the GPUs are the CPU, on which there is nothing to choose, to seed or to wait for."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        super().__init__("torch.cuda")
+        for name in ("set_device", "synchronize", "manual_seed", "Stream"):
+            setattr(self, name, lambda *_, **__: None)
+        self.device = self.stream = lambda *_: contextlib.nullcontext()
+        self.current_device, self.device_count, self.is_available = lambda: rank, lambda: count, lambda: True
+
+
+def autocast(*_: Any, **__: Any) -> Any:
+    """``torch.cuda.amp.autocast``."""
+    return torch.autocast("cpu")
+
+
+def grad_scaler(*_: Any, **__: Any) -> Any:
+    """``torch.cuda.amp.GradScaler``."""
+    return torch.amp.GradScaler("cpu")
+
+
+class CudaToCpu(TorchFunctionMode):
+    """``x.cuda()``, ``x.to(rank)``, ``device="cuda"`` and ``device=rank`` mean the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if "device" in kwargs:
+            kwargs["device"] = _mapped(kwargs["device"])
+        if func is torch.Tensor.to:
+            args = (args[0], *map(_mapped, args[1:]))
+        elif func is torch._C._nn._parse_to:  # Module.to
+            args = tuple(map(_mapped, args))
+        return func(*args, **kwargs)
+
+
+def _mapped(value: Any) -> Any:
+    """The CPU for a GPU, however it is called; anything else as it is."""
+    if isinstance(value, torch.device):
+        return CPU if value.type == "cuda" else value
+    if isinstance(value, str):
+        return CPU if value.startswith("cuda") else value
+    return CPU if isinstance(value, int) and not isinstance(value, bool) else value

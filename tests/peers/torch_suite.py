@@ -1,0 +1,197 @@
+"""torch's own tests of DistributedDataParallel, from the installed wheel, with our class in the place of torch's.
+
+torch runs each of them in processes that it spawns for it. Here ranks that are up already run one after the other: the
+same methods, the same assertions. What they do on GPUs happens on the CPU (:mod:`cpu_as_cuda`).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+import types
+import unittest
+import unittest.mock
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import device_mesh
+
+import paceline
+from cpu_as_cuda import Cuda, CudaToCpu, Device, View, autocast, grad_scaler
+from paceline.world import World
+
+MODULE = "torch.testing._internal.distributed.distributed_test"
+SOURCE = Path(torch.__file__).parent.joinpath(*MODULE.split(".")[1:]).with_suffix(".py")
+
+
+class Ours(paceline.DistributedDataParallel):
+    """Our class for a model whose GPU is the CPU."""
+
+    def __init__(
+        self, module: nn.Module, device_ids: Any = None, output_device: Any = None, *arguments: Any, **options: Any
+    ) -> None:
+        super().__init__(module, None, None, *arguments, **options)
+
+
+class Torchs(nn.parallel.DistributedDataParallel):
+    """torch's class, likewise: what it does not pass either is no test of ours."""
+
+    def __init__(
+        self, module: nn.Module, device_ids: Any = None, output_device: Any = None, *arguments: Any, **options: Any
+    ) -> None:
+        super().__init__(module, None, None, *arguments, **options)
+
+
+# -- which tests there are ---------------------------------------------------------------------------------------------
+
+
+def ddp_tests() -> list[str]:
+    """Names of the tests that use DistributedDataParallel, themselves or through a helper of theirs."""
+    methods = _methods()
+    return [name for name in methods if name.startswith("test_") and _uses_ddp(name, methods, set())]
+
+
+@functools.cache
+def _methods() -> dict[str, str]:
+    """Source of every method of the class that holds the tests; read, as to import it takes seconds."""
+    source = SOURCE.read_text()
+    lines = source.splitlines(keepends=True)
+    (outer,) = (n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "DistributedTest")
+    (inner,) = (n for n in outer.body if isinstance(n, ast.ClassDef))
+    methods = (n for n in inner.body if isinstance(n, ast.FunctionDef))
+    return {method.name: "".join(lines[method.lineno - 1 : method.end_lineno]) for method in methods}
+
+
+def _uses_ddp(name: str, methods: dict[str, str], seen: set[str]) -> bool:
+    seen.add(name)
+    if re.search("DistributedDataParallel|ddp", name + methods[name]):
+        return True
+    called = set(re.findall(r"self\.(\w+)\(", methods[name])) & methods.keys() - seen
+    return any(_uses_ddp(one, methods, seen) for one in called)
+
+
+# -- running one, on a rank --------------------------------------------------------------------------------------------
+
+
+def run_test(world: World, name: str, wrapper: type[nn.Module] = Ours) -> str | None:
+    """Run the test `name` on this rank, with `wrapper` for torch's class; returns why it was skipped, if it was."""
+    suite = _suite(world.rank, world.size)
+    with _surroundings(world), _in_place_of_torchs(wrapper):
+        try:
+            getattr(suite(name), name)()
+        except unittest.SkipTest as skip:
+            return str(skip)
+        except SystemExit as skip:
+            return f"it ended with exit code {skip.code}"
+    return None
+
+
+@contextmanager
+def _surroundings(world: World) -> Iterator[None]:
+    """What torch's own runner sets up around a test, taken back afterwards; its own files are this world's alone."""
+    from torch.testing._internal.common_utils import set_rng_seed
+
+    folder = Path(tempfile.gettempdir(), f"torch-suite-{os.environ['MASTER_PORT']}")
+    folder.mkdir(exist_ok=True)
+    states, level = (torch.get_rng_state(), random.getstate()), dist.get_debug_level()
+    # torch's runner lets its tests load what they have pickled themselves.
+    with ExitStack() as stack:
+        stack.enter_context(unittest.mock.patch.dict(os.environ, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1"))
+        stack.enter_context(unittest.mock.patch.object(tempfile, "tempdir", str(folder)))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        set_rng_seed()
+        try:
+            yield
+        finally:
+            dist.set_debug_level(level)
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+    dist.barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder)
+    dist.barrier()
+
+
+@contextmanager
+def _in_place_of_torchs(wrapper: type[nn.Module]) -> Iterator[None]:
+    """Have torch's tests see `wrapper` for its class, our SyncBatchNorm for its own, and the CPU for GPUs."""
+    module: Any = sys.modules[MODULE]
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    parallel = View(nn.parallel, DistributedDataParallel=wrapper)
+    view = View(nn, parallel=parallel, SyncBatchNorm=paceline.SyncBatchNorm)
+    init_mesh, new_subgroups = device_mesh.init_device_mesh, dist.new_subgroups
+    patch = unittest.mock.patch
+    with (
+        patch.multiple(
+            module,
+            torch=View(torch, nn=view, device=Device, cuda=Cuda(rank, world_size), ones=_ones),
+            nn=view,
+            DistributedDataParallel=wrapper,
+            autocast=autocast,
+            GradScaler=grad_scaler,
+            init_multigpu_helper=lambda size, _backend: {one: [one] for one in range(size)},
+        ),
+        patch.object(device_mesh, "init_device_mesh", lambda _device, *shape: init_mesh("cpu", *shape)),
+        # By default as many ranks as the host has GPUs.
+        patch.object(dist, "new_subgroups", lambda group_size=world_size, **named: new_subgroups(group_size, **named)),
+        CudaToCpu(),
+    ):
+        yield
+
+
+def _ones(*shape: int, **options: Any) -> torch.Tensor:
+    """``torch.ones``; images of 1000 x 1000, which take a CPU minutes per step, are 40 x 40."""
+    return torch.ones(*(40 if len(shape) == 4 and size == 1000 else size for size in shape), **options)
+
+
+@functools.cache
+def _suite(rank: int, size: int) -> Any:
+    """The class that holds the tests, on top of torch's TestCase."""
+    module: Any = _load(size)
+
+    class Suite(module.DistributedTest._DistTestBase, module.MultiProcessTestCase.__base__):  # type: ignore[misc]
+        world_size = size
+
+        def __init__(self, name: str) -> None:
+            unittest.TestCase.__init__(self, name)
+            self.rank = rank
+
+        def _barrier(self, *_: Any, **__: Any) -> None:
+            dist.barrier()
+
+    return Suite
+
+
+def _load(size: int) -> types.ModuleType:
+    """Import torch's module, which reads the environment, with decorators that skip nothing for want of a GPU."""
+    # "gloo" here says what may be expected of the backend; the one in use is that of the ranks.
+    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(size), TEMP_DIR=tempfile.gettempdir())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch.testing._internal.common_distributed as common
+        import torch.testing._internal.common_utils as utils
+
+        def always(function: Any) -> Any:
+            return function
+
+        patch = unittest.mock.patch
+        with (
+            patch.multiple(common, skip_if_no_gpu=always, skip_if_lt_x_gpu=lambda *_, **__: always),
+            # What is skipped on Linux is skipped for being flaky in torch's own runs, with torch's own class.
+            patch.object(utils, "IS_LINUX", False),
+        ):
+            __import__(MODULE)
+    return sys.modules[MODULE]

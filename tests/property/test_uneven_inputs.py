@@ -1,0 +1,585 @@
+"""Promise: inside ``join`` ranks may run out of data at any time, SyncBatchNorm included: it equals one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.utils.checkpoint import checkpoint
+
+from paceline import SyncBatchNorm
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import DesyncError, UsageError
+from paceline.world import World
+from ranks import Ranks
+from twins import Pools, make_optimizer, no_warning_about_cycles, same_gradients, same_tensor, same_weights
+
+RTOL = 1e-8
+
+
+class ConvNet(nn.Module):
+    """Two normalized convolutions, the second one without affine parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 3, 2, dtype=torch.float64)
+        self.norm = nn.BatchNorm2d(3, dtype=torch.float64)
+        self.second = nn.Conv2d(3, 4, 2, dtype=torch.float64)
+        self.bare = nn.BatchNorm2d(4, affine=False, dtype=torch.float64)
+        self.last = nn.Linear(4, 2, dtype=torch.float64)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.bare(self.second(self.norm(self.first(x)).tanh())).tanh().mean((2, 3))
+
+    def forward(self, x: Tensor, how: str = "plain") -> Tensor:
+        if how == "plain":
+            return self.last(self.body(x))
+        return self.last(checkpoint(self.body, x.requires_grad_(), use_reentrant=how == "reentrant"))
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+    def forward(self, x: Tensor, how: str = "plain") -> Tensor:
+        return self.net(x)
+
+
+def batch(rank: int, at: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * at + rank)
+    return torch.randn(1 + (rank + at) % 3, 1, 4, 4, generator=generator, dtype=torch.float64)
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return (out**2 + out).sum()
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """How many batches each rank has, and how they are trained on."""
+
+    counts: tuple[int, ...]
+    build: Callable[[], nn.Module] = ConvNet
+    optimizer: str = "sgd"
+    window: int = 1
+    """Batches per optimizer step."""
+    weighted: bool = False
+    by_initial: bool = True
+    how: str = "plain"
+    local: str = "both"
+    """What no_sync surrounds: "both" forward and backward, or "backward"."""
+    zero_at: str = "end"
+    """Where gradients are cleared: at a step's "end", or at the next one's "start", so that a last average stays."""
+    broadcast: bool = True
+    entry: str = "model.join"
+    epochs: int = 1
+
+
+def one_batch(model: DistributedDataParallel, case: Uneven, x: Tensor, sync: bool) -> None:
+    outer = model.no_sync() if not sync and case.local == "both" else nullcontext()
+    inner = model.no_sync() if not sync and case.local == "backward" else nullcontext()
+    with outer, model.weight(len(x)) if case.weighted else nullcontext():
+        loss = loss_of(model(x, case.how))
+        with inner:
+            loss.backward()
+
+
+def beside_twin(world: World, case: Uneven) -> None:
+    torch.manual_seed(0)
+    twin = case.build()
+    module = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin))
+    model = DistributedDataParallel(module, broadcast_buffers=case.broadcast, bucket_cap_mb=1e-4)
+    theirs = make_optimizer(case.optimizer, twin)
+    zero = case.entry == "Join with ZeRO"
+    mine: Any = sharded(model) if zero else make_optimizer(case.optimizer, model)
+    for epoch in range(case.epochs):
+        steps = alone(twin, theirs, case, epoch)
+        expected = next(steps, None)
+        with entered(model, mine, case):
+            for at in range(case.counts[world.rank]):
+                sync = (at + 1) % case.window == 0
+                if case.zero_at == "start" and at % case.window == 0:
+                    mine.zero_grad()
+                one_batch(model, case, batch(world.rank, at + 100 * epoch), sync)
+                if sync:
+                    assert expected is not None
+                    same_gradients(module, expected, RTOL, f"rank {world.rank}, batch {at}:")
+                    mine.step()
+                    if case.zero_at == "end":
+                        mine.zero_grad()
+                    expected = next(steps, None)
+        for _ in steps:  # those this rank had no data for
+            pass
+        model.zero_grad()
+        same_weights(module, twin, RTOL, f"rank {world.rank}")
+        for (name, ours), others in zip(module.named_buffers(), twin.buffers(), strict=True):
+            same_tensor(ours.double(), others.double(), RTOL, f"rank {world.rank} {name}")
+        assert not model._join_config.enable
+        assert model._authoritative_rank == max(r for r, n in enumerate(case.counts) if n == max(case.counts))
+    # And the ranks are in step afterwards.
+    model(batch(world.rank, 5000)).sum().backward()
+
+
+def sharded(model: nn.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing it tells of torch.jit's deprecation
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+
+
+def entered(model: DistributedDataParallel, optimizer: Any, case: Uneven) -> Any:
+    by_initial = {"divide_by_initial_world_size": case.by_initial}
+    if case.entry == "model.join":
+        return model.join(**by_initial, optimizers=[optimizer])
+    if case.entry == "Join":
+        return Join([model], **by_initial, optimizers=[optimizer])
+    return Join([model, optimizer], **by_initial)
+
+
+def alone(twin: nn.Module, optimizer: torch.optim.Optimizer, case: Uneven, epoch: int) -> Iterator[nn.Module]:
+    """One process: in each round, the batches of all ranks that still have one, normalized together."""
+    twin.zero_grad()
+    samples = 0
+    for at in range(max(case.counts)):
+        parts = [batch(rank, at + 100 * epoch) for rank, count in enumerate(case.counts) if at < count]
+        samples += sum(map(len, parts))
+        loss_of(twin(torch.cat(parts), case.how)).backward()
+        if (at + 1) % case.window:
+            continue
+        # A rank that left in the middle of a window counts in this step: it brings what it had accumulated.
+        began = at + 1 - case.window
+        with_data = sum(count > began for count in case.counts)
+        ranks = len(case.counts) if case.by_initial else with_data
+        for parameter in twin.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= samples if case.weighted else ranks
+        yield twin
+        optimizer.step()
+        optimizer.zero_grad()
+        samples = 0
+
+
+CASES: dict[str, Uneven] = {
+    "one batch more": Uneven((3, 4)),
+    "rank 0 runs out first": Uneven((1, 5)),
+    "rank 0 has none": Uneven((0, 3)),
+    "rank 1 has none": Uneven((3, 0)),
+    "nobody has any": Uneven((0, 0)),
+    "even": Uneven((3, 3)),
+    "three ranks": Uneven((2, 0, 5)),
+    "four ranks": Uneven((1, 3, 0, 4)),
+    "all but one have none": Uneven((0, 0, 0, 2)),
+    "weighted": Uneven((1, 4, 2), weighted=True),
+    "divided by those with data": Uneven((1, 4, 2), by_initial=False),
+    "weighted, divided by those with data": Uneven((1, 4), weighted=True, by_initial=False),
+    "AdamW": Uneven((2, 5), optimizer="adamw"),
+    "AdamW, three epochs": Uneven((2, 5), optimizer="adamw", epochs=3),
+    "momentum, three epochs": Uneven((4, 1, 3), epochs=3),
+    "windows": Uneven((6, 4), window=2),
+    "leaving in the middle of a window": Uneven((3, 8), window=2),
+    "leaving in the middle, weighted": Uneven((3, 8), window=4, weighted=True),
+    "leaving in the middle, by those with data": Uneven((3, 5, 8), window=2, by_initial=False),
+    "all in the middle of a window": Uneven((3, 5), window=4),
+    "no_sync around backward alone": Uneven((5, 3), window=2, local="backward"),
+    "a last average stays in the gradients": Uneven((1, 4), zero_at="start"),
+    "checkpointed": Uneven((1, 3), how="checkpoint"),
+    "checkpointed, reentrant": Uneven((1, 0, 3), how="reentrant", window=2),
+    "without broadcast of buffers": Uneven((1, 3), broadcast=False),
+    "through torch's Join": Uneven((1, 4), entry="Join"),
+    "torch's Join, windows": Uneven((3, 8), window=2, entry="Join"),
+    "with ZeRO": Uneven((1, 4), optimizer="adamw", entry="Join with ZeRO"),
+    "with ZeRO, three ranks": Uneven((0, 4, 2), optimizer="adamw", entry="Join with ZeRO", epochs=2),
+    "without normalization": Uneven((4, 1), build=Plain),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_uneven_inputs_equal_one_process(pools: Pools, name: str) -> None:
+    case = CASES[name]
+    pools.run(len(case.counts), beside_twin, case)
+
+
+@pytest.mark.parametrize("name", ["four ranks", "leaving in the middle of a window"])
+def test_uneven_inputs_equal_one_process_on_gloo(name: str) -> None:
+    case = CASES[name]
+    with Pools("gloo") as pools:
+        pools.run(len(case.counts), beside_twin, case)
+
+
+@pytest.fixture(scope="module")
+def three() -> Any:
+    with Ranks(3, timeout=40) as ranks:
+        yield ranks
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 6), min_size=3, max_size=3).map(tuple),
+    window=st.integers(1, 3),
+    weighted=st.booleans(),
+    by_initial=st.booleans(),
+    local=st.sampled_from(["both", "backward"]),
+)
+def test_any_counts_equal_one_process(
+    three: Ranks, counts: tuple[int, ...], window: int, weighted: bool, by_initial: bool, local: str
+) -> None:
+    case = Uneven(counts, window=window, weighted=weighted, by_initial=by_initial, local=local)
+    three.run(beside_twin, case)
+
+
+def beside_torch(world: World, by_initial: bool) -> None:
+    """Everything that torch's join gives, ours gives too."""
+    torch.manual_seed(0)
+    module = Plain()
+    gloo = dist.new_group(backend="gloo")  # whose works have the result that torch's join reads
+    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(module), process_group=gloo)
+    models = DistributedDataParallel(module), theirs
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with model.join(divide_by_initial_world_size=by_initial):
+            for at in range((3, 0, 5)[world.rank]):
+                loss_of(model(batch(world.rank, at))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    same_weights(models[0], models[1])
+    assert models[0]._authoritative_rank == models[1]._authoritative_rank == 2
+
+
+@pytest.mark.parametrize("by_initial", [True, False])
+def test_plain_models_end_as_under_torchs_join(pools: Pools, by_initial: bool) -> None:
+    pools.run(3, beside_torch, by_initial)
+
+
+# -- other steps than forward, backward, step --------------------------------------------------------------------------
+
+
+def two_forwards(model: Any, x: Tensor) -> None:
+    (loss_of(model(x)) + loss_of(model(x + 1))).backward()
+
+
+def two_outputs_two_backwards(model: Any, x: Tensor) -> None:
+    first, second = loss_of(model(x)), loss_of(model(x + 1))
+    with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
+        first.backward()
+    second.backward()
+
+
+def look_first(model: Any, x: Tensor) -> None:
+    """Statistics are updated by a forward without gradients."""
+    with torch.no_grad():
+        model(x * 2)
+    loss_of(model(x)).backward()
+
+
+def in_eval_mode(model: Any, x: Tensor) -> None:
+    model.eval()
+    loss_of(model(x)).backward()
+    model.train()
+
+
+def gradient_penalty(model: Any, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    with no_warning_about_cycles():
+        out = model(x)
+        (slope,) = torch.autograd.grad(loss_of(out), x, create_graph=True)
+        (loss_of(out) + (slope**2).sum()).backward()
+
+
+def forward_in_vain(model: Any, x: Tensor) -> None:
+    loss_of(model(x)).backward()
+    model(x + 1)
+
+
+def accumulated_by_hand(model: Any, x: Tensor) -> None:
+    with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
+        loss_of(model(x)).backward()
+    if hasattr(model, "sync_gradients"):
+        model.sync_gradients()
+
+
+STEPS = [
+    two_forwards,
+    two_outputs_two_backwards,
+    look_first,
+    in_eval_mode,
+    gradient_penalty,
+    forward_in_vain,
+    accumulated_by_hand,
+]
+
+
+def odd_steps(world: World, counts: tuple[int, ...], step: Callable[[Any, Tensor], None]) -> None:
+    torch.manual_seed(0)
+    twin = ConvNet()
+    module = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin))
+    model = DistributedDataParallel(module)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, twin)]
+    with model.join():
+        for at in range(counts[world.rank]):
+            step(model, batch(world.rank, at))
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+    for at in range(max(counts)):
+        step(twin, torch.cat([batch(rank, at) for rank, count in enumerate(counts) if at < count]))
+        for parameter in twin.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= world.size
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    same_weights(module, twin, RTOL, f"rank {world.rank}")
+    for (name, ours), others in zip(module.named_buffers(), twin.buffers(), strict=True):
+        same_tensor(ours.double(), others.double(), RTOL, name)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("counts", [(1, 3), (2, 0)])
+def test_steps_of_other_shapes_are_shadowed(pools: Pools, counts: tuple[int, ...], step: Any) -> None:
+    pools.run(len(counts), odd_steps, counts, step)
+
+
+# -- statistics of one rank --------------------------------------------------------------------------------------------
+
+
+def unsynchronized_norm(world: World) -> str:
+    """BatchNorm's buffers are broadcast from the lowest rank that has data."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(ConvNet())
+    with model.join():
+        for at in range(1 + 2 * world.rank):
+            loss_of(model(batch(world.rank, at))).backward()
+            model.zero_grad()
+    torch.manual_seed(0)
+    twins = [ConvNet() for _ in range(world.size)]
+    for twin in twins:
+        twin.load_state_dict(model.module.state_dict())
+        twin.norm.reset_running_stats()
+        twin.bare.reset_running_stats()
+    for at in range(5):
+        present = [rank for rank in range(world.size) if at < 1 + 2 * rank]
+        for rank in present[1:]:
+            twins[rank].load_state_dict(twins[present[0]].state_dict())
+        for rank in present:
+            twins[rank](batch(rank, at))
+    for ours, last in zip(model.buffers(), twins[-1].buffers(), strict=True):
+        same_tensor(ours.double(), last.double(), RTOL, "buffer")
+    return str([buffer.tolist() for buffer in model.buffers()])
+
+
+def test_buffers_end_equal_on_every_rank(pools: Pools) -> None:
+    assert len(set(pools.run(3, unsynchronized_norm))) == 1
+
+
+# -- what is said, raised and left behind ------------------------------------------------------------------------------
+
+
+def early_termination(world: World, counts: tuple[int, ...]) -> tuple[int, str]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(ConvNet()))
+    done = 0
+    with pytest.raises(RuntimeError) as caught, model.join(throw_on_early_termination=True):  # noqa: PT012
+        for at in range(counts[world.rank]):
+            loss_of(model(batch(world.rank, at))).backward()
+            model.zero_grad()
+            done += 1
+    loss_of(model(batch(world.rank, 50))).backward()  # nobody is out of step
+    assert not model._join_config.enable
+    return done, str(caught.value)
+
+
+def test_early_termination_raises_on_every_rank(pools: Pools) -> None:
+    first, second, third = pools.run(3, early_termination, (2, 5, 3))
+    assert (first[0], second[0], third[0]) == (2, 2, 2)
+    assert first[1] == "Rank 0 exhausted all inputs."
+    assert second[1] == third[1] == "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+
+
+def stale(world: World, cured: bool) -> tuple[list[str], list[Any]]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Plain())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with model.join(optimizers=[optimizer] if cured else []):
+            for at in range(2 + 3 * world.rank):
+                loss_of(model(batch(world.rank, at))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    for at in range(3):
+        loss_of(model(batch(world.rank, at))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [str(warning.message) for warning in caught], [p.tolist() for p in model.parameters()]
+
+
+def test_stale_optimizer_state_is_said(pools: Pools) -> None:
+    """torch says nothing: the models are equal after join, and drift apart in the very next step."""
+    for said, _ in pools.run(2, stale, False):
+        assert len(said) == 1
+        assert "data ran out on rank 0 after 2 of 5 optimizer steps" in said[0]
+
+
+def test_stale_optimizer_state_is_brought_up_to_date(pools: Pools) -> None:
+    (said, first), (_, second) = pools.run(2, stale, True)
+    assert not said
+    assert first == second
+
+
+def disabled(world: World) -> None:
+    torch.manual_seed(0)
+    module = Plain()
+    twin = copy.deepcopy(module)
+    model = DistributedDataParallel(module)
+    with model.join(enable=False):
+        loss_of(model(batch(world.rank, 0))).backward()
+    (loss_of(twin(torch.cat([batch(rank, 0) for rank in range(world.size)]))) / world.size).backward()
+    same_gradients(module, twin)
+    assert model._reducer.tell is None
+
+
+def test_it_can_be_turned_off(pools: Pools) -> None:
+    pools.run(2, disabled)
+
+
+def forgotten(world: World) -> None:
+    model = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(ConvNet()))
+    with model.join():
+        for at in range(1 + world.rank):
+            loss_of(model(batch(world.rank, at))).backward()
+    reference = weakref.ref(model)
+    del model
+    assert reference() is None
+
+
+def test_a_wrapper_that_joined_goes_when_it_is_deleted(pools: Pools) -> None:
+    pools.run(2, forgotten)
+
+
+def raising(world: World) -> None:
+    model = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(ConvNet()))
+    with pytest.raises(KeyError, match="on purpose"), model.join():  # noqa: PT012
+        loss_of(model(batch(world.rank, 0))).backward()
+        raise KeyError("on purpose")
+    assert all(layer.announce is None for layer in model.modules() if isinstance(layer, SyncBatchNorm))
+    model.zero_grad()
+    loss_of(model(batch(world.rank, 1))).backward()
+
+
+def test_an_exception_passes_and_leaves_nothing_behind(pools: Pools) -> None:
+    pools.run(2, raising)
+
+
+def backward_that_raises(world: World) -> str:
+    """Rank 0 has no data; rank 1's second backward raises, and the script goes on far enough to tell the others."""
+
+    def stumble(_: Tensor) -> None:
+        raise KeyError("on purpose")
+
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Plain(), bucket_cap_mb=1e-4)
+    try:
+        with model.join():
+            for at in range(2 if world.rank else 0):
+                loss = loss_of(model(batch(world.rank, at)))
+                if (world.rank, at) == (1, 1):
+                    model.module.net[1].weight.register_hook(stumble)
+                    with pytest.raises(KeyError):
+                        loss.backward()
+                    with model.weight(0):  # uses the model again, so pays what the others wait for
+                        raise KeyError("seen")
+                loss.backward()
+                model.zero_grad()
+    except (KeyError, DesyncError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_backward_that_raises_is_told_to_all(pools: Pools) -> None:
+    first, second, third = pools.run(3, backward_that_raises)
+    assert second == "KeyError: 'seen'"
+    assert first.startswith("DesyncError: rank 0: backward was ended by an exception on rank 1")
+    assert third.startswith("DesyncError: rank 2: backward was ended by an exception on rank 1")
+
+
+def solo(world: World) -> None:
+    model = DistributedDataParallel(Plain())
+    with model.join(), Join([model]):
+        loss_of(model(batch(0, 0))).backward()
+    assert model.join_device == torch.device("cpu")
+    assert model.join_process_group is dist.distributed_c10d._get_default_group()
+
+
+def test_a_world_of_one_may_join_too(pools: Pools) -> None:
+    pools.run(1, solo)
+
+
+def torchs_norm(world: World) -> str:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(Plain(), nn.SyncBatchNorm(2)))
+    with pytest.raises(UsageError) as caught, model.join():  # noqa: PT012
+        if world.rank == 0:
+            model(batch(0, 0))
+    return str(caught.value)
+
+
+def test_torchs_own_sync_batch_norm_is_named(pools: Pools) -> None:
+    for message in pools.run(2, torchs_norm):
+        assert "torch's SyncBatchNorm '1'; use paceline.SyncBatchNorm" in message
+
+
+def different_steps(world: World) -> str:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Plain(), broadcast_buffers=False)
+    with pytest.raises(DesyncError) as caught, model.join():  # noqa: PT012
+        if world.rank:
+            loss = loss_of(model(batch(world.rank, 0)))
+            if world.rank == 1:
+                loss.backward()
+            else:
+                with model.no_sync():
+                    loss.backward()
+    return str(caught.value)
+
+
+def test_ranks_that_do_different_things_are_told(pools: Pools) -> None:
+    messages = pools.run(3, different_steps)
+    assert len(set(messages)) == 1
+    assert "at different points of their step (BACKWARD and LOCAL)" in messages[0]
+
+
+def two_wrappers(world: World, nested: bool) -> str:
+    torch.manual_seed(0)
+    first, second = DistributedDataParallel(Plain()), DistributedDataParallel(nn.Linear(2, 2).double())
+    try:
+        with Join([first, second]):
+            for at in range(2 * world.rank):
+                if nested:
+                    loss_of(second(first(batch(world.rank, at)))).backward()
+                else:
+                    loss_of(first(batch(world.rank, at))).backward()
+                    second(torch.ones(2, 2, dtype=torch.float64)).sum().backward()
+    except (UsageError, DesyncError) as error:
+        return str(error)
+    return ""
+
+
+def test_two_wrappers_in_one_another_are_refused(pools: Pools) -> None:
+    first, second = pools.run(2, two_wrappers, True)
+    assert first == second
+    assert "one wrapper's step began before another's had ended" in first
+
+
+def test_two_wrappers_one_after_the_other(pools: Pools) -> None:
+    assert pools.run(2, two_wrappers, False) == ["", ""]
