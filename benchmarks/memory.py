@@ -92,7 +92,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.train:
         workload, variant, result = options.train
-        return train(workload, variant, options.steps, Path(result))
+        train(workload, variant, options.steps, Path(result))
+        return
     table = Table(
         "workload", "bare MiB", "torch DDP", "Paceline", "Paceline − torch DDP", title="peak memory of a rank"
     )
