@@ -38,7 +38,8 @@ from paceline.ddp.guard import StepGuard
 from paceline.ddp.joining import Joining
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.low_precision import LowPrecision
-from paceline.ddp.reducer import Options, Reducer
+from paceline.ddp.options import Options
+from paceline.ddp.reducer import Reducer
 from paceline.ddp.registration import TakesHooks
 from paceline.ddp.replica_check import ReplicaCheck, check_interval
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
