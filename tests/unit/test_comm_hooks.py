@@ -113,7 +113,7 @@ def beside_torch(world: World) -> list[str]:
     for name, (state, hook) in HOOKS.items():
         theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(net), find_unused_parameters=True)
         theirs.register_comm_hook(state(), hook)
-        ours = DistributedDataParallel(copy.deepcopy(net))
+        ours = DistributedDataParallel(copy.deepcopy(net), unused_parameters="allow")
         # torch's order within a bucket, which it does not rebuild where parameters may be unused.
         ours.load_bucket_layout([[name for name, _ in net.named_parameters()]])
         ours.register_comm_hook(state(), hook)
@@ -194,7 +194,7 @@ def what_a_hook_sees(world: World) -> None:
     torch.manual_seed(0)
     net = Deep()
     plain = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
-    model = DistributedDataParallel(net, bucket_cap_mb=TINY)
+    model = DistributedDataParallel(net, bucket_cap_mb=TINY, unused_parameters="allow")
     log = Log()
     model.register_comm_hook({id(p): name for name, p in net.named_parameters()}, log.hook)
     for step in range(4):
@@ -271,7 +271,7 @@ def fused(world: World) -> None:
     net = Deep()
     subset = [net.layers[0].weight]
     model = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
-    plain = DistributedDataParallel(net, bucket_cap_mb=TINY)
+    plain = DistributedDataParallel(net, bucket_cap_mb=TINY, unused_parameters="allow")
     chosen = {"all": list(plain.parameters()), "one": subset}
     for which in ("all", "one"):
         model = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
@@ -302,9 +302,9 @@ def in_backward(world: World) -> None:
 
     torch.manual_seed(0)
     net = Deep()
-    plain = DistributedDataParallel(copy.deepcopy(net))
+    plain = DistributedDataParallel(copy.deepcopy(net), unused_parameters="allow")
     _apply_optimizer_in_backward(torch.optim.SGD, list(net.parameters())[1:], {"lr": 0.1})
-    model = DistributedDataParallel(net, bucket_cap_mb=TINY)
+    model = DistributedDataParallel(net, bucket_cap_mb=TINY, unused_parameters="allow")
     optimizer = torch.optim.SGD(list(plain.parameters())[1:], lr=0.1)
     for step in range(3):
         for one in (model, plain):
@@ -339,7 +339,7 @@ def no_bucket(state: object) -> Future[torch.Tensor]: ...  # type: ignore[empty-
 
 
 def refusals(world: World) -> None:
-    model = DistributedDataParallel(Deep())
+    model = DistributedDataParallel(Deep(), unused_parameters="allow")
     annotation = "bucket annotation should be dist.GradBucket, but 'wrong_bucket' has"
     for hook, message in [
         ({}, "must be callable"),
@@ -388,7 +388,7 @@ def fails_later(state: object, bucket: Any) -> Any:
 
 
 def fails(world: World, hook: Any, message: str) -> None:
-    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY)
+    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, unused_parameters="allow")
     model.register_comm_hook(None, hook)
     with pytest.raises(HookError) as caught:
         model(data(world.rank, 0)).sum().backward()
@@ -421,7 +421,7 @@ def raises_on_rank_1(world: World) -> None:
             raise KeyError("here")
         return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
-    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY)
+    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, unused_parameters="allow")
     model.register_comm_hook(None, hook)
     model(data(world.rank, 0)).sum().backward()
 
@@ -434,7 +434,7 @@ def test_a_rank_whose_hook_raises_says_so_at_once_and_does_not_wait_for_the_othe
 def exception_between(world: World) -> None:
     """An exception of the model's, not the hook's: the others learn of it, and all can go on."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY)
+    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, unused_parameters="allow")
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     out = model(data(world.rank, 0))
     if world.rank == 1:
