@@ -168,7 +168,7 @@ def test_real_ranks_measure_every_variant_and_get_right_results(tmp_path: Path) 
     assert all((row["model_seconds"] is None) == (row["schedule"] is None) for row in rows)
     assert "model fitted to our algorithms" in out
     assert len(out.splitlines()) > len(rows)
-    assert "of 22 cases" in out
+    assert "of 20 cases" in out
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out
     assert ElementTree.parse(tmp_path / "found.svg").getroot().tag.endswith("svg")

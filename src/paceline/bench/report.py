@@ -73,7 +73,9 @@ def said(model: Model, rows: Sequence[Row]) -> str:
     close = sum(one <= CLOSE for one in off)
     return (
         f"model fitted to our algorithms: {1e6 * model.alpha:.1f} µs a message, {1e9 * model.beta:.3f} ns a byte sent, "
-        f"{1e9 * model.gamma:.3f} ns a byte reduced\nwithin {CLOSE:.0%} of the measured time in {close} of {len(off)} cases\nits best all-reduce: {', '.join(best)}"
+        f"{1e9 * model.gamma:.3f} ns a byte reduced\n"
+        f"within {CLOSE:.0%} of the measured time in {close} of {len(off)} cases\n"
+        f"its best all-reduce: {', '.join(best)}"
     )
 
 
