@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check bench bench-mpi clean
+.PHONY: help install train test check bench bench-mpi pictures clean
 
 help:  ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,10 @@ bench-mpi: $(VENV)/.dev  ## the same for all-reduce, beside Open MPI, which it i
 	apt-get install -y -qq openmpi-bin libopenmpi-dev
 	$(PIP) mpi4py
 	$(BIN)/paceline run --nproc 2 benchmarks/collectives.py $(ARGS)
+
+pictures: $(VENV)/.digits  ## draw the pictures of docs/collectives.md again
+	for what in ring tree halving-doubling broadcast bucket-overlap; do \
+		$(BIN)/paceline explain $$what --ranks 4 --out docs/pictures/$$what.svg || exit 1; done
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build src/*.egg-info

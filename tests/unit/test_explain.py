@@ -22,6 +22,7 @@ from paceline.explain.scene import MOST_RANKS, Scene
 from paceline.explain.sheet import sheet
 
 DRAWN = [name for names in SCHEDULES.values() for name in names]
+PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -269,6 +270,11 @@ def test_a_mistake_is_one_line(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
+
+
+@pytest.mark.parametrize("what", KNOWN)
+def test_the_pictures_in_the_docs_are_those_drawn_today(what: str) -> None:
+    assert (PICTURES / f"{what}.svg").read_text("utf-8") == sheet(scenes(what, 4)), "run: make pictures"
 
 
 @pytest.mark.parametrize("suffix", ["svg", "html"])

@@ -21,6 +21,8 @@ from paceline.outputs import write_file
 
 COLUMNS = ("bytes", "count", "variant", "time µs", "algbw", "busbw", "#wrong", "model µs")
 """Type and reduction, which nccl-tests repeats in each line, are in the title."""
+CLOSE = 0.2
+"""A modelled time is called right if it differs by no more than this share of the measured one."""
 
 
 def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchConfig) -> None:
@@ -33,7 +35,7 @@ def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchCo
     for op in config.ops:
         console.print(table(op, [row for row in rows if row.op == op], cores))
     if model is not None:
-        console.print(said(model, rows[0].ranks), highlight=False)
+        console.print(said(model, rows), highlight=False)
     write_file("--json", config.json, json.dumps(document(rows, model, cores), indent=2) + "\n")
     if config.plot is not None:
         write_file("--plot", config.plot, plot(rows, cores, Path(config.plot).suffix))
@@ -64,12 +66,16 @@ def table(op: str, rows: Sequence[Row], cores: int) -> Table:
     return made
 
 
-def said(model: Model, ranks: int) -> str:
-    """The fitted model in words, and which all-reduce it recommends from which size on."""
-    best = [f"{name} from {size:,} bytes" for size, name in crossovers(ranks, model)]
+def said(model: Model, rows: Sequence[Row]) -> str:
+    """The fitted model in words, how well it fits, and which all-reduce it recommends from which size on."""
+    best = [f"{name} from {size:,} bytes" for size, name in crossovers(rows[0].ranks, model)]
+    off = [abs(row.model_seconds / row.seconds - 1) for row in rows if row.model_seconds is not None]
+    close = sum(one <= CLOSE for one in off)
     return (
         f"model fitted to our algorithms: {1e6 * model.alpha:.1f} µs a message, {1e9 * model.beta:.3f} ns a byte sent, "
-        f"{1e9 * model.gamma:.3f} ns a byte reduced\nits best all-reduce: {', '.join(best)}"
+        f"{1e9 * model.gamma:.3f} ns a byte reduced\n"
+        f"within {CLOSE:.0%} of the measured time in {close} of {len(off)} cases\n"
+        f"its best all-reduce: {', '.join(best)}"
     )
 
 

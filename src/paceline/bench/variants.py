@@ -21,7 +21,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "all_gather": ("ring_all_gather",),
 }
 """The algorithms of each collective, by the name of function and schedule."""
-ZERO_COPY = "paceline, zero copy"
+ZERO_COPY = "paceline zero-copy"
 """The group's all-reduce of a tensor that lies in shared memory, as the reducer's buckets do."""
 
 
