@@ -103,6 +103,13 @@ CASES: dict[str, Case] = {
         lambda rank, group: algorithms.ring_all_reduce(ones(5, dtype=torch.complex64).conj(), group=group),
         [f"UsageError: ring_all_reduce on rank {r}: the tensor is a conjugate or negative view" for r in range(3)],
     ),
+    "a device without a backend": (
+        lambda rank, group: algorithms.ring_all_reduce(ones(5, device="meta"), group=group),
+        [
+            f"UsageError: ring_all_reduce on rank {r}: the group has no backend that sends tensors on meta"
+            for r in range(3)
+        ],
+    ),
     "hosts unknown": (
         lambda rank, group: algorithms.hierarchical_all_reduce(ones(5), group=group, check=False),
         ["UsageError: hierarchical_all_reduce learns of hosts by its check; name them by hosts="] * 3,
@@ -152,6 +159,8 @@ def outside(world: World) -> str:
         return str(caught.value)
     with pytest.raises(UsageError, match=r"src=0 is no rank of the group, which has ranks 1, 2"):
         algorithms.tree_broadcast(ones(3), group=group)
+    with pytest.raises(UsageError, match="no backend that sends tensors on meta"):
+        algorithms.ring_all_reduce(ones(3, device="meta"), group=group)
     with pytest.raises(DesyncError, match=r"4 on rank 1, 5 on rank 2"):
         algorithms.ring_all_reduce(ones(3 + world.rank), group=group)
     return ""

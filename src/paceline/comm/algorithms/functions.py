@@ -135,7 +135,8 @@ def _run(
     if name == "hierarchical_all_reduce" and hosts is None and not check:
         problem = UsageError(f"{name} learns of hosts by its check; name them by hosts=, or leave check on")
     if check:
-        calls = members.agree(_call(name, tensor, op, place, members, problem), tensor.device)
+        device = tensor.device if problem is None else torch.device("cpu")
+        calls = members.agree(_call(name, tensor, op, place, members, problem), device)
         hosts = [call.host for call in calls] if hosts is None else hosts
     if problem is not None:
         raise problem
@@ -168,6 +169,8 @@ def _problem(name: str, tensor: Tensor, op: ReduceOp.RedOpType, members: Members
             f"{where}: the tensor of shape {tuple(tensor.shape)} is not contiguous, but is worked on in place; "
             "give tensor.contiguous()"
         )
+    if not members.carries(tensor.device):
+        return UsageError(f"{where}: the group has no backend that sends tensors on {tensor.device}; use another group")
     if tensor.is_conj() or tensor.is_neg():
         return UsageError(f"{where}: the tensor is a conjugate or negative view; give tensor.resolve_conj().clone()")
     if tensor.dtype not in DTYPES or not supports(op, tensor.dtype):

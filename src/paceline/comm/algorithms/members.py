@@ -86,6 +86,14 @@ class Members:
             )
         return self.world_ranks.index(world_rank)
 
+    def carries(self, device: torch.device) -> bool:
+        """Whether the group can send tensors on `device`; Gloo sends those of the CPU alone."""
+        try:
+            backend = self._group._get_backend(device) if hasattr(self._group, "_get_backend") else self._group
+        except RuntimeError:
+            return False
+        return device.type == "cpu" or not isinstance(backend, dist.ProcessGroupGloo)
+
     def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> tuple[Any, Any]:
         """Begin all these messages at once, each to or from a place; returns what waits for receives, and for sends."""
         if any(not tensor.is_cpu for tensor, _ in (*sends, *receives)):

@@ -10,8 +10,8 @@ The rules that give a schedule its meaning:
 - Steps follow each other. Within a step every transfer reads what its source held *before* the step, so all of them may
   travel at once. A step is no barrier: a rank without a transfer in it goes on.
 - ``reduce=True``: the receiver combines what it holds with what comes. ``reduce=False``: what comes replaces it.
-- In one step no rank receives a chunk twice, or receives one that it also sends. So received chunks may be written at
-  once, and a sum's order of operands is fixed: held first, received second.
+- In one step a rank sends one message at most and receives one at most, and never a chunk that it also sends. So what
+  comes may be written at once, and a sum's order of operands is fixed: held first, received second.
 """
 
 from __future__ import annotations
