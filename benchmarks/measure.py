@@ -40,14 +40,14 @@ def median_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> fl
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
-def save(name: str, results: Any) -> Path:
-    """Keep `results` under today's date, with what they were measured on."""
+def save(name: str, results: Any, ranks: int | None = None) -> Path:
+    """Keep `results` of `ranks` ranks (by default those of the process group) under today's date, with the machine."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{date.today().isoformat()}-{name}.json"
     where = {
         "machine": f"{platform.machine()}, {torch.get_num_threads()} thread(s) a rank, {_cores()} cores",
         "torch": torch.__version__,
-        "ranks": dist.get_world_size(),
+        "ranks": ranks or dist.get_world_size(),
     }
     path.write_text(json.dumps({"date": date.today().isoformat(), **where, "results": results}, indent=1) + "\n")
     return path

@@ -80,6 +80,20 @@ def tiny_layers() -> nn.Module:
     return nn.Sequential(*[nn.Linear(16, 16) for _ in range(200)])
 
 
+class ThousandParameters(nn.Module):
+    """1,000 parameters of 1 KB: what a wrapper costs for each parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.randn(256)) for _ in range(1000)])
+        self.head = nn.Linear(256, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 256) to logits (batch, 16)."""
+        logits: Tensor = self.head(x + torch.stack(list(self.parts)).sum(0))
+        return logits
+
+
 def _vectors(rows: int, width: int) -> Callable[[], tuple[Tensor, Tensor]]:
     return lambda: (torch.randn(rows, width), torch.randint(10, (rows,)))
 
@@ -92,5 +106,6 @@ WORKLOADS = {
         Workload("mlp-100M", lambda: mlp(3200, 10), _vectors(32, 3200), True),
         Workload("cnn-3M", cnn, lambda: (torch.randn(16, 3, 32, 32), torch.randint(10, (16,))), False),
         Workload("tiny-200", tiny_layers, _vectors(16, 16), False),
+        Workload("thousand-1KB", ThousandParameters, _vectors(16, 256), False),
     )
 }

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from paceline import unwrap
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.world import World
 from ranks import Ranks
@@ -233,7 +234,7 @@ def train_beside_twin(
     """
     torch.manual_seed(0)
     module = case.build()
-    twin = copy.deepcopy(module)
+    twin = copy.deepcopy(unwrap(module))  # which is never compiled
     model = DistributedDataParallel(module, unused_parameters="allow", **case.options)
     if hook is not None:
         model.register_comm_hook(state(model) if state else None, hook)

@@ -8,6 +8,7 @@ from paceline.checkpoint import Checkpointer
 from paceline.comm.process_group import register as _register
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics
 from paceline.errors import PacelineError, UsageError
+from paceline.lookup import get
 from paceline.modules import unwrap
 from paceline.nn import SyncBatchNorm
 from paceline.rng import set_seed
@@ -28,6 +29,7 @@ __all__ = [
     "ddp",
     "errors",
     "gather_for_metrics",
+    "get",
     "init",
     "nn",
     "set_seed",

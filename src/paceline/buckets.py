@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -60,6 +61,40 @@ def arrival_order(observed: Sequence[int], count: int) -> list[int]:
     last = {index: at for at, index in enumerate(observed)}
     seen = sorted(last, key=last.__getitem__)
     return seen + [index for index in reversed(range(count)) if index not in last]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """When things happen in a backward, in seconds from its start, one entry a bucket in the order of launch."""
+
+    full: tuple[float, ...]
+    """All of the bucket's gradients are there."""
+    begin: tuple[float, ...]
+    """Its all-reduce begins."""
+    end: tuple[float, ...]
+    """Its all-reduce ends."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that backward waits for communication at its end."""
+        return max(0.0, self.end[-1] - self.full[-1])
+
+
+def overlap(backward: Sequence[float], reduce: Sequence[float], launch_when_full: bool = True) -> Overlap:
+    """The timeline of a backward whose buckets are reduced one after the other.
+
+    Args:
+        backward: seconds in which backward fills each bucket, in the order of launch; one or more.
+        reduce: seconds of each bucket's all-reduce. It is taken to cost backward no time, as on a network card.
+        launch_when_full: launch a bucket as soon as it is full; else all of them when backward has ended.
+    """
+    full = tuple(accumulate(backward))
+    begin: list[float] = []
+    end: list[float] = []
+    for filled, seconds in zip(full, reduce, strict=True):
+        begin.append(max(filled if launch_when_full else full[-1], end[-1] if end else 0.0))
+        end.append(begin[-1] + seconds)
+    return Overlap(full, tuple(begin), tuple(end))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The command line: ``paceline run`` starts any script as ranks, ``paceline train`` a recipe of ours.
+"""The command line: ``paceline run`` starts any script as ranks, ``paceline train`` a recipe of ours, …
 
 A mistake of the user's is one line, ``error: …``, and exit code 2.
 """
@@ -15,7 +15,9 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
+from paceline.bench.command import bench
 from paceline.errors import UsageError
+from paceline.explain.command import EXAMPLES, explain
 
 RECIPES = {"digits": ("paceline.recipes.digits", "DigitsConfig")}
 INTERRUPTED = 130
@@ -57,6 +59,8 @@ app = typer.Typer(
 )
 train = typer.Typer(cls=Recipes, help="Train one of the recipes that come with Paceline.")
 app.add_typer(train, name="train")
+app.add_typer(bench, name="bench")
+app.command("explain", epilog=EXAMPLES)(explain)
 
 
 def config_class(recipe: str) -> Any:
@@ -135,7 +139,7 @@ def start_recipe(recipe: str, nproc: str, options: dict[str, Any]) -> int:
 def main() -> NoReturn:
     """Entry point of ``paceline`` and ``python -m paceline``."""
     arguments = sys.argv[1:]
-    if not arguments or arguments == ["train"]:
+    if not arguments or arguments in (["train"], ["bench"]):
         arguments.append("--help")
     try:
         code = app(args=arguments, prog_name="paceline", standalone_mode=False)

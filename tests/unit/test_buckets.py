@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.buckets import Bucket, arrival_order, assign
+from paceline.buckets import Bucket, arrival_order, assign, overlap
 
 
 @pytest.mark.parametrize(
@@ -83,3 +83,24 @@ def test_a_second_bucket_does_not_share_memory() -> None:
     first, second = Bucket.allocate([0], parameters), Bucket.allocate([1], parameters)
     first.views[0].fill_(1)
     assert second.flat.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("backward", "reduce", "when_full", "begin", "end", "exposed"),
+    [
+        # backward    reduce      when full  begin        end           exposed
+        ([2, 3, 4],   [1, 1, 1],  True,      (2, 5, 9),   (3, 6, 10),   1),
+        ([2, 3, 4],   [1, 1, 1],  False,     (9, 10, 11), (10, 11, 12), 3),
+        ([1, 1, 1],   [5, 5, 5],  True,      (1, 6, 11),  (6, 11, 16),  13),
+        ([1, 1, 1],   [5, 5, 5],  False,     (3, 8, 13),  (8, 13, 18),  15),
+        ([4, 1, 1],   [3, 1, 1],  True,      (4, 7, 8),   (7, 8, 9),    3),
+        ([2, 2],      [0, 0],     True,      (2, 4),      (2, 4),       0),
+        ([7],         [2],        True,      (7,),        (9,),         2),
+    ],
+)  # fmt: skip
+def test_buckets_are_reduced_in_order_and_each_waits_for_the_one_before(
+    backward: list[float], reduce: list[float], when_full: bool, begin: tuple[float, ...], end: tuple[float, ...],
+    exposed: float,
+) -> None:  # fmt: skip
+    timeline = overlap(backward, reduce, when_full)
+    assert (timeline.begin, timeline.end, timeline.exposed) == (begin, end, exposed)

@@ -110,6 +110,7 @@ HELP = {
     "top": ([], ["run", "train", "--version"]),
     "train": (["train"], ["digits"]),
     "digits": (["train", "digits", "--help"], ["--batch-size", "--checkpoint-dir", "--nproc", "0.125"]),
+    "explain": (["explain", "--help"], ["ring", "halving-doubling", "bucket-overlap", "--ranks", "--out", ".svg"]),
     "run": (["run", "--help"], ["--nproc", "--max-restarts", "--rdzv-endpoint", "loopback"]),
 }
 

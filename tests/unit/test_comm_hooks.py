@@ -138,7 +138,9 @@ def near_the_mean(world: World) -> None:
     """Hooks that torch refuses on a CPU, and every way to register one, with many buckets."""
     torch.manual_seed(0)
     net = Net()
-    plain = gradients(DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY), world.rank)
+    plain = gradients(
+        DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow"), world.rank
+    )
     bf16_wrapper = default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
     kinds, builtin = ddp_comm_hooks.DDPCommHookType, dist.BuiltinCommHookType
     ways: dict[str, tuple[Callable[[Any], Any], float]] = {
@@ -152,7 +154,7 @@ def near_the_mean(world: World) -> None:
         "blocking": (lambda model: model.register_comm_hook(None, one_after_another), 1e-6),
     }
     for name, (register, rtol) in ways.items():
-        model = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY)
+        model = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
         register(model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -191,7 +193,7 @@ class Log:
 def what_a_hook_sees(world: World) -> None:
     torch.manual_seed(0)
     net = Deep()
-    plain = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY)
+    plain = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
     model = DistributedDataParallel(net, bucket_cap_mb=TINY)
     log = Log()
     model.register_comm_hook({id(p): name for name, p in net.named_parameters()}, log.hook)
@@ -268,11 +270,11 @@ def fused(world: World) -> None:
     torch.manual_seed(0)
     net = Deep()
     subset = [net.layers[0].weight]
-    model = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY)
+    model = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
     plain = DistributedDataParallel(net, bucket_cap_mb=TINY)
     chosen = {"all": list(plain.parameters()), "one": subset}
     for which in ("all", "one"):
-        model = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY)
+        model = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
         mine = None if which == "all" else [model.module.layers[0].weight]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

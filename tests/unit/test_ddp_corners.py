@@ -297,7 +297,7 @@ def test_what_frameworks_call_works_or_is_refused_by_name(pools: Pools) -> None:
     pools.run(2, framework_calls)
 
 
-# -- functional calls, autocast, torch.compile -------------------------------------------------------------------------
+# -- functional calls, autocast ---------------------------------------------------------------------------------------
 
 
 def functional(world: World) -> None:
@@ -341,41 +341,6 @@ def overflow(world: World) -> None:
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(pools: Pools) -> None:
     pools.run(2, overflow)
-
-
-def compiled(world: World, inside: bool) -> None:
-    torch._dynamo.reset()
-    graphs = []
-
-    def count(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    if inside:
-        model: Any = DistributedDataParallel(torch.compile(_Own(), backend=count), bucket_cap_mb=1e-4)
-    else:
-        model = torch.compile(DistributedDataParallel(_Own(), bucket_cap_mb=1e-4), backend=count)
-    theirs = TorchDDP(net())
-    train(model, world)
-    train(theirs, world)
-    same(model, theirs)
-    assert graphs
-
-
-class _Own(nn.Module):
-    """torch.compile takes no graph from a forward in torch's own files alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_torch_compile_inside_and_outside_equals_eager(pools: Pools, inside: bool) -> None:
-    pools.run(2, compiled, inside)
 
 
 # -- the table of what is taken ----------------------------------------------------------------------------------------

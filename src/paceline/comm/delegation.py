@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
 from paceline.comm.work import Runner
+from paceline.compiling import class_never_compiled
 
 
+@class_never_compiled
 class Delegating(dist.ProcessGroup):
     """A process group whose collectives are Gloo's and NCCL's, in C++.
 

@@ -12,6 +12,7 @@ from paceline.comm.arithmetic import supports
 from paceline.comm.collectives import Collectives
 from paceline.comm.delegation import Delegating
 from paceline.comm.operands import Flat, options_of, reduction_of
+from paceline.compiling import class_never_compiled
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.comm.work import Handle
 
 
+@class_never_compiled
 class Exchanging(Delegating):
     """Adds reduce, gather, scatter and all-to-all; among ranks of several hosts they stay Gloo's."""
 

@@ -12,7 +12,7 @@ an element lies: so results do not depend on the layout of buckets, and all dtyp
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,9 @@ _SMALL_BYTES = 64 * 1024
 """Shards up to this size are sent whole to every host: one round trip instead of two."""
 
 
-def rows_of(hosts: Sequence[str]) -> list[list[int]]:
+def rows_of(hosts: Sequence[Hashable]) -> list[list[int]]:
     """The ranks of each host in ascending order; hosts in the order of their lowest rank."""
-    rows: dict[str, list[int]] = {}
+    rows: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):
         rows.setdefault(host, []).append(rank)
     return list(rows.values())

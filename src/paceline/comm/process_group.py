@@ -34,11 +34,13 @@ from paceline.comm.hierarchy import Hierarchy
 from paceline.comm.hosts import open_collectives
 from paceline.comm.operands import Flat, options_of, reduction_of
 from paceline.comm.work import Handle
+from paceline.compiling import class_never_compiled
 from paceline.errors import UsageError
 
 NAME = "paceline"
 
 
+@class_never_compiled
 class PacelineProcessGroup(Exchanging):
     """A process group whose CPU collectives run through shared memory among the ranks of a host.
 

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.compiling import class_never_compiled
 from paceline.errors import CommunicationError
 
 
+@class_never_compiled
 class Handle(dist.Work):
     """A ``Work``: finished when its function has run, with that function's error if it raised."""
 

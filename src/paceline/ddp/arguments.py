@@ -14,17 +14,6 @@ from paceline.buckets import CAPACITY, FIRST_CAPACITY, MIB
 from paceline.errors import UsageError, WorldError, WrapError
 
 
-def refuse_unsupported(**given: Any) -> None:
-    """Raise for arguments of torch's that change what is computed and are not supported yet.
-
-    Raises:
-        UsageError: names the first one that is set.
-    """
-    for name, value in given.items():
-        if value:
-            raise UsageError(f"DistributedDataParallel({name}={value!r}) is not supported by Paceline; leave it out")
-
-
 def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
     """Bucket capacities in bytes: first, second, …; the last one holds for all further buckets.
 

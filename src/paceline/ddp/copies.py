@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.compiling import class_never_compiled
 from paceline.ddp.arguments import choose_group
 from paceline.ddp.autograd import Accumulators
 from paceline.ddp.guard import StepGuard
@@ -25,6 +26,7 @@ from paceline.errors import UsageError
 from paceline.events import Recorder
 
 
+@class_never_compiled
 class Asleep:
     """Stands in for a copy's reducer, which ``wake()`` makes, with all ranks."""
 

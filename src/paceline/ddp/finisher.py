@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.buckets import Bucket
-from paceline.ddp.channel import Channel, Launched
+from paceline.comm.header import Note
+from paceline.ddp.channel import Launched
 from paceline.ddp.control import scale_of
 from paceline.ddp.ledger import Ledger
 
@@ -31,10 +32,20 @@ class Finisher(Protocol):
         """Make what came back into a bucket the average."""
 
 
+class Sums(Protocol):
+    """What sums buckets: a channel, or an algorithm in its place."""
+
+    size: int
+    scales: bool
+
+    def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
+        """Launch the sum of `tensor` over all ranks, in place."""
+
+
 class AllReduce:
     """The sum over the ranks, scaled to the mean or by the weights."""
 
-    def __init__(self, channel: Channel, ledger: Ledger) -> None:
+    def __init__(self, channel: Sums, ledger: Ledger) -> None:
         self._channel, self._ledger = channel, ledger
 
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:

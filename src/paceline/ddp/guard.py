@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline.compiling import never_compiled
 from paceline.ddp.ledger import Ledger
 from paceline.errors import UsageError
 
@@ -90,10 +91,12 @@ def _guards() -> WeakSet[StepGuard]:
     """
     guards: WeakSet[StepGuard] = WeakSet()
 
+    @never_compiled
     def before(optimizer: Optimizer, *_: Any) -> None:
         for guard in list(guards):
             guard.before(optimizer)
 
+    @never_compiled
     def after(optimizer: Optimizer, *_: Any) -> None:
         for guard in list(guards):
             guard.after(optimizer)

@@ -15,29 +15,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from paceline.buckets import CAPACITY, FIRST_CAPACITY, arrival_order
+from paceline.buckets import arrival_order
+from paceline.compiling import class_never_compiled, expect_eager_backward
 from paceline.ddp.apart import average_apart
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
+from paceline.ddp.by_algorithm import Algorithms
 from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
 from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.options import Options
 from paceline.ddp.replica_check import ReplicaCheck
 from paceline.ddp.shadowing import Event
 from paceline.ddp.sharded import as_local, release
 from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
-from paceline.ddp.unused import UnusedParameters, UnusedReport
+from paceline.ddp.unused import UnusedReport
 from paceline.errors import CommunicationError, ReplicaMismatch, UsageError
 from paceline.events import Recorder
 
@@ -52,22 +55,7 @@ class Phase(Enum):
     BROKEN = "a collective failed"
 
 
-@dataclass(frozen=True)
-class Options:
-    """What a user may choose."""
-
-    capacities: tuple[int, ...] = (FIRST_CAPACITY, CAPACITY)
-    """Bytes of the first, second, … bucket."""
-    check_finite: bool = False
-    """Whether gradients are checked for NaN and Inf."""
-    reduce_dtype: torch.dtype | None = None
-    """In which gradients are summed, if not in their own."""
-    unused: UnusedParameters = "allow"
-    """What happens where a parameter has no gradient on some rank."""
-    sparse: frozenset[int] = frozenset()
-    """The ``id`` of parameters that get no place in a bucket, as their gradients are expected to be sparse."""
-
-
+@class_never_compiled
 class Reducer:
     """Owns the buckets of one wrapper and carries each synchronized backward from its start to its end."""
 
@@ -108,7 +96,7 @@ class Reducer:
             self._control,
             recorder,
             options.check_finite,
-            AllReduce(channel, ledger),
+            AllReduce(Algorithms(channel, options.algorithm) if options.algorithm else channel, ledger),
         )
         self._unused = UnusedReport(options.unused, self.names, self.parameters, channel)
         self.replica_check: ReplicaCheck | None = None
@@ -155,6 +143,7 @@ class Reducer:
 
     def backward_reached(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
         """A backward has reached an output of the wrapper."""
+        expect_eager_backward(self._channel.rank)
         if self._phase in (Phase.BACKWARD, Phase.SETTLING) or not self._accumulators.are_meant():
             return
         self.settle_aborted()
@@ -205,6 +194,7 @@ class Reducer:
         if self._phase not in (Phase.BACKWARD, Phase.SETTLING):
             # Forward went past the wrapper (model.module.loss(…)): begin here. Gradients that came unnoticed
             # before are found at the end, as nothing is launched that has not been seen.
+            expect_eager_backward(self._channel.rank)
             self.settle_aborted()
             self._begin()
             self._queue_finish()

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from paceline.compiling import class_never_compiled, expect_eager_backward
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED, non_finite, scale_of
 from paceline.ddp.in_backward import InBackward
@@ -18,6 +19,7 @@ from paceline.ddp.sparse import elements_of
 from paceline.errors import DesyncError
 
 
+@class_never_compiled
 class SoloReducer:
     """The reducer's twin for one rank: ``model.weight(w)`` still means Σ gradient / Σ w over micro-batches."""
 
@@ -48,6 +50,7 @@ class SoloReducer:
         if not self.sync_enabled:
             self._ledger.local_backwards += 1
         elif self._check_finite or self._ledger.status.weighting or self._ledger.local_backwards or self._in_backward:
+            expect_eager_backward(0)
             task = GraphTask()
             self._task = weakref.ref(task)
             queue_callback(partial(self._end, task))

@@ -8,43 +8,45 @@ is :mod:`paceline.ddp.reducer`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 
 from paceline.buckets import FIRST_CAPACITY
+from paceline.compiling import call_module, compiled_below, never_compiled
 from paceline.ddp.arguments import (
     capacities,
     check_delayed,
     check_devices,
     check_reduce_dtype,
     choose_group,
-    refuse_unsupported,
     tensors_in,
     trained_parameters,
 )
 from paceline.ddp.autograd import is_in_backward
 from paceline.ddp.buffers import Buffers
+from paceline.ddp.by_algorithm import Algorithm, check_algorithm
 from paceline.ddp.channel import Channel, open_channel
 from paceline.ddp.copies import Asleep, Copyable
 from paceline.ddp.guard import StepGuard
 from paceline.ddp.joining import Joining
-from paceline.ddp.ledger import Ledger, Positioned
-from paceline.ddp.reducer import Options, Reducer
+from paceline.ddp.ledger import Ledger
+from paceline.ddp.low_precision import LowPrecision
+from paceline.ddp.options import Options
+from paceline.ddp.reducer import Reducer
 from paceline.ddp.registration import TakesHooks
 from paceline.ddp.replica_check import ReplicaCheck, check_interval
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
 from paceline.ddp.shadowing import Event
 from paceline.ddp.solo import SoloReducer
 from paceline.ddp.sparse import sparse_by_layer
+from paceline.ddp.sync_control import SyncControl
 from paceline.ddp.torch_members import TorchMembers
 from paceline.ddp.unused import UnusedParameters, check_unused_parameters
 from paceline.errors import UsageError
@@ -52,7 +54,9 @@ from paceline.events import Recorder
 from paceline.modules import plain_name
 
 
-class DistributedDataParallel(TakesHooks, Copyable, TorchMembers, Joining, nn.parallel.DistributedDataParallel):  # type: ignore[misc, override]
+class DistributedDataParallel(  # type: ignore[misc, override]
+    SyncControl, TakesHooks, Copyable, TorchMembers, Joining, nn.parallel.DistributedDataParallel
+):
     """Replicates `module` over the ranks of a process group and averages gradients during backward.
 
     A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass so that frameworks that ask
@@ -81,6 +85,9 @@ class DistributedDataParallel(TakesHooks, Copyable, TorchMembers, Joining, nn.pa
         unused_parameters: what to do where a parameter has no gradient on some rank, as it was not used: ``"warn"``
             once for each by name and rank, on rank 0; ``"error"`` on every rank; ``"allow"``, as also with
             ``find_unused_parameters=True`` or ``static_graph=True``. The average is right in any case.
+        mixed_precision: torch's ``_MixedPrecision``: the forward computes with copies of parameters and inputs in its
+            ``param_dtype``; gradients keep the parameters' dtype and travel in its ``reduce_dtype``. Not together with
+            activation checkpointing; ``torch.autocast`` needs no argument.
         check_finite: raise :class:`~paceline.errors.NonFiniteGradient`, on every rank in the same step, if a rank's
             gradient holds NaN or Inf. Costs one read of the gradients. Leave it off with a GradScaler.
         reduce_dtype: dtype of the buckets, and so of what travels and is summed, where it is not to be each
@@ -90,6 +97,9 @@ class DistributedDataParallel(TakesHooks, Copyable, TorchMembers, Joining, nn.pa
         check_replicas_every: compare parameters, optimizer state and broadcast buffers between ranks once in so many
             optimizer steps, bit by bit through fingerprints; a difference raises
             :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one read of them.
+        algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
+            :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
+            nothing. By default the backend's own.
         recorder: records the spans of each step while it is on.
 
     Raises:
@@ -127,21 +137,28 @@ class DistributedDataParallel(TakesHooks, Copyable, TorchMembers, Joining, nn.pa
         check_finite: bool = False,
         reduce_dtype: torch.dtype | None = None,
         check_replicas_every: int | None = None,
+        algorithm: Algorithm | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
         Joinable.__init__(self)
-        refuse_unsupported(mixed_precision=mixed_precision)
+        self._low_precision = LowPrecision(mixed_precision, reduce_dtype) if mixed_precision is not None else None
+        if self._low_precision is not None:
+            reduce_dtype = self._low_precision.reduce_dtype
         init_sync = check_init_sync(init_sync)
         capacity = capacities(bucket_cap_mb, bucket_cap_mb_list)
         unused = check_unused_parameters(
             unused_parameters, expected=find_unused_parameters or static_graph or skip_all_reduce_unused_params
         )
-        self._options = Options(capacity, check_finite, check_reduce_dtype(reduce_dtype), unused)
+        self._options = Options(
+            capacity, check_finite, check_reduce_dtype(reduce_dtype), unused, check_algorithm(algorithm)
+        )
         self._check_replicas_every = check_interval(check_replicas_every)
         self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        if self._low_precision is not None:
+            self._low_precision.cast_buffers(module, self.parameters_to_ignore)
         self._prepare()
         self._input_device = check_devices(device_ids, output_device, self.device)
         self.process_group = choose_group(process_group, device_mesh)
@@ -149,7 +166,7 @@ class DistributedDataParallel(TakesHooks, Copyable, TorchMembers, Joining, nn.pa
         self.device_mesh, self._recorder = device_mesh, recorder or Recorder()
         self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
-        self.gradient_as_bucket_view, self.mixed_precision = gradient_as_bucket_view, None
+        self.gradient_as_bucket_view, self.mixed_precision = gradient_as_bucket_view, mixed_precision
         self.batched_grad_copy, self.skip_all_reduce_unused_params = batched_grad_copy, skip_all_reduce_unused_params
         # torch.compile cuts its graphs at this size, and refuses one below torch's first bucket.
         self.bucket_bytes_cap, self.bucket_bytes_cap_list = (
@@ -227,28 +244,35 @@ class DistributedDataParallel(TakesHooks, Copyable, TorchMembers, Joining, nn.pa
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    @_disable_dynamo(recursive=False)  # the module is compiled, the wrapper is not
+    @compiled_below
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; in training mode after syncing buffers, with its outputs hooked for backward."""
         if self._input_device is not None:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
             inputs, kwargs = moved[0], moved_kwargs[0]
         if not torch.is_grad_enabled():
-            return self.module(*inputs, **kwargs)
+            return self._call_module(None, inputs, kwargs)
         on_local = self._begin_forward()
-        with self._inside_ddp_forward():  # by which torch.compile knows to cut its graphs at bucket bounds
-            output = self.module(*inputs, **kwargs)
+        output = self._call_module(self, inputs, kwargs)
         self._end_forward(output, on_local)
         return output
 
-    @_disable_dynamo
+    @compiled_below
+    def _call_module(self, wrapper: Any, inputs: Any, kwargs: Any) -> Any:
+        if self._low_precision is None:
+            return call_module(wrapper, self.module, inputs, kwargs)
+        inputs, kwargs = self._low_precision.cast_inputs(inputs, kwargs)
+        with self._low_precision.cast_parameters(self.module, self.parameters_to_ignore):
+            return call_module(wrapper, self.module, inputs, kwargs)
+
+    @never_compiled
     def _end_forward(self, output: Any, on_local: Callable[[], None]) -> None:
         self._reducer.watch(tensors_in(output), on_local)
         if self._channel is not None and self.training and self.do_sync and self._check_sync_bufs_post_fwd():
             self._tell(Event.BUFFERS)
             self._exchange_buffers()
 
-    @_disable_dynamo
+    @never_compiled
     def _begin_forward(self) -> Callable[[], None]:
         """Before a forward: what has to happen on all ranks. Returns what undoes its count."""
         self._expect_frozen()
@@ -282,91 +306,6 @@ class DistributedDataParallel(TakesHooks, Copyable, TorchMembers, Joining, nn.pa
         self._tell(Event.BUFFERS)
         self._exchange_buffers()
         return True
-
-    # -- when to synchronize ------------------------------------------------------------------------------------
-
-    @property
-    def do_sync(self) -> bool:
-        """Whether a backward that starts now is synchronized."""
-        return self._reducer.sync_enabled
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """torch's name for :attr:`do_sync`, which frameworks read and set."""
-        return self._reducer.sync_enabled
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, enabled: bool) -> None:
-        self._reducer.sync_enabled = enabled
-
-    def enable_grad_sync(self) -> None:
-        """Synchronize gradients in the backwards that start from now on."""
-        self._reducer.sync_enabled = True
-
-    def disable_grad_sync(self) -> None:
-        """Accumulate gradients locally in the backwards that start from now on."""
-        self._reducer.sync_enabled = False
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards that start inside the block accumulate locally; the next one outside reduces the sum.
-
-        It is read when backward starts, so it may surround forward and backward, or backward alone.
-        """
-        before = self.do_sync
-        self.disable_grad_sync()
-        try:
-            yield
-        finally:
-            self._reducer.sync_enabled = before
-
-    def sync_gradients(self) -> None:
-        """Average what ``p.grad`` holds, now and without a backward.
-
-        For a rank that has no data in a step in which the others run a backward, and after micro-batches that were all
-        run under :meth:`no_sync`. A parameter without a gradient counts as zero. A rank that ran no forward since
-        the last synchronization also takes part in the broadcast of buffers that a forward begins with.
-
-        Raises:
-            DesyncError: if ranks differ in what must be equal everywhere.
-            CommunicationError: if a rank ended or did not come.
-        """
-        if self._channel is not None:
-            self._reducer.settle_aborted()
-            if self.training and self._ledger.forwards_since_sync == 0:
-                self._join_forward()
-                self._ledger.forward()
-                self.sync_buffers()
-        self._reducer.synchronize()
-
-    def weight(self, weight: float) -> AbstractContextManager[None]:
-        """Surround a micro-batch whose loss is a *sum*, with the number of samples or tokens it sums over.
-
-        The gradient becomes Σ gradient / Σ weight over all ranks and micro-batches since the last synchronization,
-        which is the mean loss's gradient over the whole global batch however unevenly it is spread::
-
-            with model.weight(len(y)):
-                F.cross_entropy(model(x), y, reduction="sum").backward()
-
-        Set gradients to None (or zero) between weighted steps, as usual; an average that is kept is summed again.
-
-        Raises:
-            UsageError: if `weight` is negative or no finite number.
-        """
-        self._reducer.settle_aborted()  # which uses up the weights counted so far, so before this one is
-        return self._ledger.weigh(weight)
-
-    def expect_averaged(self, caller: str) -> None:
-        """Refuse, on behalf of `caller`, gradients that are not averages over the ranks.
-
-        Raises:
-            UsageError: says what was not synchronized, and the remedy.
-        """
-        self._guard.expect_whole(caller)
-
-    def watch(self, sampler: Positioned) -> None:
-        """Compare the sampler's epoch and position across ranks in every synchronized backward."""
-        self._ledger.sampler = sampler
 
     # -- what it costs ------------------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from torch.utils.data import TensorDataset
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import MissingExtra, UsageError
-from paceline.recipes.report import Report, check_json, print_report, report_of, write_json
+from paceline.outputs import check_file, write_file
+from paceline.recipes.report import Report, print_report, report_of
 from paceline.rng import set_seed
 from paceline.train import Evaluation, TrainConfig, Trainer
 from paceline.world import World, init
@@ -67,7 +68,7 @@ class DigitsConfig:
             raise UsageError("--checkpoint-every needs --checkpoint-dir, the folder to write to")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
             raise UsageError(f"--checkpoint-every must be at least 1, not {self.checkpoint_every}")
-        check_json(self.json)
+        check_file("--json", self.json)
         if find_spec("sklearn") is None:
             raise MissingExtra("scikit-learn", "digits", "the digits recipe")
 
@@ -164,4 +165,4 @@ def main(text: str) -> None:
         report = train_digits(config, world)
         if world.is_main:
             print_report("digits", report)
-            write_json(config.json, report)
+            write_file("--json", config.json, json.dumps(asdict(report), indent=2) + "\n")

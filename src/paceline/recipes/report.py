@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import UsageError
 from paceline.fingerprint import weights_sha256
 from paceline.train import Result
 from paceline.world import World
@@ -82,33 +78,3 @@ def print_report(recipe: str, report: Report) -> None:
     Console().print(table)
     # Below the table, which would break it in two on a narrow terminal.
     print(f"SHA-256 of the weights {report.replica_sha256[0]}")
-
-
-def check_json(file: str | None) -> None:
-    """Refuse, before the work, a `file` that could not be written after it.
-
-    Raises:
-        UsageError: names the reason.
-    """
-    if file is None:
-        return
-    path = Path(file).absolute()
-    if not path.parent.is_dir():
-        raise UsageError(f"--json {file}: the folder {path.parent} does not exist; make it, or choose another file")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = "it is a folder" if path.is_dir() else "permission denied"
-        raise UsageError(f"--json {file} cannot be written: {reason}; choose another file")
-
-
-def write_json(file: str | None, report: Report) -> None:
-    """Write the report to `file`, if there is one.
-
-    Raises:
-        UsageError: if it cannot be written.
-    """
-    if file is None:
-        return
-    try:
-        Path(file).write_text(json.dumps(asdict(report), indent=2) + "\n")
-    except OSError as error:
-        raise UsageError(f"--json {file} cannot be written: {error.strerror}; choose another file") from error

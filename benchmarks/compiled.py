@@ -1,0 +1,173 @@
+"""Training steps of a compiled model: torch DDP, whose graphs DDPOptimizer cuts, and Paceline, inside and around.
+
+Bare is the compiled module without a wrapper, in one graph, followed by a barrier. Beside each time stands how well
+communication overlaps: the share of gradient bytes that were launched while at least a tenth of backward's computation
+lay ahead, and the time a step waited at the end of backward. The last launch counts as the end of computation, so where
+copying into buckets takes long the share is too high, as uncut graphs show. In "paceline, uncut" nothing is cut
+(``optimize_ddp`` is off), so that all gradients come at once.
+Run by: paceline run --nproc 2 benchmarks/compiled.py --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import paceline
+from measure import median_ratio, save, take_turns
+from paceline.events import Recorder
+from workloads import WORKLOADS, Workload
+
+EARLY = 0.1
+"""A launch is early while this share of backward's computation, or more, lies ahead."""
+
+
+@dataclass
+class Launches:
+    """When how many bytes were launched in one backward, in seconds since it began."""
+
+    began: float = 0.0
+    at: list[tuple[float, int]] = field(default_factory=list)
+
+    def add(self, moment: float, nbytes: int) -> None:
+        """A launch of `nbytes` at `moment` of ``time.perf_counter``."""
+        self.at.append((moment - self.began, nbytes))
+
+    def early(self) -> float:
+        """The share of bytes launched early; the last launch is where computation ends."""
+        end = max(moment for moment, _ in self.at)
+        early = sum(nbytes for moment, nbytes in self.at if moment <= (1 - EARLY) * end)
+        return early / sum(nbytes for _, nbytes in self.at)
+
+
+class Variant:
+    """One way to wrap and compile the model."""
+
+    def __init__(self, workload: Workload, wrap: Callable[[nn.Module], Any], *, cut: bool = True) -> None:
+        torch.manual_seed(0)
+        self.call = wrap(workload.build())
+        self.model: Any = getattr(self.call, "_orig_mod", self.call)
+        self.cut = cut
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.x, self.y = workload.batch()
+
+    def step(self, launches: Launches | None = None) -> None:
+        """One training step with fused AdamW."""
+        with torch._dynamo.config.patch(optimize_ddp=self.cut):
+            loss = F.cross_entropy(self.call(self.x), self.y)
+            if launches is not None:
+                launches.began = time.perf_counter()
+            loss.backward()
+        if not isinstance(self.model, nn.parallel.DistributedDataParallel):
+            dist.barrier()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def launches_of(variant: Variant, recorder: Recorder | None, steps: int) -> float | None:
+    """The median share of bytes that a wrapper launches early."""
+    model: Any = variant.model
+    shares = []
+    if not hasattr(model, "no_sync"):
+        return None
+    launches = Launches()
+    if recorder is None:  # torch's tells a hook
+
+        def note_and_reduce(bucket: Any) -> Any:
+            launches.add(time.perf_counter(), bucket.buffer().nbytes)
+            return allreduce_hook(model.process_group, bucket)
+
+        model.register_comm_hook(None, lambda _state, bucket: note_and_reduce(bucket))
+    for _ in range(steps):
+        launches.at.clear()
+        if recorder is not None:
+            recorder.spans.clear()
+            recorder.on = True
+        variant.step(launches)
+        if recorder is not None:
+            recorder.on = False
+            sizes = {name: parameter.nbytes for name, parameter in paceline.unwrap(model).named_parameters()}
+            buckets = [sum(map(sizes.__getitem__, names)) for names in model.bucket_layout()]
+            spans = [span for span in recorder.spans if span.label == "launch"]
+            for span, nbytes in zip(spans, buckets, strict=True):
+                launches.add(span.start, nbytes)
+        shares.append(launches.early())
+    return statistics.median(shares)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", default="gpt-17M", choices=list(WORKLOADS))
+    parser.add_argument("--backend", default="inductor", help="torch.compile's backend")
+    parser.add_argument("--bucket-cap-mb", type=float, default=None, help="bucket capacity of every wrapper")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--repeat", type=int, default=4, help="steps in a variant's turn")
+    options = parser.parse_args()
+    world = paceline.init("paceline")
+    workload, gloo = WORKLOADS[options.workload], dist.new_group(backend="gloo")
+    # Isolated, or a variant would take the graph that another has made of the same code.
+    compile_: Any = partial(torch.compile, backend=options.backend, isolate_recompiles=True)
+    given: dict[str, Any] = {} if options.bucket_cap_mb is None else {"bucket_cap_mb": options.bucket_cap_mb}
+    theirs: Any = partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True, **given)
+    recorders = {name: Recorder() for name in ("paceline around", "paceline inside", "paceline, uncut", "eager")}
+
+    def ours(name: str) -> Callable[[nn.Module], Any]:
+        return partial(paceline.DistributedDataParallel, recorder=recorders[name], **given)
+
+    variants = {
+        "bare": Variant(workload, compile_),
+        "torch DDP on Gloo": Variant(workload, lambda module: compile_(theirs(module, process_group=gloo))),
+        "torch DDP": Variant(workload, lambda module: compile_(theirs(module))),
+        "paceline around": Variant(workload, lambda module: compile_(ours("paceline around")(module))),
+        "paceline inside": Variant(workload, lambda module: ours("paceline inside")(compile_(module))),
+        "paceline, uncut": Variant(workload, lambda module: compile_(ours("paceline, uncut")(module)), cut=False),
+        "eager": Variant(workload, ours("eager")),
+    }
+    for name, variant in variants.items():
+        start = time.perf_counter()
+        for _ in range(3):
+            variant.step()
+        world.print(f"{name}: compiled in {time.perf_counter() - start:.1f} s", flush=True)
+    waited = {name: getattr(variant.model, "exposed_seconds", None) for name, variant in variants.items()}
+    seconds = take_turns({name: one.step for name, one in variants.items()}, options.rounds, options.repeat)
+    steps = (options.rounds + 1) * options.repeat
+    table = Table("variant", "ms", "/ bare", "torch DDP on Gloo /", "launched early", "exposed ms", title=workload.name)
+    results: dict[str, dict[str, float]] = {}
+    for name, variant in variants.items():
+        result = {
+            "ms": 1000 * statistics.median(seconds[name]),
+            "/ bare": median_ratio(seconds[name], seconds["bare"]),
+            "torch DDP on Gloo /": median_ratio(seconds["torch DDP on Gloo"], seconds[name]),
+        }
+        before = waited[name]
+        if before is not None:
+            result["exposed ms"] = 1000 * (variant.model.exposed_seconds - before) / steps
+        if (early := launches_of(variant, recorders.get(name), 9)) is not None:
+            result["launched early"] = early
+        results[name] = {key: round(value, 3) for key, value in result.items()}
+        shown = ("ms", "/ bare", "torch DDP on Gloo /", "launched early", "exposed ms")
+        table.add_row(name, *(f"{result[key]:.2f}" if key in result else "" for key in shown))
+    if world.is_main:
+        Console(width=110).print(table)
+        print(
+            "kept in",
+            save(f"compiled-{workload.name}", {workload.name: {"backend": options.backend, **given, **results}}),
+        )
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Peak memory of a training job: the bare module, torch DDP and Paceline, each in processes of its own, in one run.
+
+What counts is the proportional set size of a rank, in which memory shared with other ranks is split among them, so that
+the ranks' sum is what the job takes. It is sampled while steps run. Paceline may take what torch DDP takes with
+``gradient_as_bucket_view=True``, and one bucket more. Run by: python benchmarks/memory.py --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import paceline
+from measure import save
+from paceline.buckets import CAPACITY, MIB
+from step_time import torch_ddp
+from workloads import WORKLOADS
+
+WRAPS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+    "bare": (lambda module: module, "gloo"),
+    "torch": (torch_ddp, "gloo"),
+    "paceline": (paceline.DistributedDataParallel, "paceline"),
+}
+
+
+def proportional_bytes() -> int:
+    """This process's proportional set size."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError("/proc/self/smaps_rollup has no Pss")
+
+
+class Peak:
+    """Samples the process's memory in a thread while it is open."""
+
+    def __enter__(self) -> Peak:
+        self.bytes, self._over = 0, threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._over.wait(0.003):
+            self.bytes = max(self.bytes, proportional_bytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def train(name: str, variant: str, steps: int, result: Path) -> None:
+    """Train in this rank; rank 0 leaves the largest peak of all ranks in `result`."""
+    wrap, backend = WRAPS[variant]
+    world = paceline.init(backend)
+    torch.manual_seed(0)
+    model = wrap(WORKLOADS[name].build())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    x, y = WORKLOADS[name].batch()
+    for step in range(steps):
+        if step == 2:  # buckets have been rebuilt, and the optimizer has its state
+            peak = Peak().__enter__()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak.__exit__()
+    most = torch.tensor(float(peak.bytes))
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    if world.is_main:
+        result.write_text(str(int(most)))
+    world.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", default=["mlp-10M", "gpt-17M", "mlp-100M"], choices=list(WORKLOADS))
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--train", nargs=3, metavar=("WORKLOAD", "VARIANT", "RESULT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        workload, variant, result = options.train
+        train(workload, variant, options.steps, Path(result))
+        return
+    table = Table(
+        "workload", "bare MiB", "torch DDP", "Paceline", "Paceline − torch DDP", title="peak memory of a rank"
+    )
+    results = {}
+    for name in options.workloads:
+        peaks: dict[str, float] = {}
+        for variant in WRAPS:
+            with tempfile.TemporaryDirectory() as folder:
+                result = Path(folder) / "peak"
+                command = [sys.executable, "-m", "paceline", "run", "--nproc", str(options.nproc), __file__]
+                command += ["--steps", str(options.steps), "--train", name, variant, str(result)]
+                subprocess.run(command, check=True, timeout=600)
+                peaks[variant] = int(result.read_text()) / MIB
+        results[name] = {key: round(value, 1) for key, value in peaks.items()}
+        more = peaks["paceline"] - peaks["torch"]
+        table.add_row(name, *(f"{peaks[variant]:.0f}" for variant in WRAPS), f"{more:+.0f}")
+        print(json.dumps({name: results[name]}), flush=True)
+    Console().print(table)
+    print(f"one bucket is {CAPACITY / MIB:.0f} MiB; kept in", save("memory", results, options.nproc))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""``paceline bench``: measurements of this machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from paceline.bench.config import BACKENDS, OPS, SIZES, BenchConfig, parse_names, parse_sizes
+
+EXAMPLES = """Examples:
+
+paceline bench collectives --nproc 2
+
+paceline bench collectives --nproc 4 --sizes 64K,1M --ops all_reduce,broadcast --plot speed.svg
+
+paceline bench collectives --backends gloo,paceline --json speed.json
+"""
+bench = typer.Typer(help="Measure what this machine can do.")
+
+
+@bench.callback()
+def _group() -> None:
+    """Measure what this machine can do."""
+
+
+@bench.command("collectives", epilog=EXAMPLES)
+def collectives(
+    nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, cpu, or auto.")] = "auto",
+    sizes: Annotated[str, typer.Option(metavar="LIST", help="Bytes of the whole tensor, with K, M or G.")] = SIZES,
+    ops: Annotated[str, typer.Option(metavar="LIST", help=f"Some of {', '.join(OPS)}.")] = "all_reduce",
+    backends: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Some of algorithms (ours, over Gloo's send and receive), gloo (its own), paceline (shared memory).",
+        ),
+    ] = ",".join(BACKENDS),
+    rounds: Annotated[int, typer.Option(help="Turns that each variant takes; the median counts.")] = 7,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw them there (.svg or .html).")] = None,
+) -> None:
+    """Time collectives: ours step by step, Gloo's own, the shared-memory group's, and a model beside them.
+
+    Bandwidths are defined as in nccl-tests. Float32, in place, on the CPU.
+    """
+    from paceline.launch.job import Job, launch, resolve_nproc, say
+
+    count, note = resolve_nproc(nproc)
+    config = BenchConfig(
+        parse_sizes(sizes),
+        parse_names("--ops", ops, OPS),
+        parse_names("--backends", backends, BACKENDS),
+        rounds,
+        json,
+        plot,
+    )
+    config.check(count)
+    if note:
+        say(note)
+    try:
+        code = launch(Job([sys.executable, "-u", "-m", "paceline.bench", config.to_json()], count))
+    finally:
+        # Rank 0's progress bar hides the cursor, and a rank that is killed cannot bring it back.
+        Console(file=sys.stderr).show_cursor()
+    raise typer.Exit(code)

@@ -1,0 +1,82 @@
+"""What was measured: a row for each size and variant, its bandwidths, and the fitted model's time beside it.
+
+The bandwidths are those of nccl-tests (its doc/PERFORMANCE.md). Algorithm bandwidth is bytes of the whole tensor by
+time. Bus bandwidth multiplies it with what the collective cannot do without, so that it compares with the speed of the
+links whatever the number of ranks: 2 (p−1)/p for an all-reduce, (p−1)/p for reduce-scatter and all-gather, 1 for
+broadcast and reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.comm.algorithms import build
+from paceline.comm.cost import Model, Sample, fit
+
+LEAST_FITTED = 2
+"""Sizes that a model is fitted from, at least."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to do a collective, on one size."""
+
+    op: str
+    variant: str
+    schedule: str | None
+    """The schedule's name, for an algorithm of ours."""
+    ranks: int
+    nbytes: int
+    """Of the whole tensor."""
+    count: int
+    """Elements of the whole tensor."""
+    seconds: float
+    """Median over the rounds of the time per call, of the slowest rank."""
+    wrong: int
+    """Elements with a wrong value, of all ranks."""
+    model_seconds: float | None = None
+    """What the fitted model says."""
+
+    @property
+    def algbw(self) -> float:
+        """Algorithm bandwidth in GB/s."""
+        return self.nbytes / self.seconds / 1e9
+
+    @property
+    def busbw(self) -> float:
+        """Bus bandwidth in GB/s."""
+        return self.algbw * bus_factor(self.op, self.ranks)
+
+    @property
+    def reduction(self) -> str:
+        """``"sum"``, or nothing for a collective that moves only."""
+        return "sum" if "reduce" in self.op else ""
+
+
+def bus_factor(op: str, ranks: int) -> float:
+    """Bus bandwidth by algorithm bandwidth."""
+    if op == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if op in ("reduce_scatter", "all_gather") else 1.0
+
+
+def fitted(rows: Sequence[Row], cores: int) -> tuple[Model | None, list[Row]]:
+    """The model that fits the rows of our algorithms, and the rows with its times; None where there is too little.
+
+    Args:
+        rows: what was measured.
+        cores: that the ranks share.
+    """
+    samples = [
+        Sample(build(row.schedule, row.ranks), row.nbytes, row.seconds) for row in rows if row.schedule is not None
+    ]
+    if len({sample.nbytes for sample in samples if sample.schedule.steps}) < LEAST_FITTED:
+        return None, list(rows)
+    model = fit(samples, cores)
+    return model, [
+        row
+        if row.schedule is None
+        else replace(row, model_seconds=model.seconds(build(row.schedule, row.ranks), row.nbytes))
+        for row in rows
+    ]

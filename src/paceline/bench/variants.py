@@ -1,0 +1,100 @@
+"""Every way to do a collective that is measured: our algorithms, Gloo's own, and the shared-memory group's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm import algorithms
+from paceline.comm.process_group import PacelineProcessGroup
+
+OURS: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("ring_all_reduce", "tree_all_reduce", "halving_doubling_all_reduce"),
+    "broadcast": ("linear_broadcast", "tree_broadcast", "scatter_all_gather_broadcast"),
+    "reduce": ("linear_reduce", "tree_reduce"),
+    "reduce_scatter": ("ring_reduce_scatter",),
+    "all_gather": ("ring_all_gather",),
+}
+"""The algorithms of each collective, by the name of function and schedule."""
+ZERO_COPY = "paceline, zero copy"
+"""The group's all-reduce of a tensor that lies in shared memory, as the reducer's buckets do."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do a collective, on one size."""
+
+    name: str
+    """As shown: ``"ring"``, ``"gloo"``, ``"paceline"``."""
+    schedule: str | None
+    """The name of its schedule, if it is ours, for the model."""
+    source: Tensor
+    """What a rank begins with: the whole tensor, or its own part of it."""
+    run: Callable[[], object]
+    """Does the collective once."""
+    result: Tensor
+    """Where this rank's result is then: the whole tensor, or its own part of it."""
+
+    def load(self, values: Tensor) -> None:
+        """Begin with `values`, which are those of the whole tensor."""
+        self.source.copy_(values if self.source.numel() == values.numel() else values[own(values.numel())])
+
+
+def own(count: int) -> slice:
+    """This rank's part of a tensor of `count` elements."""
+    part = count // dist.get_world_size()
+    return slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
+
+
+def variants(op: str, count: int, backends: Sequence[str], gloo: Any) -> list[Variant]:
+    """The ways to do `op` on `count` float32; `gloo` is a group beside the world's own, which is ours."""
+    made: list[Variant] = []
+    if "algorithms" in backends:
+        made += [_ours(op, name, torch.zeros(count), gloo) for name in OURS[op]]
+    if "gloo" in backends:
+        made.append(_groups_own(op, "gloo", torch.zeros(count), gloo))
+    if "paceline" in backends:
+        made.append(_groups_own(op, "paceline", torch.zeros(count), None))
+        if op == "all_reduce" and (group := _shared_memory()) is not None:
+            made.append(_groups_own(op, ZERO_COPY, group.allocate(count, torch.float32), None))
+    return made
+
+
+def release(made: Sequence[Variant]) -> None:
+    """Give shared memory back."""
+    for variant in made:
+        if variant.name == ZERO_COPY and (group := _shared_memory()) is not None:
+            group.free(variant.source)
+
+
+def _shared_memory() -> PacelineProcessGroup | None:
+    group = dist.group.WORLD
+    return group if isinstance(group, PacelineProcessGroup) and group.native else None
+
+
+def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:
+    function = getattr(algorithms, name)
+    short = name.removesuffix(f"_{op}").replace("_", "-")
+    result = tensor[own(tensor.numel())] if op == "reduce_scatter" else tensor
+    return Variant(short, name, tensor, lambda: function(tensor, group=gloo, check=False), result)
+
+
+def _groups_own(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
+    """The collective of `group` itself; reduce-scatter and all-gather have a second tensor, for a rank's part."""
+    if op == "reduce_scatter":
+        part = torch.zeros(tensor.numel() // dist.get_world_size())
+        return Variant(name, None, tensor, lambda: dist.reduce_scatter_tensor(part, tensor, group=group), part)
+    if op == "all_gather":
+        part = torch.zeros(tensor.numel() // dist.get_world_size())
+        return Variant(name, None, part, lambda: dist.all_gather_into_tensor(tensor, part, group=group), tensor)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(tensor, group=group),
+        "broadcast": lambda: dist.broadcast(tensor, 0, group=group),
+        "reduce": lambda: dist.reduce(tensor, 0, group=group),
+    }
+    return Variant(name, None, tensor, calls[op], tensor)

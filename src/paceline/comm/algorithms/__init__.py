@@ -1,0 +1,47 @@
+"""Collectives from first principles: each one a schedule of messages, over send and receive of any process group.
+
+schedule.py     what a schedule is, and who holds what after each step
+linear.py  tree.py  scatter.py  ring.py  halving.py  hierarchical.py      the algorithms: pure, each with its law
+schedules.py    all of them by name
+members.py      the ranks of a group: messages between them, and their agreement before the first one
+execute.py      a schedule run on a tensor
+functions.py    the collectives, as called
+"""
+
+from paceline.comm.algorithms.functions import (
+    halving_doubling_all_reduce,
+    hierarchical_all_reduce,
+    linear_broadcast,
+    linear_reduce,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    scatter_all_gather_broadcast,
+    tree_all_reduce,
+    tree_broadcast,
+    tree_reduce,
+)
+from paceline.comm.algorithms.schedule import Schedule, Step, Transfer, bounds, elements, holdings
+from paceline.comm.algorithms.schedules import NAMES, build
+
+__all__ = [
+    "NAMES",
+    "Schedule",
+    "Step",
+    "Transfer",
+    "bounds",
+    "build",
+    "elements",
+    "halving_doubling_all_reduce",
+    "hierarchical_all_reduce",
+    "holdings",
+    "linear_broadcast",
+    "linear_reduce",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "ring_reduce_scatter",
+    "scatter_all_gather_broadcast",
+    "tree_all_reduce",
+    "tree_broadcast",
+    "tree_reduce",
+]

@@ -1,0 +1,176 @@
+"""The algorithms as functions, like those of torch.distributed: in place, called on every rank of the group together.
+
+Before anything of a tensor is sent, the ranks exchange what they were called with (algorithm, number of elements,
+dtype, reduction, root), so that a mismatch is an error on every rank and never a hang. That costs one small all-gather;
+where tensors are known to be alike, ``check=False`` leaves it out.
+
+All of them take a contiguous tensor of any shape and raise
+
+    UsageError          for a tensor that is not contiguous, a reduction that its dtype does not have, a root outside
+                        the group, and on a rank that is not in the group
+    DesyncError         where ranks were called with different things, or one of them raised UsageError
+    CommunicationError  if a rank ended or did not come in time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from paceline.comm.algorithms.execute import execute
+from paceline.comm.algorithms.members import Call, Members, host_number
+from paceline.comm.algorithms.schedule import bounds
+from paceline.comm.algorithms.schedules import NAMES, build
+from paceline.comm.arithmetic import code_of, supports
+from paceline.comm.header import DTYPES
+from paceline.errors import UsageError
+
+SUM = ReduceOp.SUM
+
+
+def linear_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None, check: bool = True) -> None:
+    """Rank `src`'s tensor to every rank, one by one: p−1 steps of n bytes. `src` is a rank of the world."""
+    _run("linear_broadcast", tensor, group, check, root=("src", src))
+
+
+def tree_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None, check: bool = True) -> None:
+    """Rank `src`'s tensor to every rank down a binomial tree: ⌈log₂ p⌉ steps of n bytes."""
+    _run("tree_broadcast", tensor, group, check, root=("src", src))
+
+
+def scatter_all_gather_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None, check: bool = True) -> None:
+    """Rank `src`'s tensor to every rank in pieces: ⌈log₂ p⌉ + p−1 steps, less than 2 n bytes; van de Geijn's."""
+    _run("scatter_all_gather_broadcast", tensor, group, check, root=("src", src))
+
+
+def linear_reduce(
+    tensor: Tensor, *, dst: int = 0, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True
+) -> None:
+    """The reduction of all tensors into rank `dst`'s, one by one: p−1 steps of n bytes; the others keep theirs."""
+    _run("linear_reduce", tensor, group, check, op, root=("dst", dst))
+
+
+def tree_reduce(
+    tensor: Tensor, *, dst: int = 0, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True
+) -> None:
+    """The reduction of all tensors into rank `dst`'s up a binomial tree: ⌈log₂ p⌉ steps of n bytes.
+
+    The other ranks' tensors hold partial sums afterwards.
+    """
+    _run("tree_reduce", tensor, group, check, op, root=("dst", dst))
+
+
+def ring_reduce_scatter(
+    tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True
+) -> Tensor:
+    """The reduction of all tensors, of which this rank gets its own chunk: p−1 steps, (p−1)/p · n bytes.
+
+    Returns:
+        That chunk, a flat view of `tensor`: with the rank's place r in the group, elements ``n·r // p`` up to
+        ``n·(r+1) // p``. The rest of `tensor` holds partial sums afterwards.
+    """
+    return _run("ring_reduce_scatter", tensor, group, check, op)
+
+
+def ring_all_gather(tensor: Tensor, *, group: Any = None, check: bool = True) -> None:
+    """Every rank's own chunk, as :func:`ring_reduce_scatter` leaves it, to every rank: p−1 steps, (p−1)/p · n bytes."""
+    _run("ring_all_gather", tensor, group, check)
+
+
+def ring_all_reduce(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True) -> None:
+    """The reduction of all tensors on every rank: 2 (p−1) steps, 2 (p−1)/p · n bytes; Patarasuk & Yuan 2009."""
+    _run("ring_all_reduce", tensor, group, check, op)
+
+
+def tree_all_reduce(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True) -> None:
+    """The reduction of all tensors on every rank: to the first rank and back, 2 ⌈log₂ p⌉ steps of n bytes."""
+    _run("tree_all_reduce", tensor, group, check, op)
+
+
+def halving_doubling_all_reduce(
+    tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True
+) -> None:
+    """The reduction of all tensors on every rank: about 2 log₂ p steps, 2 (p−1)/p · n bytes; Rabenseifner 2004."""
+    _run("halving_doubling_all_reduce", tensor, group, check, op)
+
+
+def hierarchical_all_reduce(
+    tensor: Tensor,
+    *,
+    op: ReduceOp.RedOpType = SUM,
+    group: Any = None,
+    hosts: Sequence[Hashable] | None = None,
+    check: bool = True,
+) -> None:
+    """The reduction of all tensors on every rank: rings inside hosts, across them, and inside again.
+
+    Args:
+        hosts: the host of each rank of the group. By default the ranks tell each other, which `check` has to be on for.
+    """
+    _run("hierarchical_all_reduce", tensor, group, check, op, hosts=hosts)
+
+
+def _run(
+    name: str,
+    tensor: Tensor,
+    group: Any,
+    check: bool,
+    op: ReduceOp.RedOpType = SUM,
+    *,
+    root: tuple[str, int] | None = None,
+    hosts: Sequence[Hashable] | None = None,
+) -> Tensor:
+    """Check, build the schedule, execute it; returns what of the tensor is the result."""
+    members = Members(group)
+    place, problem = 0, _problem(name, tensor, op, members)
+    if root is not None:
+        try:
+            place = members.place_of(root[1], root[0])
+        except UsageError as error:
+            problem = problem or error
+    if name == "hierarchical_all_reduce" and hosts is None and not check:
+        problem = UsageError(f"{name} learns of hosts by its check; name them by hosts=, or leave check on")
+    if check:
+        calls = members.agree(_call(name, tensor, op, place, members, problem), tensor.device)
+        hosts = [call.host for call in calls] if hosts is None else hosts
+    if problem is not None:
+        raise problem
+    schedule = build(name, members.size, place, hosts if name == "hierarchical_all_reduce" else None)
+    flat = tensor.detach().view(-1)
+    with torch.inference_mode(tensor.is_inference()):
+        execute(schedule, flat, members, op)
+        if schedule.result == "reduce-scatter":
+            flat = flat[bounds(flat.numel(), schedule.chunks, members.rank)]
+        if op is ReduceOp.AVG and schedule.root in (None, members.rank):
+            flat.mul_(1 / members.size)
+    return flat
+
+
+def _call(
+    name: str, tensor: Tensor, op: ReduceOp.RedOpType, place: int, members: Members, problem: UsageError | None
+) -> Call:
+    """What this rank tells the others."""
+    host = host_number(members.rank, members.size) if name == "hierarchical_all_reduce" else 0
+    if problem is not None:
+        return Call(0, 0, 0, 0, 0, host, refused=1)
+    return Call(NAMES.index(name), tensor.numel(), DTYPES.index(tensor.dtype), code_of(op), place, host)
+
+
+def _problem(name: str, tensor: Tensor, op: ReduceOp.RedOpType, members: Members) -> UsageError | None:
+    """What is wrong with the arguments on this rank alone."""
+    where = f"{name} on {members.name}"
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return UsageError(
+            f"{where}: the tensor of shape {tuple(tensor.shape)} is not contiguous, but is worked on in place; "
+            "give tensor.contiguous()"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        return UsageError(f"{where}: the tensor is a conjugate or negative view; give tensor.resolve_conj().clone()")
+    if tensor.dtype not in DTYPES or not supports(op, tensor.dtype):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return UsageError(f"{where}: {str(op).rpartition('.')[2]} of {dtype} is not supported; use another op or dtype")
+    return None

@@ -1,0 +1,58 @@
+"""Hierarchical all-reduce: inside hosts, across, inside, so that each byte crosses the network once for a host.
+
+Cho, Finkler, Kung & Hunter, "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy",
+SysML 2019. With h hosts of m ranks, a rank sends 2 (h−1)/h · n/m bytes over the network, where a flat ring sends
+2 (p−1)/p · n over each link between hosts ::
+
+    host x: ranks 0 1     host y: ranks 2 3     chunks A B | C D:  place 0 of a host cares for A B, place 1 for C D
+
+    inside     step 1    0 ↔ 1, 2 ↔ 3     a ring's reduce-scatter: 0 and 2 have their host's A B, 1 and 3 its C D
+    across     step 2    0 ↔ 2, 1 ↔ 3     a ring's reduce-scatter: 0 has A, 2 has B, 1 has C, 3 has D
+               step 3    0 ↔ 2, 1 ↔ 3     a ring's all-gather: 0 and 2 have A B, 1 and 3 have C D
+    inside     step 4    0 ↔ 1, 2 ↔ 3     a ring's all-gather: all have A B C D
+
+Where hosts have different numbers of ranks, the smallest number m counts: a further rank of a host first sends
+everything to one of the m, and gets the result from it in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from paceline.comm.algorithms.ring import all_gather_steps, reduce_scatter_steps
+from paceline.comm.algorithms.schedule import Schedule, Step, Transfer, backwards, together
+from paceline.comm.hierarchy import rows_of
+
+
+def all_reduce(hosts: Sequence[Hashable]) -> Schedule:
+    """With `hosts` of the ranks: 2 (m−1) + 2 (h−1) steps, 2 (p−1)/p · n bytes sent by every rank, p = h · m."""
+    rows = rows_of(hosts)
+    places, size = min(map(len, rows)), len(hosts)
+    parts = len(rows)
+    chunks = places * parts
+    shards = [range(place * parts, (place + 1) * parts) for place in range(places)]
+    cores = [row[:places] for row in rows]
+
+    folded = _fold(rows, places, chunks)
+    inside = together(*(reduce_scatter_steps(row, shards) for row in cores))
+    columns = [[row[place] for row in cores] for place in range(places)]
+    pieces = [[range(chunk, chunk + 1) for chunk in shard] for shard in shards]
+    across = together(*(reduce_scatter_steps(*pair) for pair in zip(columns, pieces, strict=True)))
+    back = together(*(all_gather_steps(*pair) for pair in zip(columns, pieces, strict=True)))
+    outside = together(*(all_gather_steps(row, shards) for row in cores))
+    steps = [*folded, *inside, *across, *back, *outside, *backwards(folded)]
+    return Schedule("hierarchical_all_reduce", "all-reduce", size, chunks, tuple(steps))
+
+
+def _fold(rows: Sequence[Sequence[int]], places: int, chunks: int) -> list[Step]:
+    """The ranks beyond the first `places` of a host send all they have to one of these, round by round."""
+    rounds: list[Step] = []
+    for start in range(places, max(map(len, rows)), places):
+        rounds.append(
+            tuple(
+                Transfer(rank, row[place], range(chunks), reduce=True)
+                for row in rows
+                for place, rank in enumerate(row[start : start + places])
+            )
+        )
+    return rounds

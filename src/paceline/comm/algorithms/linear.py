@@ -1,0 +1,27 @@
+"""Point to point: the root serves the others one by one, in p−1 steps of n bytes.
+
+What everything else is compared with; and the best there is for two ranks ::
+
+    broadcast from rank 1 of 4            reduction to rank 1 of 4
+    step 1    1 → 2                       step 1    2 → 1    adds
+    step 2    1 → 3                       step 2    3 → 1    adds
+    step 3    1 → 0                       step 3    0 → 1    adds
+"""
+
+from __future__ import annotations
+
+from paceline.comm.algorithms.schedule import Schedule, Transfer
+
+_WHOLE = range(1)
+
+
+def broadcast(size: int, root: int = 0) -> Schedule:
+    """p−1 steps; the root sends (p−1) · n bytes, one message at a time."""
+    steps = tuple((Transfer(root, (root + place) % size, _WHOLE, reduce=False),) for place in range(1, size))
+    return Schedule("linear_broadcast", "broadcast", size, 1, steps, root)
+
+
+def reduce(size: int, root: int = 0) -> Schedule:
+    """p−1 steps; the root receives (p−1) · n bytes and adds them in the order in which the ranks follow it."""
+    steps = tuple((Transfer((root + place) % size, root, _WHOLE, reduce=True),) for place in range(1, size))
+    return Schedule("linear_reduce", "reduce", size, 1, steps, root)

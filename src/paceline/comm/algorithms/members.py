@@ -1,0 +1,159 @@
+"""The ranks that take part: sends and receives among them, and their agreement on what they are about to do."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.algorithms.schedules import NAMES
+from paceline.comm.arithmetic import name_of
+from paceline.comm.handshake import SPLIT
+from paceline.comm.header import DTYPES
+from paceline.errors import CommunicationError, DesyncError, UsageError, WorldError
+
+TAG = 5202
+"""Keeps our messages apart from sends of the user's own on the same group."""
+
+
+class Call(NamedTuple):
+    """What a rank says of a collective before it; all but the last two must be equal everywhere."""
+
+    algorithm: int
+    numel: int
+    dtype: int
+    op: int
+    root: int
+    host: int = 0
+    """Ranks that say the same number share a host."""
+    refused: int = 0
+    """1: this rank was called with something that it cannot take, and raises."""
+
+
+_FIELDS: dict[str, Callable[[int], str]] = {
+    "algorithm": NAMES.__getitem__,
+    "dtype": lambda code: str(DTYPES[code]).removeprefix("torch."),
+    "op": name_of,
+}
+_EQUAL = ("algorithm", "numel", "dtype", "op", "root")
+_WORDS = {"algorithm": "algorithms", "numel": "numbers of elements", "dtype": "dtypes", "op": "ops", "root": "roots"}
+
+
+class Members:
+    """The ranks of a group, as this one sees them. Ranks here are places in the group, 0 to size − 1.
+
+    Raises:
+        WorldError: without a process group.
+        UsageError: if this rank is not in the group.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        if group is None:
+            if not dist.is_initialized():
+                raise WorldError("there is no process group yet; call paceline.init() first, or name a group")
+            group = dist.distributed_c10d._get_default_group()
+        if group == dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
+            who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
+            raise UsageError(f"{who} is not in the group; call the collective only on the group's ranks")
+        self._group = group
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        known = group in dist.distributed_c10d._world.pg_map  # a bare ProcessGroupGloo is not
+        self.world_ranks: list[int] = dist.get_process_group_ranks(group) if known else list(range(self.size))
+        """What messages to people call the members."""
+
+    @property
+    def name(self) -> str:
+        """This rank, for messages."""
+        return f"rank {self.world_ranks[self.rank]}"
+
+    def place_of(self, world_rank: int, what: str) -> int:
+        """The place of a rank of the world in the group.
+
+        Raises:
+            UsageError: if it is not in the group; calls it `what`.
+        """
+        if world_rank not in self.world_ranks:
+            raise UsageError(
+                f"{what}={world_rank} is no rank of the group, which has {_listed(self.world_ranks)}; name one of these"
+            )
+        return self.world_ranks.index(world_rank)
+
+    def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> tuple[Any, Any]:
+        """Begin all these messages at once, each to or from a place; returns what waits for receives, and for sends."""
+        if any(not tensor.is_cpu for tensor, _ in (*sends, *receives)):
+            # NCCL has to be given messages in both directions as one batch, or two ranks wait for each other.
+            batch = [self._operation(dist.irecv, *one) for one in receives]
+            batch += [self._operation(dist.isend, *one) for one in sends]
+            works = dist.batch_isend_irecv(batch)
+            return works, ()
+        incoming = [self._group.recv([tensor], place, TAG) for tensor, place in receives]
+        return incoming, [self._group.send([tensor], place, TAG) for tensor, place in sends]
+
+    def _operation(self, verb: Any, tensor: Tensor, place: int) -> dist.P2POp:
+        return dist.P2POp(verb, tensor, group=self._group, tag=TAG, group_peer=place)
+
+    def agree(self, call: Call, device: torch.device) -> list[Call]:
+        """Every member's call; all of them come here before anything of the tensor is sent.
+
+        Raises:
+            DesyncError: if they differ in what must be equal, or another member refused its own call.
+        """
+        if self.size == 1:
+            return [call]
+        mine = torch.tensor(call, dtype=torch.int64, device=device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        self.guard("agreement", lambda: self._group.allgather([everyone], [mine]).wait())
+        calls = [Call(*one.tolist()) for one in everyone]
+        if call.refused:
+            return calls
+        if refusing := [rank for rank, one in zip(self.world_ranks, calls, strict=True) if one.refused]:
+            raise DesyncError(f"{_listed(refusing)} refused its tensor or argument; see the error there")
+        for field in _EQUAL:
+            values = [getattr(one, field) for one in calls]
+            if len(set(values)) > 1:
+                raise DesyncError(self._difference(field, values))
+        return calls
+
+    def _difference(self, field: str, values: Sequence[int]) -> str:
+        ranks: dict[int, list[int]] = {}
+        for rank, value in zip(self.world_ranks, values, strict=True):
+            ranks.setdefault(value, []).append(rank)
+        say = _FIELDS.get(field, str) if field != "root" else lambda place: f"rank {self.world_ranks[place]}"
+        found = ", ".join(f"{say(value)} on {_listed(who)}" for value, who in ranks.items())
+        return f"ranks call a collective with different {_WORDS[field]}: {found}; call it alike on every rank"
+
+    def guard(self, what: str, function: Callable[[], Any]) -> Any:
+        """Call `function`, with a failure of the backend turned into an error that says what this rank was doing.
+
+        Raises:
+            CommunicationError: if it fails.
+        """
+        try:
+            return function()
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"{self.name}: the {what} with the other {self.size - 1} ranks failed, most likely because one of them "
+                f"ended or is stuck; look for the first error of another rank ({error})"
+            ) from error
+
+
+def host_number(rank: int, size: int) -> int:
+    """A number that ranks on one host have in common; those that count as several hosts for tests do not."""
+    try:
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        host = socket.gethostname()
+    part = rank * int(os.environ.get(SPLIT, "1")) // size
+    return int.from_bytes(hashlib.sha256(f"{host}/{part}".encode()).digest()[:7], "big")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,53 @@
+"""Every schedule by the name of its public function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from paceline.comm.algorithms import halving, hierarchical, linear, ring, scatter, tree
+from paceline.comm.algorithms.schedule import Schedule
+from paceline.errors import UsageError
+
+_ROOTED: dict[str, Callable[[int, int], Schedule]] = {
+    "linear_broadcast": linear.broadcast,
+    "tree_broadcast": tree.broadcast,
+    "scatter_all_gather_broadcast": scatter.broadcast,
+    "linear_reduce": linear.reduce,
+    "tree_reduce": tree.reduce,
+}
+_ROOTLESS: dict[str, Callable[[int], Schedule]] = {
+    "ring_reduce_scatter": ring.reduce_scatter,
+    "ring_all_gather": ring.all_gather,
+    "ring_all_reduce": ring.all_reduce,
+    "tree_all_reduce": tree.all_reduce,
+    "halving_doubling_all_reduce": halving.all_reduce,
+}
+NAMES = (*_ROOTED, *_ROOTLESS, "hierarchical_all_reduce")
+"""All of them."""
+
+
+def build(name: str, size: int, root: int = 0, hosts: Sequence[Hashable] | None = None) -> Schedule:
+    """The schedule `name` for `size` ranks.
+
+    Args:
+        name: one of :data:`NAMES`.
+        size: number of ranks, 1 or more.
+        root: where a broadcast starts or a reduction ends; the others take none.
+        hosts: the host of each rank, for ``"hierarchical_all_reduce"``; by default all are on one.
+
+    Raises:
+        UsageError: for an unknown name, no rank, a root that is no rank, or a number of hosts other than `size`.
+    """
+    if size < 1:
+        raise UsageError(f"a schedule needs 1 rank or more, not {size}")
+    if not 0 <= root < size:
+        raise UsageError(f"rank {root} is none of the {size} ranks 0 to {size - 1}")
+    if hosts is not None and len(hosts) != size:
+        raise UsageError(f"hosts names {len(hosts)} hosts for {size} ranks; name the host of every rank")
+    if name in _ROOTED:
+        return _ROOTED[name](size, root)
+    if name in _ROOTLESS:
+        return _ROOTLESS[name](size)
+    if name == "hierarchical_all_reduce":
+        return hierarchical.all_reduce(hosts if hosts is not None else [0] * size)
+    raise UsageError(f"there is no algorithm {name!r}; choose one of {', '.join(NAMES)}")

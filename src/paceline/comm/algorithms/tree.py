@@ -1,0 +1,53 @@
+"""The binomial tree: in every step the number of ranks that have finished doubles, so ⌈log₂ p⌉ steps suffice.
+
+The steps are the fewest possible, as in one step a rank can tell one other. See Thakur, Rabenseifner & Gropp,
+"Optimization of collective communication operations in MPICH", IJHPCA 19 (2005), for when it pays: short messages,
+because the whole message travels in every step.
+
+Reduction to rank 0 of 6 ranks; ``→`` adds ::
+
+    step 1    1 → 0    3 → 2    5 → 4
+    step 2    2 → 0
+    step 3    4 → 0
+
+A broadcast is the same run backwards, copying: ``0 → 4``, then ``0 → 2``, then ``0 → 1, 2 → 3, 4 → 5``. Another root
+takes the place of rank 0, and the ranks after it follow in their order. The whole tensor is one chunk.
+"""
+
+from __future__ import annotations
+
+from paceline.comm.algorithms.schedule import Schedule, Step, Transfer, backwards
+
+_WHOLE = range(1)
+
+
+def reduce_steps(size: int, root: int = 0) -> list[Step]:
+    """Towards `root`; the rank in place v after it sends in the step of v's lowest set bit."""
+    steps = []
+    distance = 1
+    while distance < size:
+        senders = range(distance, size, 2 * distance)
+        steps.append(
+            tuple(
+                Transfer((root + place) % size, (root + place - distance) % size, _WHOLE, reduce=True)
+                for place in senders
+            )
+        )
+        distance *= 2
+    return steps
+
+
+def reduce(size: int, root: int = 0) -> Schedule:
+    """⌈log₂ p⌉ steps; every rank but the root sends n bytes once, the root receives ⌈log₂ p⌉ · n."""
+    return Schedule("tree_reduce", "reduce", size, 1, tuple(reduce_steps(size, root)), root)
+
+
+def broadcast(size: int, root: int = 0) -> Schedule:
+    """⌈log₂ p⌉ steps; every rank but the root receives n bytes once, the root sends ⌈log₂ p⌉ · n."""
+    return Schedule("tree_broadcast", "broadcast", size, 1, tuple(backwards(reduce_steps(size, root))), root)
+
+
+def all_reduce(size: int) -> Schedule:
+    """Reduction to rank 0, then broadcast from it. 2 ⌈log₂ p⌉ steps of n bytes."""
+    steps = reduce_steps(size)
+    return Schedule("tree_all_reduce", "all-reduce", size, 1, tuple(steps + backwards(steps)))

@@ -1,0 +1,213 @@
+"""What an algorithm costs: the alpha-beta-gamma model, counted from its schedule; its fit; and the choice it allows.
+
+A message costs alpha seconds, and beta for each byte; to reduce a byte costs gamma. Hockney, "The communication
+challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20 (1994); with gamma as in Thakur, Rabenseifner &
+Gropp, IJHPCA 19 (2005). A rank sends and receives at the same time, one message each way. So a step takes
+
+    alpha  +  beta · the most bytes that a rank sends or receives  +  gamma · the most bytes that a rank reduces
+
+and an algorithm the sum of its steps. For p ranks, n bytes, L = ⌈log₂ p⌉ (tested equal to the schedules):
+
+    linear broadcast, reduce           (p−1) α  +  (p−1) n β          [+ (p−1) n γ]
+    tree broadcast, reduce             L α      +  L n β              [+ L n γ]
+    scatter, all-gather (p = 2^L)      (L+p−1) α + 2 (p−1)/p n β
+    ring reduce-scatter, all-gather    (p−1) α  +  (p−1)/p n β        [+ (p−1)/p n γ]
+    ring all-reduce                    2(p−1) α +  2 (p−1)/p n β       + (p−1)/p n γ
+    tree all-reduce                    2 L α    +  2 L n β             + L n γ
+    halving-doubling (p = 2^L)         2 L α    +  2 (p−1)/p n β       + (p−1)/p n γ
+    hierarchical, h hosts of m         2(m+h−2) α + 2 (p−1)/p n β      + (p−1)/p n γ
+
+Two things of the real world change that:
+
+- Ranks that share a host's `cores` copy every byte twice, once to send and once to receive it, and that is work of the
+  CPU. A step moves no faster than all its copies and sums, divided by the cores. With 2 ranks on 2 cores the ring then
+  takes as long as the tree: what matters is the work of all ranks together, not how evenly it is spread.
+- Between hosts messages cost `across`, and all ranks of a host share its way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import torch
+
+from paceline.comm.algorithms.schedule import Result, Schedule, Step
+from paceline.comm.algorithms.schedules import NAMES, build
+from paceline.errors import UsageError
+
+LARGEST = 2**40
+"""Bytes up to which :func:`crossovers` looks."""
+
+
+class Link(NamedTuple):
+    """Between hosts."""
+
+    alpha: float
+    """Seconds for a message."""
+    beta: float
+    """Seconds for a byte."""
+
+
+class Model(NamedTuple):
+    """What messages and sums cost."""
+
+    alpha: float
+    """Seconds for a message."""
+    beta: float
+    """Seconds for a byte that is sent."""
+    gamma: float = 0.0
+    """Seconds for a byte that is reduced."""
+    cores: int | None = None
+    """Cores that the ranks of a host share; None: every rank has enough of its own."""
+    across: Link | None = None
+    """Messages between hosts, if they cost something else."""
+
+    def seconds(self, schedule: Schedule, nbytes: float, hosts: Sequence[Hashable] | None = None) -> float:
+        """The time that `schedule` takes for a tensor of `nbytes`, with the ranks on `hosts`, by default on one."""
+        if self.across is None or hosts is None:
+            messages, moved, reduced = features(schedule, nbytes, self.cores)
+            return self.alpha * messages + self.beta * moved + self.gamma * reduced
+        return sum(self._step(schedule, step, nbytes, hosts) for step in schedule.steps)
+
+    def _step(self, schedule: Schedule, step: Step, nbytes: float, hosts: Sequence[Hashable]) -> float:
+        """Messages inside hosts and across travel at the same time; the sums come after."""
+        assert self.across is not None
+        per_chunk = nbytes / schedule.chunks
+        inside, out, into = 0.0, dict.fromkeys(hosts, 0.0), dict.fromkeys(hosts, 0.0)
+        for host in out:
+            local = tuple(one for one in step if hosts[one.src] == hosts[one.dst] == host)
+            messages, moved, _ = _count(local, per_chunk, self.cores)
+            inside = max(inside, self.alpha * messages + self.beta * moved)
+        for one in step:
+            if hosts[one.src] != hosts[one.dst]:
+                out[hosts[one.src]] += per_chunk * len(one.chunks)
+                into[hosts[one.dst]] += per_chunk * len(one.chunks)
+        widest = max(*out.values(), *into.values())
+        crosses = any(hosts[one.src] != hosts[one.dst] for one in step)
+        outside = self.across.alpha + self.across.beta * widest if crosses else 0.0
+        reduced = max(
+            _count(tuple(one for one in step if hosts[one.dst] == host), per_chunk, self.cores)[2] for host in out
+        )
+        return max(inside, outside) + self.gamma * reduced
+
+
+Features = tuple[float, float, float]
+"""What alpha, beta and gamma are multiplied with."""
+
+
+def features(schedule: Schedule, nbytes: float, cores: int | None = None) -> Features:
+    """Messages one after the other, bytes moved and bytes reduced, that a schedule takes for a tensor of `nbytes`."""
+    counts = [_count(step, nbytes / schedule.chunks, cores) for step in schedule.steps]
+    messages, moved, reduced = (sum(column) for column in zip(*counts, strict=True)) if counts else (0.0, 0.0, 0.0)
+    return messages, moved, reduced
+
+
+def _count(step: Step, per_chunk: float, cores: int | None) -> Features:
+    """The same of one step: what the busiest rank does, or what all do together, divided by the cores."""
+    if not step:
+        return 0.0, 0.0, 0.0
+    sent: dict[int, float] = {}
+    received: dict[int, float] = {}
+    reduced: dict[int, float] = {}
+    for one in step:
+        size = per_chunk * len(one.chunks)
+        sent[one.src] = sent.get(one.src, 0.0) + size
+        received[one.dst] = received.get(one.dst, 0.0) + size
+        if one.reduce:
+            reduced[one.dst] = reduced.get(one.dst, 0.0) + size
+    port = max(*sent.values(), *received.values())
+    adder = max(reduced.values(), default=0.0)
+    if cores is None:
+        return 1.0, port, adder
+    copies = sum(sent.values()) + sum(received.values())
+    return max(1.0, 2 * len(step) / cores), max(port, copies / cores), max(adder, sum(reduced.values()) / cores)
+
+
+class Sample(NamedTuple):
+    """A measurement."""
+
+    schedule: Schedule
+    nbytes: int
+    """Bytes of the tensor."""
+    seconds: float
+
+
+def fit(samples: Sequence[Sample], cores: int | None = None) -> Model:
+    """The model with the least squares of relative errors, of which no cost is negative.
+
+    Relative, so that a sample of 64 KB counts as much as one of 25 MB.
+
+    Raises:
+        UsageError: if there is no sample with a message in it, or a time is not positive.
+    """
+    if any(one.seconds <= 0 for one in samples):
+        raise UsageError("a measured time is not positive; measure again")
+    told = [(features(one.schedule, one.nbytes, cores), one.seconds) for one in samples if one.schedule.steps]
+    if not told:
+        raise UsageError("there is nothing to fit: measure an algorithm with 2 ranks or more")
+    rows = torch.tensor([[part / took for part in counted] for counted, took in told], dtype=torch.float64)
+    best, least = [0.0, 0.0, 0.0], float("inf")
+    for kept in (chosen for many in (1, 2, 3) for chosen in combinations(range(3), many)):
+        part = rows[:, list(kept)]
+        scale = part.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
+        found = torch.linalg.lstsq(part / scale, torch.ones(len(rows), 1, dtype=torch.float64)).solution[:, 0] / scale
+        error = float((part @ found - 1).norm())
+        # Not quite 1: of two that fit alike the one with fewer costs is kept.
+        if bool((found >= 0).all()) and error < least * 0.999999:
+            least, best = error, [0.0, 0.0, 0.0]
+            for index, value in zip(kept, found.tolist(), strict=True):
+                best[index] = value
+    return Model(best[0], best[1], best[2], cores)
+
+
+def select(
+    nbytes: float,
+    size: int,
+    model: Model,
+    *,
+    result: Result = "all-reduce",
+    hosts: Sequence[Hashable] | None = None,
+) -> str:
+    """The name of the algorithm that gives `result` for a tensor of `nbytes` in the least time.
+
+    Of equally fast ones, the first in the order of :data:`~paceline.comm.algorithms.NAMES`.
+    """
+    return _chooser(size, model, result, hosts)(nbytes)
+
+
+def crossovers(
+    size: int, model: Model, *, result: Result = "all-reduce", hosts: Sequence[Hashable] | None = None
+) -> list[tuple[int, str]]:
+    """Where the best algorithm changes: ``[(0, "tree_all_reduce"), (81920, "ring_all_reduce")]``, in bytes.
+
+    Costs are linear in the bytes (with `across`, nearly so), so the best of both ends of a range is the best within.
+    """
+    best = _chooser(size, model, result, hosts)
+    found = [(0, best(0))]
+
+    def look(low: int, high: int) -> None:
+        if best(low) == best(high):
+            return
+        if high - low == 1:
+            found.append((high, best(high)))
+            return
+        middle = (low + high) // 2
+        look(low, middle)
+        look(middle, high)
+
+    look(0, LARGEST)
+    return found
+
+
+def _chooser(size: int, model: Model, result: Result, hosts: Sequence[Hashable] | None) -> Callable[[float], str]:
+    """:func:`select` as a function of bytes alone, with the schedules built once."""
+    schedules = [
+        schedule for name in NAMES if (schedule := build(name, size, hosts=_given(name, hosts))).result == result
+    ]
+    return lambda nbytes: min(schedules, key=lambda one: model.seconds(one, nbytes, hosts)).name
+
+
+def _given(name: str, hosts: Sequence[Hashable] | None) -> Sequence[Hashable] | None:
+    return hosts if name == "hierarchical_all_reduce" else None

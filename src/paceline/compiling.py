@@ -1,0 +1,100 @@
+"""What ``torch.compile`` is told of Paceline: it runs between compiled graphs, never inside one.
+
+torch.compile translates a Python function when it is called, and so it would hooks and collectives of ours that run
+between two graphs. They are marked with the call by which torch marks its own; torch._dynamo, slow to load, is left
+alone. A function marked stays so through ``torch._dynamo.reset()``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import FunctionType
+from typing import Any, TypeVar
+
+from torch import nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+from paceline.errors import UsageError
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+AnyClass = TypeVar("AnyClass", bound=type)
+TorchDDP = nn.parallel.DistributedDataParallel
+
+
+def never_compiled(function: AnyFunction) -> AnyFunction:
+    """Keep torch.compile away from `function` and all that it calls."""
+    _mark(function, _FrameAction.SKIP)
+    return function
+
+
+def compiled_below(function: AnyFunction) -> AnyFunction:
+    """Keep torch.compile away from `function` alone: what it calls is compiled."""
+    _mark(function, _FrameAction.DEFAULT)
+    return function
+
+
+def class_never_compiled(kind: AnyClass) -> AnyClass:
+    """:func:`never_compiled` for all methods that `kind` itself defines."""
+    for member in vars(kind).values():
+        if isinstance(member, FunctionType):
+            never_compiled(member)
+    return kind
+
+
+def _mark(function: Any, below: _FrameAction) -> None:
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, below))
+    # What a compiled function asks before it takes this one into its graph.
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "Paceline runs between compiled graphs"
+
+
+def expect_eager_backward(rank: int) -> None:
+    """Refuse a backward that compiled autograd runs: it calls hooks late, and the end of backward not at all.
+
+    Raises:
+        UsageError: says how to switch it off.
+    """
+    autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if autograd is not None and autograd.in_compiled_autograd_region:
+        raise UsageError(
+            f"rank {rank}: backward runs under torch's compiled autograd, which Paceline does not support, as it would "
+            "leave gradients unaveraged; leave torch._dynamo.config.compiled_autograd False"
+        )
+
+
+@compiled_below
+def call_module(wrapper: TorchDDP | None, module: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call `module`, which if it is compiled is cut into graphs at the bounds of the buckets of `wrapper`, if given.
+
+    torch's DDPOptimizer does that for the wrapper that is active when a graph is made. Its rule is that of our
+    buckets: from the last operation backwards, a graph ends where its parameters fill a bucket.
+    """
+    before = TorchDDP._active_ddp_module
+    TorchDDP._active_ddp_module = wrapper
+    try:
+        kind: Any = type(module)
+        return _caller(kind)(module, *inputs, **kwargs)
+    finally:
+        TorchDDP._active_ddp_module = before
+
+
+@cache
+def _caller(kind: type[nn.Module]) -> Callable[..., Any]:
+    """A function that calls a module of the class `kind`."""
+    if not getattr(kind.forward, "__module__", "").startswith("torch."):
+        return _call
+    # torch.compile begins no graph in torch's own files, as for nn.Sequential, so it needs a function outside of them.
+    # Each kind has one of its own, as what was learnt of the inputs' shapes is kept by a function's name.
+    code = _call_from_graph.__code__.replace(co_name=f"call_{kind.__name__}")
+    return FunctionType(code, _call_from_graph.__globals__)
+
+
+@compiled_below
+def _call(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+    return module(*inputs, **kwargs)
+
+
+def _call_from_graph(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+    return module(*inputs, **kwargs)

@@ -1,0 +1,113 @@
+"""When gradients are synchronized, and how much each micro-batch weighs: what a training loop says to the wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from paceline.ddp.channel import Channel
+from paceline.ddp.guard import StepGuard
+from paceline.ddp.ledger import Ledger, Positioned
+
+
+class SyncControl:
+    """Comes before torch's class among the wrapper's bases."""
+
+    training: bool
+    _channel: Channel | None
+    _guard: StepGuard
+    _ledger: Ledger
+    _reducer: Any
+
+    if TYPE_CHECKING:  # the wrapper's own
+
+        def sync_buffers(self) -> bool:
+            """Broadcast buffers."""
+
+        def _join_forward(self) -> None:
+            """Tell ranks that ran out of data that a forward begins."""
+
+    @property
+    def do_sync(self) -> bool:
+        """Whether a backward that starts now is synchronized."""
+        enabled: bool = self._reducer.sync_enabled
+        return enabled
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """torch's name for :attr:`do_sync`, which frameworks read and set."""
+        return self.do_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, enabled: bool) -> None:
+        self._reducer.sync_enabled = enabled
+
+    def enable_grad_sync(self) -> None:
+        """Synchronize gradients in the backwards that start from now on."""
+        self._reducer.sync_enabled = True
+
+    def disable_grad_sync(self) -> None:
+        """Accumulate gradients locally in the backwards that start from now on."""
+        self._reducer.sync_enabled = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards that start inside the block accumulate locally; the next one outside reduces the sum.
+
+        It is read when backward starts, so it may surround forward and backward, or backward alone.
+        """
+        before = self.do_sync
+        self.disable_grad_sync()
+        try:
+            yield
+        finally:
+            self._reducer.sync_enabled = before
+
+    def sync_gradients(self) -> None:
+        """Average what ``p.grad`` holds, now and without a backward.
+
+        For a rank that has no data in a step in which the others run a backward, and after micro-batches that were all
+        run under :meth:`no_sync`. A parameter without a gradient counts as zero. A rank that ran no forward since
+        the last synchronization also takes part in the broadcast of buffers that a forward begins with.
+
+        Raises:
+            DesyncError: if ranks differ in what must be equal everywhere.
+            CommunicationError: if a rank ended or did not come.
+        """
+        if self._channel is not None:
+            self._reducer.settle_aborted()
+            if self.training and self._ledger.forwards_since_sync == 0:
+                self._join_forward()
+                self._ledger.forward()
+                self.sync_buffers()
+        self._reducer.synchronize()
+
+    def weight(self, weight: float) -> AbstractContextManager[None]:
+        """Surround a micro-batch whose loss is a *sum*, with the number of samples or tokens it sums over.
+
+        The gradient becomes Σ gradient / Σ weight over all ranks and micro-batches since the last synchronization,
+        which is the mean loss's gradient over the whole global batch however unevenly it is spread::
+
+            with model.weight(len(y)):
+                F.cross_entropy(model(x), y, reduction="sum").backward()
+
+        Set gradients to None (or zero) between weighted steps, as usual; an average that is kept is summed again.
+
+        Raises:
+            UsageError: if `weight` is negative or no finite number.
+        """
+        self._reducer.settle_aborted()  # which uses up the weights counted so far, so before this one is
+        return self._ledger.weigh(weight)
+
+    def expect_averaged(self, caller: str) -> None:
+        """Refuse, on behalf of `caller`, gradients that are not averages over the ranks.
+
+        Raises:
+            UsageError: says what was not synchronized, and the remedy.
+        """
+        self._guard.expect_whole(caller)
+
+    def watch(self, sampler: Positioned) -> None:
+        """Compare the sampler's epoch and position across ranks in every synchronized backward."""
+        self._ledger.sampler = sampler

@@ -1,0 +1,202 @@
+"""The scene of a schedule: what every rank holds at the start and after each step, found by running it.
+
+A rank is a column and a chunk is a row. A cell has a slot for every rank, filled where that rank's contribution is in
+the sum. Pale cells hold what the result does not depend on.
+"""
+
+from __future__ import annotations
+
+from string import ascii_uppercase
+
+from paceline.comm.algorithms import Schedule, Step, Transfer, holdings
+from paceline.comm.algorithms.schedule import Terms
+from paceline.explain.scene import Frame, Scene, box, counted, text
+
+LEFT, TOP = 22.0, 24.0
+CELL = 18.0
+"""Height of a cell."""
+LANE = 5.0
+"""Between the ways that run above a cell on their way to another one."""
+GAP = 34.0
+"""Between two ranks."""
+NARROWEST = 46.0
+"""A rank's column, which has its name above it."""
+READING = (
+    "A column is a rank, a row a chunk. A number in a cell: that rank's part is in the sum. Framed: has just come. "
+    "Pale: not needed."
+)
+
+
+def scene(schedule: Schedule) -> Scene:
+    """The picture of `schedule`, for up to 16 ranks."""
+    board = Board(schedule)
+    held, needed = holdings(schedule), used_later(schedule)
+    frames = [Frame("start", "every rank holds its own tensor", board.draw(held[0], needed[0]))]
+    for number, step in enumerate(schedule.steps, start=1):
+        drawing = board.draw(held[number], needed[number], step)
+        moving = "".join(board.flight(transfer, held[number - 1]) for transfer in step)
+        title = f"step {number} of {len(schedule.steps)}: {verb(step)}"
+        caption = ", ".join(message(schedule, transfer) for transfer in step)
+        frames.append(Frame(title, caption, drawing, moving))
+    return Scene(title_of(schedule), cost(schedule), READING, board.width, board.height, tuple(frames), board.shared)
+
+
+def title_of(schedule: Schedule) -> str:
+    """``halving-doubling all-reduce, 4 ranks``."""
+    algorithm = schedule.name.removesuffix("_" + schedule.result.replace("-", "_")).replace("_", "-")
+    return f"{algorithm} {schedule.result}, {counted(schedule.size, 'rank')}"
+
+
+def message(schedule: Schedule, transfer: Transfer) -> str:
+    """``0→1 A–C``, or ``0→1`` where there is one chunk only."""
+    ranks = f"{transfer.src}→{transfer.dst}"
+    if schedule.chunks == 1:
+        return ranks
+    first, last = chunk_name(transfer.chunks[0]), chunk_name(transfer.chunks[-1])
+    return f"{ranks} {first}" + (f"–{last}" if last != first else "")
+
+
+def lanes(step: Step) -> dict[tuple[Transfer, int], int]:
+    """For each transfer and chunk the lane above its row that is free all the way, counted from 0."""
+    taken: dict[int, list[tuple[Transfer, int]]] = {}
+    for transfer in sorted(step, key=lambda one: abs(one.dst - one.src)):
+        for chunk in transfer.chunks:
+            row = taken.setdefault(chunk, [])
+            busy = {lane for other, lane in row if _cross(transfer, other)}
+            row.append((transfer, next(lane for lane in range(len(row) + 1) if lane not in busy)))
+    return {(transfer, chunk): lane for chunk, row in taken.items() for transfer, lane in row}
+
+
+def _cross(one: Transfer, other: Transfer) -> bool:
+    if 1 in (abs(one.dst - one.src), abs(other.dst - other.src)):  # neighbours need no lane
+        return False
+    return max(min(one.src, one.dst), min(other.src, other.dst)) <= min(
+        max(one.src, one.dst), max(other.src, other.dst)
+    )
+
+
+def chunk_name(chunk: int) -> str:
+    """A letter."""
+    return ascii_uppercase[chunk]
+
+
+def verb(step: Step) -> str:
+    """What receivers do in `step`."""
+    kinds = {transfer.reduce for transfer in step}
+    return "receivers add or copy" if len(kinds) > 1 else "receivers add" if kinds == {True} else "receivers copy"
+
+
+def cost(schedule: Schedule) -> str:
+    """Steps, and the most that a rank sends and receives, in tensors."""
+    if not schedule.steps:
+        return "One rank has nothing to send."
+    sent, received = [0.0] * schedule.size, [0.0] * schedule.size
+    for transfer in (transfer for step in schedule.steps for transfer in step):
+        sent[transfer.src] += len(transfer.chunks) / schedule.chunks
+        received[transfer.dst] += len(transfer.chunks) / schedule.chunks
+    steps = counted(len(schedule.steps), "step")
+    if max(sent) - min(sent) < 1e-9 and max(received) - min(received) < 1e-9:
+        return f"{steps}; every rank sends and receives {sent[0]:.4g} times the tensor."
+    return f"{steps}; a rank sends up to {max(sent):.4g} and receives up to {max(received):.4g} times the tensor."
+
+
+def used_later(schedule: Schedule) -> list[list[list[bool]]]:
+    """Whether the result depends on what a rank holds of a chunk after k steps: ``[k][rank][chunk]``."""
+    now = [[_in_result(schedule, rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.size)]
+    history = [now]
+    for step in reversed(schedule.steps):
+        before = [list(row) for row in now]
+        for transfer in step:
+            if not transfer.reduce:  # overwritten, whatever was there
+                for chunk in transfer.chunks:
+                    before[transfer.dst][chunk] = False
+        for transfer in step:
+            for chunk in transfer.chunks:
+                before[transfer.src][chunk] |= now[transfer.dst][chunk]
+        now = before
+        history.append(now)
+    return history[::-1]
+
+
+def _in_result(schedule: Schedule, rank: int, chunk: int) -> bool:
+    if schedule.result == "reduce":
+        return rank == schedule.root
+    return chunk == rank if schedule.result == "reduce-scatter" else True
+
+
+class Board:
+    """Where the ranks' cells are, and what they look like."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.size, self.chunks = schedule.size, schedule.chunks
+        self.shared: dict[str, str] = {}
+        """What cells look like, by the name that drawings refer to."""
+        self.slot = 13.0 if self.size <= 8 else 5.0
+        self.column = max(NARROWEST, self.size * self.slot)
+        self.width = LEFT + self.size * (self.column + GAP) - GAP + 2
+        deepest = max((lane for step in schedule.steps for lane in lanes(step).values()), default=0)
+        self.row = CELL + 12 + deepest * LANE
+        self.height = TOP + self.chunks * self.row
+
+    def at(self, rank: int, chunk: int) -> tuple[float, float]:
+        """The upper left corner of a cell."""
+        inset = (self.column - self.size * self.slot) / 2
+        return LEFT + rank * (self.column + GAP) + inset, TOP + (chunk + 1) * self.row - CELL - 2
+
+    def draw(self, held: list[list[Terms]], needed: list[list[bool]], step: Step = ()) -> str:
+        """All cells, and the ways of `step`, which led here."""
+        came = {(transfer.dst, chunk) for transfer in step for chunk in transfer.chunks}
+        names = [
+            text(LEFT + rank * (self.column + GAP) + self.column / 2, 14, f"rank {rank}", "heading", "middle")
+            for rank in range(self.size)
+        ]
+        letters = [
+            text(4, self.at(0, chunk)[1] + 13, chunk_name(chunk), "heading")
+            for chunk in range(self.chunks if self.chunks > 1 else 0)
+        ]
+        cells = [
+            self._cell(rank, chunk, held[rank][chunk], needed[rank][chunk], (rank, chunk) in came)
+            for rank in range(self.size)
+            for chunk in range(self.chunks)
+        ]
+        ways = [self._way(transfer, chunk, lane) for (transfer, chunk), lane in lanes(step).items()]
+        return "".join([*names, *letters, *cells, *ways])
+
+    def flight(self, transfer: Transfer, held: list[list[Terms]]) -> str:
+        """What `transfer` carries, where it starts, with the way that it has to go."""
+        distance = self.at(transfer.dst, 0)[0] - self.at(transfer.src, 0)[0]
+        cells = [self._cell(transfer.src, one, held[transfer.src][one], True, True) for one in transfer.chunks]
+        return f'<g class="flight" style="--dx: {distance:g}px">{"".join(cells)}</g>'
+
+    def _cell(self, rank: int, chunk: int, terms: Terms, needed: bool, came: bool) -> str:
+        x, y = self.at(rank, chunk)
+        name = f"c{self.size}-{'.'.join(map(str, terms))}"
+        if name not in self.shared:
+            self.shared[name] = f'<g id="{name}">{self._sum(terms)}</g>'
+        frame = box(x - 1, y - 1, self.size * self.slot + 2, CELL + 2, "came") if came else ""
+        return f'<use href="#{name}" x="{x:g}" y="{y:g}" class="{"held" if needed else "idle"}"/>{frame}'
+
+    def _sum(self, terms: Terms) -> str:
+        parts = [box(-1, -1, self.size * self.slot + 2, CELL + 2, "cell")]
+        for other in sorted(set(terms)):
+            left = other * self.slot
+            parts.append(box(left + 0.5, 0.5, self.slot - 1, CELL - 1, f"k{other}"))
+            if self.slot > 8:
+                parts.append(text(left + self.slot / 2, 12.5, str(other), "digit", "middle"))
+        return "".join(parts)
+
+    def _way(self, transfer: Transfer, chunk: int, lane: int) -> str:
+        """An arrow from cell to cell; over the cells between, where there are any."""
+        src, dst = transfer.src, transfer.dst
+        wide = self.size * self.slot
+        (start, y), (end, _) = self.at(src, chunk), self.at(dst, chunk)
+        sign = 1 if dst > src else -1
+        x0, x1 = (start + wide + 2, end - 3) if dst > src else (start - 2, end + wide + 3)
+        middle, above = y + CELL / 2, y - 5 - lane * LANE
+        tip = f"{x1:g},{middle:g} {x1 - sign * 6:g},{middle - 3.5:g} {x1 - sign * 6:g},{middle + 3.5:g}"
+        path = (
+            f"M{x0:g},{middle:g} H{x1 - sign * 5:g}"
+            if abs(dst - src) == 1
+            else f"M{x0:g},{middle:g} h{sign * 5:g} V{above:g} H{x1 - sign * 11:g} V{middle:g} h{sign * 6:g}"
+        )
+        return f'<path d="{path}" class="way"/><polygon points="{tip}" class="tip"/>'

@@ -1,0 +1,65 @@
+"""A page: the scenes in one HTML file that plays them, one frame after the other. It needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+
+from paceline.explain.scene import STYLE, Frame, Scene, colours, shared
+
+BUTTONS = (("Start", "Home"), ("Back", "←"), ("Play", "Space"), ("Next", "→"))
+LARGER = 1.6
+"""Than on a sheet, where there is room."""
+
+
+def page(scenes: Sequence[Scene]) -> str:
+    """The HTML document."""
+    folder = files("paceline.explain")
+    styles = folder.joinpath("player.css").read_text("utf-8") + STYLE + colours(scenes)
+    script = folder.joinpath("player.js").read_text("utf-8")
+    title = "; ".join(scene.title for scene in scenes)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>
+{styles}
+</style>
+</head>
+<body>
+<svg width="0" height="0" style="position: absolute" aria-hidden="true"><defs>{shared(scenes)}</defs></svg>
+{"".join(map(_section, scenes))}
+<p class="keys">Keys: Space plays and pauses, → and ← step, Home and End go to the start and the end.</p>
+<script>
+{script}
+</script>
+</body>
+</html>
+"""
+
+
+def _section(scene: Scene) -> str:
+    last = len(scene.frames) - 1
+    buttons = "".join(f'<button type="button" title="{key}">{name}</button>' for name, key in BUTTONS)
+    return f"""<section>
+<h1>{escape(scene.title)}</h1>
+<p>{escape(scene.summary)}</p>
+<p class="reading">{escape(scene.reading)}</p>
+<div class="stage" tabindex="0" role="img" aria-label="{escape(scene.title)}, step by step">
+<svg viewBox="0 0 {scene.width:g} {scene.height:g}" width="{LARGER * scene.width:g}" xmlns="http://www.w3.org/2000/svg">
+{"".join(map(_frame, scene.frames))}
+</svg>
+</div>
+<div class="said" aria-live="polite"><strong></strong><span></span></div>
+<div class="controls">{buttons}
+<input type="range" min="0" max="{last}" value="0" step="1" aria-label="step"></div>
+</section>
+"""
+
+
+def _frame(frame: Frame) -> str:
+    said = f'data-title="{escape(frame.title)}" data-caption="{escape(frame.caption)}"'
+    return f'<g class="frame" {said}>{frame.drawing}</g>\n<g class="moving">{frame.moving}</g>\n'

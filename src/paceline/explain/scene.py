@@ -1,0 +1,116 @@
+"""The scene: a picture in frames, as pieces of SVG that a sheet shows side by side and a page one after the other."""
+
+from __future__ import annotations
+
+import colorsys
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+MOST_RANKS = 16
+"""With more, a picture can no longer be read."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One picture of a scene."""
+
+    title: str
+    """``"step 2 of 6: receivers add"``."""
+    caption: str
+    """What happens, in words."""
+    drawing: str
+    """SVG elements, within the scene's width and height."""
+    moving: str = ""
+    """SVG elements that travel before the drawing is shown, each with its way in ``--dx``."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is drawn of one algorithm."""
+
+    title: str
+    summary: str
+    """One sentence below the title: what it costs."""
+    reading: str
+    """How to read the picture."""
+    width: float
+    height: float
+    frames: tuple[Frame, ...]
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """SVG elements that drawings refer to by their id."""
+    still: str | None = None
+    """What a sheet shows instead of the frames, where one drawing says it all."""
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def text(x: float, y: float, said: str, kind: str = "label", anchor: str = "start") -> str:
+    """A line of text whose baseline is at `y`."""
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(said)}</text>'
+
+
+def box(x: float, y: float, width: float, height: float, kind: str) -> str:
+    """A rectangle."""
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" class="{kind}"/>'
+
+
+def shared(scenes: Sequence[Scene]) -> str:
+    """The elements that the scenes' drawings refer to, each once."""
+    return "".join({name: drawing for scene in scenes for name, drawing in scene.shared.items()}.values())
+
+
+def colours(scenes: Sequence[Scene]) -> str:
+    """Style rules that give each rank, bucket or line a colour: ``k0`` as ground of dark text, ``s0`` as stroke."""
+    drawings = shared(scenes) + "".join(frame.drawing for one in scenes for frame in one.frames)
+    drawings += "".join(one.still or "" for one in scenes)
+    kinds = 1 + max((int(number) for number in re.findall(r'class="[ks](\d+)', drawings)), default=0)
+
+    def rules(ground: float, stroke: float) -> list[str]:
+        return [
+            f".k{one} {{ fill: {_colour(one, kinds, ground)}; }} .s{one} {{ stroke: {_colour(one, kinds, stroke)}; }}"
+            for one in range(kinds)
+        ]
+
+    return "\n".join([*rules(0.74, 0.42), "@media (prefers-color-scheme: dark) {", *rules(0.68, 0.68), "}"])
+
+
+def _colour(one: int, kinds: int, lightness: float) -> str:
+    red, green, blue = colorsys.hls_to_rgb((0.58 + one / kinds) % 1, lightness, 0.62)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+
+
+STYLE = """
+svg { font: 12px system-ui, "DejaVu Sans", sans-serif; }
+.ground { fill: #ffffff; }
+.heading { fill: #1a1d21; font-weight: 600; }
+.big { fill: #1a1d21; font-weight: 600; font-size: 16px; }
+.label { fill: #4a5057; }
+.digit { fill: #14171a; font-size: 10px; }
+.cell { fill: #eceef0; stroke: #b9bec4; }
+.came { fill: none; stroke: #1a1d21; stroke-width: 2; }
+.way { fill: none; stroke: #1a1d21; stroke-width: 1.4; }
+.tip { fill: #1a1d21; }
+.idle { opacity: 0.35; }
+.ghost { fill: none; stroke: #b9bec4; stroke-dasharray: 3 3; }
+.axis { stroke: #b9bec4; }
+.now { stroke: #c0392b; stroke-width: 1.5; }
+.line { fill: none; stroke-width: 2; }
+.model { fill: none; stroke-dasharray: 3 4; stroke-width: 1.4; }
+.lead { fill: none; stroke-width: 1; }
+.dot { fill: #ffffff; stroke-width: 2; }
+@media (prefers-color-scheme: dark) {
+  .ground { fill: #16191d; }
+  .heading, .big { fill: #eef0f2; }
+  .label { fill: #b4bac1; }
+  .cell { fill: #2b3036; }
+  .cell, .ghost, .axis { stroke: #596069; }
+  .came, .way { stroke: #eef0f2; }
+  .tip { fill: #eef0f2; }
+  .dot { fill: #16191d; }
+}
+"""

@@ -1,0 +1,140 @@
+"""``paceline.get``: a rank's place in the world, or in one dimension of a device mesh, by a short name.
+
+paceline.get("rank")                        among all ranks
+paceline.get("rank", mesh["dp"])            along a mesh's dimension, given as a 1-D mesh
+paceline.get.register_mesh(mesh)
+paceline.get("rank", "dp")                  along that dimension of the registered mesh
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.errors import UsageError, WorldError
+from paceline.world import current
+
+Where = DeviceMesh | str | None
+EVERYWHERE = ("grank", "lrank", "device")
+"""What no mesh changes, but for the kind of device."""
+GROUPED = ("ws", "rank", "pg")
+"""What belongs to one group of ranks: the world's, or that of one dimension."""
+
+
+class Get:
+    """A rank's place, asked for by name: ``get(what, mesh=None)``.
+
+    | what       | without a mesh                          | with the dimension of a mesh        |
+    |------------|-----------------------------------------|-------------------------------------|
+    | ``ws``     | number of all ranks                     | number of ranks along it            |
+    | ``rank``   | rank among all                          | rank in its process group           |
+    | ``pg``     | the process group of all ranks          | that of the ranks along it          |
+    | ``grank``  | rank among all                          | the same                            |
+    | ``lrank``  | rank on this host                       | the same                            |
+    | ``device`` | where this rank's replica belongs       | this rank's device of the mesh's type |
+
+    ``mesh`` is a ``DeviceMesh`` of one dimension, such as a slice ``mesh["dp"]``, or the name of a dimension of the
+    mesh given to :meth:`register_mesh`, which lasts as long as the process group. Rank and process group go together:
+    torch sorts ranks in some groups, so where a mesh is not in the order of ranks, its coordinates are another thing.
+
+    Raises:
+        WorldError: before :func:`paceline.init`, if this rank is not part of the mesh, or if a name is given and no
+            mesh is registered.
+        UsageError: for an unknown name, and for a mesh of several dimensions where it must be one.
+    """
+
+    def __init__(self) -> None:
+        self._mesh: DeviceMesh | None = None
+        self._group: Any = None
+        """Weak reference to the process group of all ranks in which the mesh was registered."""
+
+    @overload
+    def __call__(self, what: Literal["ws", "rank", "grank", "lrank"], mesh: Where = None) -> int: ...
+
+    @overload
+    def __call__(self, what: Literal["pg"], mesh: Where = None) -> dist.ProcessGroup: ...
+
+    @overload
+    def __call__(self, what: Literal["device"], mesh: Where = None) -> torch.device: ...
+
+    def __call__(self, what: str, mesh: Where = None) -> Any:
+        """The value; see the class."""
+        if what not in (*GROUPED, *EVERYWHERE):
+            raise UsageError(f"get({what!r}) is unknown; ask for one of {', '.join((*GROUPED, *EVERYWHERE))}")
+        world = current()
+        if mesh is None:
+            values = {"ws": world.size, "rank": world.rank, "pg": dist.group.WORLD}
+        else:
+            mesh = self._named(mesh) if isinstance(mesh, str) else _expect_mesh(mesh)
+            if mesh.get_coordinate() is None:
+                raise WorldError(
+                    f"rank {world.rank} is not part of the mesh, which has ranks {mesh.mesh.flatten().tolist()}; "
+                    "ask on those ranks only"
+                )
+            if what in GROUPED:
+                _expect_one_dimension(mesh, what)
+                values = {"ws": mesh.size(), "rank": mesh.get_local_rank(), "pg": mesh.get_group()}
+        if what in GROUPED:
+            return values[what]
+        if what == "device":
+            return world.device if mesh is None else _device(mesh)
+        return world.rank if what == "grank" else world.local_rank
+
+    def register_mesh(self, mesh: DeviceMesh) -> None:
+        """Let dimensions of `mesh` be named in later calls, until another one is registered or the group ends.
+
+        Raises:
+            UsageError: if it is no ``DeviceMesh``, or its dimensions have no names.
+            WorldError: before :func:`paceline.init`.
+        """
+        current()
+        if not _expect_mesh(mesh).mesh_dim_names:
+            raise UsageError(
+                "the mesh has no names to ask for; make it with "
+                f"init_device_mesh({mesh.device_type!r}, {tuple(mesh.mesh.shape)}, mesh_dim_names=(…))"
+            )
+        self._mesh, self._group = mesh, weakref.ref(dist.group.WORLD)
+
+    def _named(self, name: str) -> DeviceMesh:
+        if self._mesh is None or self._group() is not dist.group.WORLD:
+            raise WorldError(
+                f"dimension {name!r} was asked for, but no mesh is registered in this process group; call "
+                "paceline.get.register_mesh(mesh) first, or give the mesh itself"
+            )
+        try:
+            return self._mesh[name]
+        except KeyError:
+            known = ", ".join(map(repr, self._mesh.mesh_dim_names or ()))
+            raise UsageError(f"the registered mesh has no dimension {name!r}; it has {known}") from None
+
+
+def _expect_mesh(mesh: Any) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(
+            f"mesh must be a DeviceMesh or the name of a dimension of the registered one, not {type(mesh).__name__}"
+        )
+    return mesh
+
+
+def _expect_one_dimension(mesh: DeviceMesh, what: str) -> None:
+    if mesh.ndim == 1:
+        return
+    names = mesh.mesh_dim_names
+    remedy = f"give one of them, mesh[{names[0]!r}]" if names else "give a mesh of one dimension"
+    raise UsageError(
+        f"get({what!r}) is about one dimension, but the mesh has {mesh.ndim}"
+        f"{' (' + ', '.join(names) + ')' if names else ''}; {remedy}"
+    )
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    """This rank's device of the mesh's type."""
+    kind = mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+get = Get()

@@ -1,0 +1,62 @@
+"""Headless Chromium for tests of pages: ``run_in_page`` runs a script in the page and returns what it reports.
+
+    values = run_in_page(page, "report(document.title)", tmp_path)
+
+The test is skipped where there is no Chromium.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+PATIENCE_S = 60.0
+_REPORTS = """<script>
+const report = (value) => {
+  const line = document.createElement("pre");
+  line.className = "test-report";
+  line.textContent = JSON.stringify(value);
+  document.body.append(line);
+};
+addEventListener("error", (event) => report({error: String(event.message)}));
+</script>"""
+
+
+def run_in_page(page: str, script: str, folder: Path, *options: str, milliseconds: int = 20_000) -> list[Any]:
+    """What `script`, which runs after the page's own, gave to ``report``; `milliseconds` of the page's clock pass."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
+    assert "</body>" in page
+    changed = page.replace("<head>", f"<head>{_REPORTS}", 1).replace("</body>", f"<script>{script}</script></body>", 1)
+    file = folder / "page.html"
+    file.write_text(changed, "utf-8")
+    command = [chromium, *FLAGS, f"--user-data-dir={folder / 'chromium'}", f"--virtual-time-budget={milliseconds}"]
+    done = subprocess.run(
+        [*command, *options, "--dump-dom", file.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, "HOME": str(folder)},
+    )
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r'<pre class="test-report">(.*?)</pre>', done.stdout, re.DOTALL)
+    return [json.loads(html.unescape(one)) for one in said]

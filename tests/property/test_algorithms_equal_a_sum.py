@@ -1,0 +1,220 @@
+"""Promise: every algorithm gives the float64 sum, integers exactly, with the same bits on every rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from paceline.comm import algorithms
+from paceline.comm.algorithms import NAMES, bounds, build
+from paceline.world import World
+from threads import ThreadRanks
+from twins import Pools
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+ALL_REDUCES = [name for name in NAMES if name.endswith("all_reduce")]
+
+
+@functools.cache
+def operand(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(77 * count + rank)
+    if dtype.is_floating_point:
+        return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(-(2**40), 2**40, (count,), generator=generator)
+
+
+def lengths(size: int) -> list[int]:
+    return sorted({0, 1, size - 1, size, size + 1, 65537})
+
+
+def call(name: str, tensor: Tensor, group: Any, root: int, check: bool = False) -> Tensor:
+    """Run it with the root where it has one; `root` is a rank of the world."""
+    options: dict[str, Any] = {"group": group, "check": check}
+    if name in ("linear_reduce", "tree_reduce"):
+        options["dst"] = root
+    elif name.endswith("broadcast"):
+        options["src"] = root
+    elif name == "hierarchical_all_reduce":
+        options["hosts"] = [rank // 2 for rank in range(group.size())]
+    result = getattr(algorithms, name)(tensor, **options)
+    return tensor if result is None else result
+
+
+@functools.cache
+def exact_sum(size: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The operands' sum in double precision, or of integers; and the sum of their magnitudes."""
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    stacked = torch.stack([operand(rank, count, dtype).to(wide) for rank in range(size)])
+    return stacked.sum(0), stacked.abs().sum(0)
+
+
+def expect(name: str, results: list[Tensor], count: int, dtype: torch.dtype, root: int) -> None:
+    """`results` of all ranks of an algorithm are what they must be, where each began with its :func:`operand`."""
+    size = len(results)
+    operands = [operand(rank, count, dtype) for rank in range(size)]
+    result = build(name, size).result
+    where = f"{name} of {size} ranks, {count} × {dtype}"
+    if result == "broadcast":
+        assert all(torch.equal(one, operands[root]) for one in results), where
+        return
+    if result == "all-gather":
+        parts = [operands[rank][bounds(count, size, rank)] for rank in range(size)]
+        assert all(torch.equal(one, torch.cat(parts)) for one in results), where
+        return
+    total, slack = exact_sum(size, count, dtype)
+    if result == "all-reduce":
+        same = [one.view(torch.uint8) for one in results] if count else results
+        assert all(torch.equal(one, same[0]) for one in same), f"{where}: ranks differ"
+        close(results[0], total, slack, size, where)
+    elif result == "reduce":
+        close(results[root], total, slack, size, where)
+    else:
+        for rank, one in enumerate(results):
+            mine = bounds(count, size, rank)
+            close(one, total[mine], slack[mine], size, where)
+
+
+def close(found: Tensor, total: Tensor, slack: Tensor, size: int, where: str) -> None:
+    if not found.dtype.is_floating_point:
+        assert torch.equal(found, total), where
+        return
+    allowed = size * torch.finfo(found.dtype).eps * slack
+    assert found.shape == total.shape, where
+    assert bool(((found.double() - total).abs() <= allowed).all()), where
+
+
+def every_algorithm(group: Any, dtype: torch.dtype, counts: list[int], check: bool) -> list[Tensor]:
+    """On one rank: the result of each algorithm for each length."""
+    return [
+        call(name, operand(group.rank(), count, dtype).clone(), group, (count + 1) % group.size(), check)
+        for name in NAMES
+        for count in counts
+    ]
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_every_algorithm_equals_the_sum_on_any_number_of_ranks(size: int) -> None:
+    ranks, counts = ThreadRanks(size), lengths(size)
+    for dtype in DTYPES:
+        results = ranks.run(every_algorithm, dtype, counts, dtype is torch.int64 and size < 4)
+        for index, (name, count) in enumerate((name, count) for name in NAMES for count in counts):
+            expect(name, [one[index] for one in results], count, dtype, (count + 1) % size)
+
+
+def odd_values(group: Any, name: str) -> Tensor:
+    """NaNs with a payload of the rank's own, infinities of both signs, zeros of both signs, and much cancellation."""
+    tensor = operand(group.rank(), 100, torch.float32).clone()
+    tensor[::7] *= 1e30 * (-1) ** group.rank()
+    tensor[1::7] = float("inf") if group.rank() % 2 else float("-inf")
+    tensor[2::7] = -0.0 if group.rank() else 0.0
+    tensor.view(torch.int32)[3::7] = 0x7FC00001 + group.rank()
+    return call(name, tensor, group, 0)
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_ranks_agree_to_the_bit_on_nan_infinity_and_cancellation(size: int) -> None:
+    ranks = ThreadRanks(size)
+    for name in ALL_REDUCES:
+        bits = [one.view(torch.int32) for one in ranks.run(odd_values, name)]
+        assert all(torch.equal(one, bits[0]) for one in bits), name
+
+
+def reductions(group: Any) -> None:
+    rank, size = group.rank(), group.size()
+    wanted = torch.arange(1.0, size + 1)
+    for name in ALL_REDUCES:
+        run = getattr(algorithms, name)
+        for op, value in (
+            (ReduceOp.AVG, wanted.mean()),
+            (ReduceOp.MAX, wanted.max()),
+            (ReduceOp.MIN, wanted.min()),
+            (ReduceOp.PRODUCT, wanted.prod()),
+        ):
+            tensor = torch.full((3, 5), rank + 1.0)
+            run(tensor, op=op, group=group)
+            assert torch.equal(tensor, torch.full((3, 5), float(value))), (name, op)
+        for dtype in (torch.complex64, torch.bool, torch.float16):
+            tensor = torch.ones(5, dtype=dtype)
+            run(tensor, group=group)
+            assert torch.equal(tensor, torch.full((5,), size).to(dtype)), (name, dtype)
+    tensor = torch.full((10,), rank + 1.0)
+    mine = algorithms.ring_reduce_scatter(tensor, op=ReduceOp.AVG, group=group)
+    assert torch.equal(mine, torch.full_like(mine, float(wanted.mean())))
+    assert mine.data_ptr() == tensor[bounds(10, size, rank)].data_ptr()
+    tensor = torch.full((4,), rank + 1.0)
+    algorithms.tree_reduce(tensor, dst=size - 1, op=ReduceOp.AVG, group=group)
+    if rank == size - 1:
+        assert torch.equal(tensor, torch.full((4,), float(wanted.mean())))
+    tensor = torch.full((4,), rank + 1.0)
+    algorithms.linear_reduce(tensor, dst=0, group=group)
+    assert torch.equal(tensor, torch.full((4,), float(wanted.sum()) if rank == 0 else rank + 1.0))
+
+
+def test_all_reductions_and_dtypes_that_torch_has() -> None:
+    ThreadRanks(4).run(reductions)  # a power of two, so that the average is exact
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Pools]:
+    with Pools("paceline") as pools:
+        yield pools
+
+
+def in_processes(world: World, backend: str, dtype: torch.dtype, counts: list[int]) -> list[Tensor]:
+    group = dist.group.WORLD if backend == "paceline" else dist.new_group(backend=backend)
+    return every_algorithm(group, dtype, counts, check=True)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_processes_give_the_bits_that_threads_give(size: int, backend: str, processes: Pools) -> None:
+    counts = [0, size - 1, 1000]
+    alone = ThreadRanks(size).run(every_algorithm, torch.float32, counts, False)
+    together = processes.run(size, in_processes, backend, torch.float32, counts)
+    for mine, others in zip(alone, together, strict=True):
+        for one, other in zip(mine, others, strict=True):
+            assert torch.equal(one, other)
+
+
+def in_a_part(world: World) -> list[Tensor]:
+    ranks = [3, 1, 2]  # torch sorts them
+    group = dist.new_group(ranks)
+    if world.rank not in ranks:
+        return []
+    made = []
+    for name in NAMES:
+        made.append(call(name, operand(world.rank - 1, 11, torch.float64).clone(), group, 2, check=True))
+    return made
+
+
+def test_a_sub_group_takes_roots_by_their_rank_in_the_world(processes: Pools) -> None:
+    results = processes.run(4, in_a_part)
+    assert results[0] == []
+    for index, name in enumerate(NAMES):
+        expect(name, [one[index] for one in results[1:]], 11, torch.float64, 1)
+
+
+def own_hosts(world: World) -> None:
+    import os
+
+    os.environ["PACELINE_HOSTS"] = "2"
+    try:
+        tensor = torch.arange(9) + world.rank
+        algorithms.hierarchical_all_reduce(tensor)
+        assert torch.equal(tensor, 4 * torch.arange(9) + 6)
+    finally:
+        del os.environ["PACELINE_HOSTS"]
+
+
+def test_ranks_tell_each_other_their_hosts(processes: Pools) -> None:
+    processes.run(4, own_hosts)

@@ -1,0 +1,292 @@
+"""Under torch.compile, inside the wrapper and around it: the same gradients as in eager mode, and still overlapped."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from paceline.events import Recorder
+from paceline.world import World
+from ranks import Ranks, run_ranks
+from twins import Case, reentrant, same_gradients, same_weights, train_beside_twin
+
+WIDTH = 384
+"""A square layer of this width in fp64 fills a bucket of 1 MiB, below which torch cuts no graph."""
+STEPS = 4
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int = 4, *, checkpointing: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(count)])
+        self.checkpointing = checkpointing
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
+            x = x.tanh()
+        return x
+
+
+def sequence() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3)])
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    """Patient ranks: the first to compile loads torch's compiler, which takes long on a busy machine."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def quietly(world: World, function: Callable[..., Any], *arguments: Any) -> Any:
+    with warnings.catch_warnings():
+        # torch.compile asks for the gradient of every tensor that it finds, and torch warns of that.
+        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", message=r"`torch\.jit\.")  # with which torch itself compiles
+        return function(world, *arguments)
+
+
+def run(two: Ranks, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    return two.run(quietly, function, *arguments)
+
+
+def batch(rank: int, step: int, count: int = 3) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+
+
+def compiled(how: str, module: nn.Module, **options: Any) -> tuple[DistributedDataParallel, Callable[[Tensor], Tensor]]:
+    """A wrapper with buckets of 1 MiB, and what is called instead of it."""
+    kept = {name: options.pop(name) for name in ("recorder",) if name in options}
+    compile_ = partial(torch.compile, **{"backend": "aot_eager", **options})
+    if how == "inside":
+        model = DistributedDataParallel(compile_(module), bucket_cap_mb=1, **kept)
+        return model, model
+    model = DistributedDataParallel(module, bucket_cap_mb=1, **kept)
+    if how == "outside":
+        return model, compile_(model)
+    if how == "in place":
+        model.compile(**{"backend": "aot_eager", **options})
+        return model, model
+    return model, compile_(lambda x: model(x) * 1)  # "in a function"
+
+
+def beside_eager(world: World, how: str, build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    """Train compiled beside an eager wrapper; nothing is compiled again after the first step."""
+    torch._dynamo.reset()
+    counters.clear()
+    module, twin = build(), build()
+    model, call = compiled(how, module, **options)
+    eager = DistributedDataParallel(twin, bucket_cap_mb=1)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, eager)]
+    graphs = 0
+    for step in range(STEPS):
+        x = batch(world.rank, step)
+        call(x).square().mean().backward()
+        eager(x).square().mean().backward()
+        same_gradients(module, twin, where=f"step {step}:")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same_weights(module, twin, where=f"step {step}:")
+        made = counters["stats"]["unique_graphs"]
+        assert graphs == made if step else made > 0, f"{made} graphs after step {step}, {graphs} before"
+        graphs = made
+
+
+FULL = {"fullgraph": True}
+
+
+@pytest.mark.parametrize(
+    ("how", "build", "options"),
+    [
+        ("inside", Layers, FULL),
+        ("inside", sequence, FULL),
+        ("outside", Layers, FULL),
+        ("outside", sequence, FULL),
+        ("in place", Layers, FULL),
+        ("in a function", Layers, {}),
+        ("outside", partial(Layers, checkpointing=True), {}),
+        ("inside", partial(Layers, checkpointing=True), {}),
+        ("outside", Layers, {"dynamic": True}),
+    ],
+)
+def test_compiled_equals_eager(two: Ranks, how: str, build: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    run(two, beside_eager, how, build, options)
+
+
+def with_inductor(world: World, how: str, folder: str) -> None:
+    from torch._inductor import config
+
+    # One folder for all ranks, so that each kernel is compiled once; little is prepared for a few.
+    alone = config.patch({"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False})
+    with alone, mock.patch.dict("os.environ", TORCHINDUCTOR_CACHE_DIR=folder):
+        beside_eager(world, how, partial(Layers, 1), {"backend": "inductor"})
+
+
+def test_compiled_by_inductor_equals_eager(tmp_path: Path) -> None:
+    run_ranks(2, quietly, with_inductor, "outside", str(tmp_path))
+
+
+# -- accumulation, weights, unused parts: beside one process -----------------------------------------------------------
+
+
+def inside(build: Callable[[], nn.Module]) -> nn.Module:
+    return torch.compile(build(), backend="aot_eager")
+
+
+def train_compiled(world: World, case: Case) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    train_beside_twin(world, replace(case, build=partial(inside, case.build)))
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+CASES = {
+    "no_sync, weights, batches of changing size": Case(micros=2),
+    "no_sync around backward, zeroed gradients": Case(micros=2, window="backward", set_to_none=False),
+    "sync_gradients": Case(micros=2, window="sync_gradients"),
+    "other parts on other ranks": Case(pattern="other parts on other ranks"),
+    "reentrant checkpoints": Case(build=reentrant),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_compiled_equals_one_process(two: Ranks, case: Case) -> None:
+    run(two, train_compiled, case)
+
+
+# -- overlap -----------------------------------------------------------------------------------------------------------
+
+
+class Log(Recorder):
+    """Keeps the order of events: G, a compiled graph's backward; L, a launch; W, the wait at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def span(self, label: str) -> Any:
+        self.events.append(label[0].upper())
+        return super().span(label)
+
+
+def order_of_events(world: World, how: str) -> list[str]:
+    torch._dynamo.reset()
+    log = Log()
+
+    def backward_of(graph: Any, _inputs: Any) -> Any:
+        def run(arguments: list[Tensor]) -> Any:
+            log.events.append("G")
+            return graph(*arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=backward_of)
+    _, call = compiled(how, Layers(), backend=backend, recorder=log)
+    steps = []
+    for step in range(3):
+        log.events.clear()
+        call(batch(world.rank, step)).sum().backward()
+        steps.append("".join(log.events))
+    return steps
+
+
+@pytest.mark.parametrize("how", ["inside", "outside"])
+def test_every_bucket_is_launched_before_the_next_graph_runs(two: Ranks, how: str) -> None:
+    for first, *others in run(two, order_of_events, how):
+        assert first == "GLGLGLGLW"
+        for step in others:  # buckets were rebuilt; what is left over fills one more
+            assert step == "GLGLGLGLLW"
+
+
+# -- around it ---------------------------------------------------------------------------------------------------------
+
+
+def whole_step(world: World) -> None:
+    torch._dynamo.reset()
+    module, twin = Layers(2), Layers(2)
+    model, eager = DistributedDataParallel(module), DistributedDataParallel(twin)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, eager)]
+
+    def step_of(one: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+        def step(x: Tensor) -> None:
+            optimizer.zero_grad()
+            one(x).square().mean().backward()
+            optimizer.step()
+
+        return step
+
+    compiled_step = torch.compile(step_of(model, optimizers[0]), backend="aot_eager")
+    eager_step = step_of(eager, optimizers[1])
+    for step in range(3):
+        compiled_step(batch(world.rank, step))
+        eager_step(batch(world.rank, step))
+        same_gradients(module, twin)
+        same_weights(module, twin)
+
+
+def test_a_whole_step_in_a_compiled_function(two: Ranks) -> None:
+    run(two, whole_step)
+
+
+def under_compiled_autograd(world: World) -> None:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        model = DistributedDataParallel(Layers(1))
+
+        @torch.compile(backend="aot_eager")
+        def step(x: Tensor) -> None:
+            model(x).sum().backward()
+
+        with pytest.raises(UsageError, match=r"compiled autograd.*leave torch._dynamo.config.compiled_autograd False"):
+            step(batch(world.rank, 0))
+    model.zero_grad()
+    model(batch(world.rank, 0)).sum().backward()  # all is well without it
+
+
+def test_compiled_autograd_is_refused(two: Ranks) -> None:
+    run(two, under_compiled_autograd)
+
+
+def torchs_own(world: World) -> None:
+    """What runs between graphs on our process group is torch's reducer and functional collectives."""
+    torch._dynamo.reset()
+    module, twin = Layers(2), Layers(2)
+    compiled_ddp = torch.compile(nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1), backend="aot_eager")
+    eager = nn.parallel.DistributedDataParallel(twin, bucket_cap_mb=1)
+    for step in range(3):
+        for model in (compiled_ddp, eager):
+            model.zero_grad()
+            model(batch(world.rank, step)).sum().backward()
+        same_gradients(module, twin)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def doubled_sum(x: Tensor) -> Tensor:
+        y = x * 2
+        dist.all_reduce(y)
+        return y + 1
+
+    assert doubled_sum(torch.ones(3)).eq(2 * world.size + 1).all()
+
+
+def test_torchs_own_ddp_and_collectives_compile_on_our_group(two: Ranks) -> None:
+    run(two, torchs_own)

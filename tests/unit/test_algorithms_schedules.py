@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+from math import ceil, log2
+from typing import Any
+
+import pytest
+
+from paceline.comm.algorithms import NAMES, Schedule, bounds, build, elements, holdings
+from paceline.comm.algorithms.schedule import Transfer, together
+from paceline.errors import UsageError
+
+SIZES = range(1, 18)
+ROOTED = [name for name in NAMES if name.endswith("broadcast") or name in ("linear_reduce", "tree_reduce")]
+
+
+def hosts_of(size: int) -> list[list[int] | None]:
+    """Ways to spread ranks over hosts: one, blocks, dealt out, one rank apart, all apart, no two alike."""
+    return [
+        None,
+        [rank // 3 for rank in range(size)],
+        [rank % 2 for rank in range(size)],
+        [min(rank, 1) for rank in range(size)],
+        list(range(size)),
+        [[0, 1, 1, 2, 2, 2][rank % 6] for rank in range(size)],
+    ]
+
+
+def every_schedule() -> list[Any]:
+    found = []
+    for name in NAMES:
+        for size in SIZES:
+            roots = sorted({0, 1 % size, size // 2, size - 1}) if name in ROOTED else [0]
+            spread = hosts_of(size) if name == "hierarchical_all_reduce" else [None]
+            found += [build(name, size, root, hosts) for root in roots for hosts in spread]
+    return found
+
+
+EVERY = every_schedule()
+
+
+def test_every_chunk_arrives_and_every_contribution_counts_once() -> None:
+    for schedule in EVERY:
+        end, everyone = holdings(schedule)[-1], tuple(range(schedule.size))
+        where = f"{schedule.name} of {schedule.size} ranks, root {schedule.root}"
+        if schedule.result == "all-reduce":
+            assert all(terms == everyone for chunks in end for terms in chunks), where
+        elif schedule.result == "broadcast":
+            assert all(terms == (schedule.root,) for chunks in end for terms in chunks), where
+        elif schedule.result == "reduce":
+            assert schedule.root is not None
+            assert all(terms == everyone for terms in end[schedule.root]), where
+        elif schedule.result == "reduce-scatter":
+            assert [end[rank][rank] for rank in everyone] == [everyone] * schedule.size, where
+        else:
+            assert all(end[rank][chunk] == (chunk,) for rank in everyone for chunk in everyone), where
+
+
+def test_a_rank_sends_one_message_and_receives_one_in_a_step() -> None:
+    for schedule in EVERY:
+        for step in schedule.steps:
+            assert step, f"{schedule.name}: a step without a message"
+            assert len({one.src for one in step}) == len(step) == len({one.dst for one in step})
+            assert all(one.src != one.dst and len(one.chunks) > 0 for one in step)
+
+
+def test_no_rank_receives_a_chunk_that_it_sends_in_the_same_step() -> None:
+    for schedule in EVERY:
+        for rank in range(schedule.size):
+            for sent, received in schedule.of(rank):
+                going = {chunk for one in sent for chunk in one.chunks}
+                assert not going & {chunk for one in received for chunk in one.chunks}
+
+
+def test_every_rank_ends_with_the_very_same_sum_not_only_the_same_terms() -> None:
+    """The order of operands is part of a sum's bits: all ranks must hold one rank's expression."""
+    for schedule in EVERY:
+        if schedule.result != "all-reduce":
+            continue
+        held: list[list[Any]] = [[rank] * schedule.chunks for rank in range(schedule.size)]
+        for step in schedule.steps:
+            before = [list(chunks) for chunks in held]
+            for one in step:
+                for chunk in one.chunks:
+                    came = before[one.src][chunk]
+                    held[one.dst][chunk] = (before[one.dst][chunk], came) if one.reduce else came
+        assert all(chunks == held[0] for chunks in held), f"{schedule.name} of {schedule.size}"
+
+
+def log(size: int) -> int:
+    return ceil(log2(size))
+
+
+STEPS = [
+    ("linear_broadcast", lambda p: p - 1),
+    ("linear_reduce", lambda p: p - 1),
+    ("tree_broadcast", log),
+    ("tree_reduce", log),
+    ("tree_all_reduce", lambda p: 2 * log(p)),
+    ("scatter_all_gather_broadcast", lambda p: log(p) + p - 1),
+    ("ring_reduce_scatter", lambda p: p - 1),
+    ("ring_all_gather", lambda p: p - 1),
+    ("ring_all_reduce", lambda p: 2 * (p - 1)),
+    ("halving_doubling_all_reduce", lambda p: 2 * int(log2(p)) + (0 if log2(p).is_integer() else 2)),
+    ("hierarchical_all_reduce", lambda p: 2 * (p - 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "law"), STEPS, ids=[name for name, _ in STEPS])
+def test_there_are_as_many_steps_as_the_law_says(name: str, law: Any) -> None:
+    assert [len(build(name, size).steps) for size in SIZES] == [law(size) for size in SIZES]
+
+
+def sent_by(schedule: Schedule, count: int) -> list[int]:
+    sent = [0] * schedule.size
+    for step in schedule.steps:
+        for one in step:
+            sent[one.src] += elements(schedule, one, count)
+    return sent
+
+
+@pytest.mark.parametrize("name", ["ring_all_reduce", "halving_doubling_all_reduce", "hierarchical_all_reduce"])
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_every_rank_sends_the_fewest_bytes_that_an_all_reduce_can_do_with(name: str, size: int) -> None:
+    hosts = [rank * 2 // size for rank in range(size)] if name.startswith("hier") else None
+    assert sent_by(build(name, size, hosts=hosts), 240 * size) == [2 * (size - 1) * 240] * size
+
+
+@pytest.mark.parametrize("size", [3, 5, 6, 7, 9])
+def test_the_ring_does_so_for_any_number_of_ranks(size: int) -> None:
+    assert sent_by(build("ring_all_reduce", size), 7 * size) == [2 * (size - 1) * 7] * size
+    assert sent_by(build("ring_reduce_scatter", size), 7 * size) == [(size - 1) * 7] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_scatter_and_all_gather_bring_a_rank_less_than_twice_the_message(size: int) -> None:
+    schedule = build("scatter_all_gather_broadcast", size, size // 2)
+    received = [0] * size
+    for step in schedule.steps:
+        for one in step:
+            received[one.dst] += elements(schedule, one, 60 * size)
+    assert max(received) < 2 * 60 * size
+    assert max(sent_by(schedule, 60 * size)) < 2 * 60 * size
+
+
+def test_hosts_send_each_byte_over_the_network_once_each_way() -> None:
+    hosts = [0, 0, 0, 0, 1, 1, 1, 1]
+    schedule = build("hierarchical_all_reduce", 8, hosts=hosts)
+    across = [0, 0]
+    for step in schedule.steps:
+        for one in step:
+            if hosts[one.src] != hosts[one.dst]:
+                across[hosts[one.src]] += elements(schedule, one, 800)
+    assert across == [800, 800]  # 2 (h−1)/h · n
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 6, 7, 100])
+@pytest.mark.parametrize("chunks", [1, 2, 6, 7])
+def test_chunks_cover_a_tensor_of_any_length_evenly(count: int, chunks: int) -> None:
+    parts = [bounds(count, chunks, chunk) for chunk in range(chunks)]
+    assert [index for part in parts for index in range(count)[part]] == list(range(count))
+    lengths = [part.stop - part.start for part in parts]
+    assert max(lengths) - min(lengths) <= 1
+    assert bounds(count, chunks, 0, chunks) == slice(0, count)
+
+
+def test_the_ring_of_three_is_as_drawn() -> None:
+    drawn = [
+        "0→1 2+  1→2 0+  2→0 1+",
+        "0→1 1+  1→2 2+  2→0 0+",
+        "0→1 0   1→2 1   2→0 2",
+        "0→1 2   1→2 0   2→0 1",
+    ]
+    assert [drawing(step) for step in build("ring_all_reduce", 3).steps] == [line.split() for line in drawn]
+
+
+def test_halving_and_doubling_of_four_is_as_drawn() -> None:
+    drawn = [
+        "0→2 23+  1→3 23+  2→0 01+  3→1 01+",
+        "0→1 1+   1→0 0+   2→3 3+   3→2 2+",
+        "1→0 1    0→1 0    3→2 3    2→3 2",
+        "2→0 23   3→1 23   0→2 01   1→3 01",
+    ]
+    steps = build("halving_doubling_all_reduce", 4).steps
+    assert [drawing(step) for step in steps] == [line.split() for line in drawn]
+
+
+def test_the_tree_of_six_is_as_drawn() -> None:
+    drawn = ["1→0 0+ 3→2 0+ 5→4 0+", "2→0 0+", "4→0 0+"]
+    assert [drawing(step) for step in build("tree_reduce", 6).steps] == [line.split() for line in drawn]
+    down = ["3→1 0", "3→5 0", "3→4 0 5→0 0 1→2 0"]
+    assert [drawing(step) for step in build("tree_broadcast", 6, root=3).steps] == [line.split() for line in down]
+
+
+def drawing(step: tuple[Transfer, ...]) -> list[str]:
+    words = []
+    for one in step:
+        words += [f"{one.src}→{one.dst}", "".join(map(str, one.chunks)) + "+" * one.reduce]
+    return words
+
+
+def test_phases_of_unequal_length_run_side_by_side() -> None:
+    a, b = Transfer(0, 1, range(1), True), Transfer(2, 3, range(1), True)
+    assert together([(a,), (a,)], [(b,)]) == [(a, b), (a,)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("ring", 2), "there is no algorithm 'ring'; choose one of linear_broadcast"),
+        (("ring_all_reduce", 0), "a schedule needs 1 rank or more, not 0"),
+        (("tree_broadcast", 4, 4), "rank 4 is none of the 4 ranks 0 to 3"),
+        (("hierarchical_all_reduce", 3, 0, "ab"), "hosts names 2 hosts for 3 ranks"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_by_name(arguments: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build(*arguments)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from math import ceil, log2
+
+import pytest
+
+from paceline.comm.algorithms import NAMES, build
+from paceline.comm.cost import LARGEST, Link, Model, Sample, crossovers, features, fit, select
+from paceline.errors import UsageError
+
+Law = Callable[[int, float], tuple[float, float, float]]
+
+
+def log(size: int) -> int:
+    return ceil(log2(size))
+
+
+# Messages one after the other, bytes moved, bytes reduced: the closed forms of cost.py's docstring.
+ANY_SIZE: dict[str, Law] = {
+    "linear_broadcast": lambda p, n: (p - 1, (p - 1) * n, 0),
+    "linear_reduce": lambda p, n: (p - 1, (p - 1) * n, (p - 1) * n),
+    "tree_broadcast": lambda p, n: (log(p), log(p) * n, 0),
+    "tree_reduce": lambda p, n: (log(p), log(p) * n, log(p) * n),
+    "tree_all_reduce": lambda p, n: (2 * log(p), 2 * log(p) * n, log(p) * n),
+    "ring_reduce_scatter": lambda p, n: (p - 1, (p - 1) / p * n, (p - 1) / p * n),
+    "ring_all_gather": lambda p, n: (p - 1, (p - 1) / p * n, 0),
+    "ring_all_reduce": lambda p, n: (2 * (p - 1), 2 * (p - 1) / p * n, (p - 1) / p * n),
+}
+POWERS_OF_TWO: dict[str, Law] = {
+    "scatter_all_gather_broadcast": lambda p, n: (log(p) + p - 1, 2 * (p - 1) / p * n, 0),
+    "halving_doubling_all_reduce": lambda p, n: (2 * log(p), 2 * (p - 1) / p * n, (p - 1) / p * n),
+}
+
+
+@pytest.mark.parametrize("name", [*ANY_SIZE, *POWERS_OF_TWO])
+def test_the_closed_form_equals_the_count_of_the_schedule(name: str) -> None:
+    law = {**ANY_SIZE, **POWERS_OF_TWO}[name]
+    for size in (1, 2, 4, 8, 16, 32) if name in POWERS_OF_TWO else range(1, 20):
+        assert features(build(name, size), 1000.0) == pytest.approx(law(size, 1000.0)), size
+
+
+@pytest.mark.parametrize(("many", "each"), [(1, 4), (2, 2), (2, 4), (3, 2), (4, 4)])
+def test_the_closed_form_of_hosts(many: int, each: int) -> None:
+    size = many * each
+    schedule = build("hierarchical_all_reduce", size, hosts=[rank // each for rank in range(size)])
+    bytes_ = (size - 1) / size * 1000
+    assert features(schedule, 1000.0) == pytest.approx((2 * (each + many - 2), 2 * bytes_, bytes_))
+
+
+def test_on_shared_cores_the_ring_takes_as_long_as_the_tree() -> None:
+    """Two ranks on two cores: 2 n bytes travel in all, each copied twice, whoever does it."""
+    ring, tree = (features(build(name, 2), 1000.0, cores=2)[1] for name in ("ring_all_reduce", "tree_all_reduce"))
+    assert ring == tree == 2000
+    assert features(build("ring_all_reduce", 2), 1000.0)[1] == 1000
+
+
+def test_with_a_core_for_each_rank_and_its_other_direction_cores_do_not_count() -> None:
+    for name in NAMES:
+        for size in (2, 3, 8):
+            assert features(build(name, size), 1000.0, cores=2 * size) == features(build(name, size), 1000.0)
+
+
+def test_fewer_cores_never_make_it_faster() -> None:
+    for name in NAMES:
+        times = [Model(1e-4, 1e-9, 1e-10, cores).seconds(build(name, 8), 1e6) for cores in (16, 8, 4, 2, 1)]
+        assert times == sorted(times)
+
+
+def measurements(model: Model, noise: float) -> list[Sample]:
+    chance = random.Random(1)
+    return [
+        Sample(
+            build(name, size), nbytes, model.seconds(build(name, size), nbytes) * chance.uniform(1 - noise, 1 + noise)
+        )
+        for name in NAMES
+        for size in (2, 4)
+        for nbytes in (65536, 2**20, 2**23, 2**25)
+    ]
+
+
+@pytest.mark.parametrize("cores", [None, 2])
+def test_the_fit_finds_the_costs_that_made_the_measurements(cores: int | None) -> None:
+    truth = Model(1.5e-4, 4e-10, 1.5e-10, cores)
+    found = fit(measurements(truth, 0.0), cores)
+    assert found[:3] == pytest.approx(truth[:3], rel=1e-6)
+    assert found.cores == cores
+
+
+def test_noise_of_twenty_percent_moves_the_fit_by_less() -> None:
+    truth = Model(1.5e-4, 4e-10, 1.5e-10, 2)
+    found = fit(measurements(truth, 0.2), 2)
+    assert found.alpha == pytest.approx(truth.alpha, rel=0.1)
+    assert found.beta == pytest.approx(truth.beta, rel=0.1)
+
+
+def test_no_cost_is_ever_negative() -> None:
+    # Larger messages took less time, as happens on a busy machine.
+    samples = [Sample(build("ring_all_reduce", 2), nbytes, took) for nbytes, took in [(1000, 2.0), (100_000, 1.0)]]
+    assert min(fit(samples)[:3]) >= 0
+
+
+def test_what_cannot_be_fitted_is_refused() -> None:
+    with pytest.raises(UsageError, match="nothing to fit"):
+        fit([Sample(build("ring_all_reduce", 1), 8, 1.0)])
+    with pytest.raises(UsageError, match="not positive"):
+        fit([Sample(build("ring_all_reduce", 2), 8, 0.0)])
+
+
+NETWORK = Model(alpha=50e-6, beta=1e-9, gamma=1e-10)
+
+
+def test_short_messages_take_the_tree_and_long_ones_few_bytes() -> None:
+    assert select(8, 6, NETWORK, result="broadcast") == "tree_broadcast"
+    assert select(1e8, 6, NETWORK, result="broadcast") == "scatter_all_gather_broadcast"
+    assert select(8, 6, NETWORK) in ("tree_all_reduce", "halving_doubling_all_reduce")  # six steps each
+    assert select(1e8, 6, NETWORK) == "ring_all_reduce"
+    assert select(1e8, 8, NETWORK) == "halving_doubling_all_reduce"  # fewer steps, no more bytes
+    assert select(1e8, 8, NETWORK, result="reduce") == "tree_reduce"
+
+
+@pytest.mark.parametrize("result", ["all-reduce", "broadcast", "reduce"])
+@pytest.mark.parametrize("size", [1, 2, 6, 8, 9])
+@pytest.mark.parametrize("cores", [None, 2])
+def test_crossovers_are_where_the_choice_changes(result: str, size: int, cores: int | None) -> None:
+    model = NETWORK._replace(cores=cores)
+    points = crossovers(size, model, result=result)  # type: ignore[arg-type]
+    ends = [at for at, _ in points[1:]] + [LARGEST + 1]
+    assert points[0][0] == 0
+    for (start, name), end in zip(points, ends, strict=True):
+        for nbytes in (start, (start + end) // 2, end - 1):
+            assert select(nbytes, size, model, result=result) == name  # type: ignore[arg-type]
+    assert len({name for _, name in points}) == len(points)
+
+
+def test_the_tree_gives_way_where_the_two_lines_cross() -> None:
+    points = crossovers(6, NETWORK, result="broadcast")
+    # tree: 3 α + 3 n β; scatter and all-gather: 8 α + (5/6 + what the scatter's three steps carry) n β
+    scatter = features(build("scatter_all_gather_broadcast", 6), 1.0)[1]
+    crossing = 5 * NETWORK.alpha / ((3 - scatter) * NETWORK.beta)
+    assert points == [(0, "tree_broadcast"), (pytest.approx(crossing, abs=1), "scatter_all_gather_broadcast")]
+
+
+def test_slow_links_between_hosts_make_the_hierarchy_pay() -> None:
+    hosts = [rank // 4 for rank in range(8)]
+    slow = NETWORK._replace(across=Link(500e-6, 10e-9))
+    assert select(1e8, 8, slow, hosts=hosts) == "hierarchical_all_reduce"
+    ring, halving = build("ring_all_reduce", 8), build("halving_doubling_all_reduce", 8)
+    layered = slow.seconds(build("hierarchical_all_reduce", 8, hosts=hosts), 1e8, hosts)
+    assert layered < 0.7 * slow.seconds(ring, 1e8, hosts)  # (h−1)/h of the bytes cross the network, not (p−1)/p
+    assert layered < 0.3 * slow.seconds(halving, 1e8, hosts)  # whose first partners are all on the other host
+
+
+def test_the_way_out_of_a_host_is_shared_by_its_ranks() -> None:
+    hosts = [0, 0, 1, 1]
+    model = Model(0.0, 0.0, 0.0, across=Link(0.0, 1.0))
+    # 2 (h−1)/h · n leave each host, half of it from each of its ranks at the same time
+    assert model.seconds(build("hierarchical_all_reduce", 4, hosts=hosts), 100.0, hosts) == pytest.approx(100.0)
+    assert model.seconds(build("ring_all_reduce", 4), 100.0, hosts) == pytest.approx(150.0)
+    assert model.seconds(build("tree_broadcast", 4), 100.0, [0, 0, 0, 0]) == 0.0

@@ -1,0 +1,170 @@
+"""``paceline.get``: every answer on every rank, with and without a mesh, beside torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import paceline
+from paceline import get
+from paceline.errors import UsageError, WorldError
+from paceline.lookup import EVERYWHERE, GROUPED
+from paceline.world import World
+from ranks import run_ranks
+from twins import Pools
+
+CPU = torch.device("cpu")
+
+
+def answers(mesh: Any = None) -> tuple[Any, ...]:
+    """ws, rank, grank, lrank, device, and the global ranks of pg."""
+    pg = get("pg", mesh)
+    return (
+        *(get(what, mesh) for what in ("ws", "rank", "grank", "lrank", "device")),
+        dist.get_process_group_ranks(pg),
+    )
+
+
+def refusal(*arguments: Any) -> tuple[type, str]:
+    try:
+        get(*arguments)
+    except UsageError as error:
+        return type(error), str(error)
+    raise AssertionError(f"get{arguments} was not refused")
+
+
+def without_a_mesh(world: World) -> tuple[Any, ...]:
+    assert get("pg") is dist.group.WORLD
+    return answers()
+
+
+def test_without_a_mesh_answers_are_global(pools: Pools) -> None:
+    for rank, seen in enumerate(pools.run(4, without_a_mesh)):
+        assert seen == (4, rank, rank, rank, CPU, [0, 1, 2, 3])
+
+
+def of_one_dimension(world: World) -> tuple[Any, ...]:
+    whole = DeviceMesh("cpu", torch.tensor([0, 1, 2, 3]))
+    # torch takes the group of all ranks for this one, in which they are sorted: rank and pg go together.
+    shuffled = DeviceMesh("cpu", torch.tensor([2, 0, 3, 1]))
+    assert get("rank", shuffled) == dist.get_rank(get("pg", shuffled))
+    return answers(whole)
+
+
+def test_with_a_mesh_of_one_dimension_answers_are_the_meshs(pools: Pools) -> None:
+    for rank, seen in enumerate(pools.run(4, of_one_dimension)):
+        assert seen == (4, rank, rank, rank, CPU, [0, 1, 2, 3])
+
+
+def of_two_dimensions(world: World) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    get.register_mesh(mesh)
+    assert answers("dp") == answers(mesh["dp"])
+    assert answers("tp") == answers(mesh["tp"])
+    assert [get(what, mesh) for what in EVERYWHERE] == [world.rank, world.local_rank, CPU]
+    assert answers() == without_a_mesh(world)
+    # The group is one that can be used: a sum over it is a sum over the ranks along the dimension.
+    total = torch.tensor([10**world.rank])
+    dist.all_reduce(total, group=get("pg", "dp"))
+    return {"dp": answers("dp"), "tp": answers("tp"), "sum over dp": int(total)}
+
+
+def test_with_a_mesh_of_two_dimensions_each_has_its_own_answers(pools: Pools) -> None:
+    seen = pools.run(4, of_two_dimensions)
+    #  ranks   tp 0  tp 1
+    #  dp 0       0     1
+    #  dp 1       2     3
+    assert [one["dp"] for one in seen] == [
+        (2, 0, 0, 0, CPU, [0, 2]),
+        (2, 0, 1, 1, CPU, [1, 3]),
+        (2, 1, 2, 2, CPU, [0, 2]),
+        (2, 1, 3, 3, CPU, [1, 3]),
+    ]
+    assert [one["tp"] for one in seen] == [
+        (2, 0, 0, 0, CPU, [0, 1]),
+        (2, 1, 1, 1, CPU, [0, 1]),
+        (2, 0, 2, 2, CPU, [2, 3]),
+        (2, 1, 3, 3, CPU, [2, 3]),
+    ]
+    assert [one["sum over dp"] for one in seen] == [101, 1010, 101, 1010]
+
+
+def refusals(world: World) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    get.register_mesh(mesh)
+    said = {
+        "several": [refusal(what, mesh) for what in GROUPED],
+        "dimension": refusal("rank", "pp"),
+        "kind": refusal("rank", 0),
+        "word": refusal("world_size"),
+        "unnamed": refusal("ws", DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]))),
+    }
+    part = DeviceMesh("cpu", torch.tensor([0, 2]))
+    said["outside"] = refusal("grank", part) if world.rank in (1, 3) else get("rank", part)
+    return said
+
+
+def test_what_cannot_be_answered_is_refused_with_the_remedy(pools: Pools) -> None:
+    for rank, said in enumerate(pools.run(4, refusals)):
+        for what, (kind, message) in zip(GROUPED, said["several"], strict=True):
+            assert kind is UsageError
+            assert message == (
+                f"get({what!r}) is about one dimension, but the mesh has 2 (dp, tp); give one of them, mesh['dp']"
+            )
+        assert said["dimension"] == (UsageError, "the registered mesh has no dimension 'pp'; it has 'dp', 'tp'")
+        assert said["kind"][1] == "mesh must be a DeviceMesh or the name of a dimension of the registered one, not int"
+        assert said["word"][1] == "get('world_size') is unknown; ask for one of ws, rank, pg, grank, lrank, device"
+        assert "the mesh has 2; give a mesh of one dimension" in said["unnamed"][1]
+        if rank in (1, 3):
+            assert said["outside"] == (
+                WorldError,
+                f"rank {rank} is not part of the mesh, which has ranks [0, 2]; ask on those ranks only",
+            )
+        else:
+            assert said["outside"] == rank // 2
+
+
+def a_new_world(world: World) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    nothing_yet = refusal("ws", "dp")
+    get.register_mesh(mesh)
+    assert get("ws", "dp") == 2
+    dist.destroy_process_group()
+    after = refusal("ws"), refusal("ws", "dp")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    again = refusal("ws", "dp")
+    dist.destroy_process_group()
+    return [nothing_yet, *after, again]
+
+
+def test_a_registered_mesh_lasts_as_long_as_its_process_group() -> None:
+    for nothing_yet, after, after_named, again in run_ranks(2, a_new_world):
+        assert nothing_yet[0] is WorldError
+        assert "call paceline.get.register_mesh(mesh) first" in nothing_yet[1]
+        assert after == after_named == (WorldError, "there is no process group yet; call paceline.init() first")
+        assert again == nothing_yet
+
+
+def test_before_init_there_is_nothing_to_get() -> None:
+    for call in (lambda: paceline.get("rank"), lambda: get("ws", "dp"), lambda: get.register_mesh(object())):  # type: ignore[arg-type]
+        with pytest.raises(WorldError, match=r"call paceline\.init\(\) first"):
+            call()
+
+
+def unnamed(world: World) -> str:
+    try:
+        get.register_mesh(DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]])))
+    except UsageError as error:
+        return str(error)
+    raise AssertionError("registered")
+
+
+def test_a_mesh_without_names_is_not_registered(pools: Pools) -> None:
+    assert set(pools.run(4, unnamed)) == {
+        "the mesh has no names to ask for; make it with init_device_mesh('cpu', (2, 2), mesh_dim_names=(…))"
+    }
