@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
 import torch.distributed as dist
-from gpu_checks import CHECKS, Place, Row, tidy
-from gpu_models import SHAPES
+from gpu_checks import CHECKS, tidy
+from gpu_models import SHAPES, Place, Row
 from rich.console import Console
 from rich.table import Table
 from torch._C._distributed_c10d import FileStore

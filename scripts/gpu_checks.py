@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import gc
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_models import SHAPES, Llama, Shape, Slow
+from gpu_models import SHAPES, Llama, Place, Row, Shape, Slow
 from torch import Tensor, nn
 
 import paceline
@@ -20,42 +21,6 @@ from paceline.errors import NonFiniteGradient
 from paceline.fingerprint import weights_sha256
 
 TorchDDP = nn.parallel.DistributedDataParallel
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table; `ok` is None for what is measured and not judged."""
-
-    ranks: int
-    what: str
-    value: str
-    ok: bool | None = None
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank's checks run."""
-
-    rank: int
-    size: int
-    device: torch.device
-    timed: str
-    """The shape of the model that is timed."""
-    rounds: int
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def compared(self) -> Shape:
-        """The shape of the model that is compared with torch's."""
-        return SHAPES["small" if self.on_gpu else "tiny"]
-
-    def synchronize(self) -> None:
-        """Wait for the GPU."""
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
 
 
 def build(place: Place, shape: Shape, dtype: torch.dtype) -> Llama:
@@ -209,6 +174,34 @@ def finite(place: Place) -> Iterator[Row]:
     yield Row(place.size, "check_finite names the rank whose gradient is NaN", "", raised)
 
 
+def checkpoint(place: Place) -> Iterator[Row]:
+    """A checkpoint of rank 0 comes back onto each rank's own device."""
+    box: list[Any] = [tempfile.mkdtemp() if place.rank == 0 else None]
+    dist.broadcast_object_list(box)
+    module = build(place, place.compared, torch.float32)
+    before = weights_sha256(module)
+    checkpointer = paceline.Checkpointer(box[0])
+    checkpointer.register("model", with_paceline(module))
+    checkpointer.save(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    others = [torch.cuda.memory_allocated(at) for at in others_of(place)]
+    checkpointer.restore()
+    checkpointer.close()
+    stayed = others == [torch.cuda.memory_allocated(at) for at in others_of(place)]
+    stayed = stayed and all(parameter.device == place.device for parameter in module.parameters())
+    yield Row(place.size, "a checkpoint comes back to the rank's own device", "", weights_sha256(module) == before)
+    yield Row(place.size, "and touches no other", "", stayed)
+    if place.rank == 0:
+        shutil.rmtree(box[0])
+
+
+def others_of(place: Place) -> list[int]:
+    """GPUs that are not this rank's."""
+    return [at for at in range(torch.cuda.device_count()) if at != place.device.index] if place.on_gpu else []
+
+
 def memory(place: Place) -> Iterator[Row]:
     """The peak of a step is at most torch DDP's and the largest bucket; what NCCL takes is told beside it."""
     if not place.on_gpu:
@@ -281,5 +274,5 @@ def speed(place: Place) -> Iterator[Row]:
 
 
 CHECKS: tuple[Callable[[Place], Iterator[Row]], ...] = (
-    equality, streams, own_group, batch_norm, finite, memory, speed,
+    equality, streams, own_group, batch_norm, finite, checkpoint, memory, speed,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The models of the GPU check, made of PyTorch alone: a Llama, and one whose gradients come late."""
+"""What the GPU check works with: a rank's place, rows of the table, and models made of PyTorch alone."""
 
 from __future__ import annotations
 
@@ -29,6 +29,42 @@ SHAPES = {
     "small": Shape(256, 4, 4, 2, 512, 4096, (4, 128)),
     "tiny": Shape(16, 2, 4, 2, 24, 64, (2, 8)),
 }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; `ok` is None for what is measured and not judged."""
+
+    ranks: int
+    what: str
+    value: str
+    ok: bool | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's checks run."""
+
+    rank: int
+    size: int
+    device: torch.device
+    timed: str
+    """The shape of the model that is timed."""
+    rounds: int
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def compared(self) -> Shape:
+        """The shape of the model that is compared with torch's."""
+        return SHAPES["small" if self.on_gpu else "tiny"]
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
 
 
 class Layer(nn.Module):

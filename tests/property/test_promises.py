@@ -1,0 +1,144 @@
+"""Promises of docs/promises.md: those that no other file holds, and that every test named there exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.ddp import DistributedDataParallel, accumulate
+from paceline.world import World
+from twins import INPUTS, OUTPUTS, Pools, global_batch, same_tensor, summed_loss
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_test_that_is_named_exists() -> None:
+    files = [path for folder in ("unit", "property", "peers") for path in (ROOT / "tests" / folder).glob("test_*.py")]
+    there = {node.name for path in files for node in ast.parse(path.read_text()).body if hasattr(node, "name")}
+    rows = [line for line in (ROOT / "docs" / "promises.md").read_text().splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 24
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named or "gpu_check.py" in row, row
+        assert there.issuperset(named), f"{set(named) - there} in {row}"
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(INPUTS, OUTPUTS, dtype=torch.float64)
+
+
+def mine(world: World, step: int = 0) -> tuple[Tensor, Tensor]:
+    x, y = global_batch(step, 3 * world.size)
+    return x.tensor_split(world.size)[world.rank], y.tensor_split(world.size)[world.rank]
+
+
+def gradient_of_one_process(size: int, steps: int) -> Tensor:
+    """Of the mean over all samples of several micro-batches."""
+    twin = linear()
+    losses = [summed_loss(twin(x), y) for x, y in (global_batch(step, 3 * size) for step in range(steps))]
+    (torch.stack(losses).sum() / (3 * size * steps)).backward()
+    assert twin.weight.grad is not None
+    return twin.weight.grad
+
+
+def accumulated(world: World, explicitly: bool) -> None:
+    model = DistributedDataParallel(linear())
+    for step in range(2):
+        x, y = mine(world, step)
+        with model.weight(len(x)):
+            loss = summed_loss(model(x), y)
+            if explicitly or step == 0:
+                with model.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+    if explicitly:
+        with pytest.raises(AssertionError):
+            same_tensor(model.module.weight.grad, gradient_of_one_process(world.size, 2), 1e-9, "before")
+        model.sync_gradients()
+    same_tensor(model.module.weight.grad, gradient_of_one_process(world.size, 2), 1e-9, "gradient")
+
+
+def test_no_sync_works_around_backward_alone(pools: Pools) -> None:
+    pools.run(2, accumulated, False)
+
+
+def test_sync_gradients_averages_what_is_there_now(pools: Pools) -> None:
+    pools.run(2, accumulated, True)
+
+
+def scheduled(world: World) -> list[float]:
+    model = DistributedDataParallel(linear())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    rates = []
+    for x, y in accumulate(model, [mine(world, step) for step in range(12)], every=2):
+        summed_loss(model(x), y).backward()
+        if model.do_sync:
+            optimizer.step()
+            scheduler.step()
+            rates.append(scheduler.get_last_lr()[0])
+    return rates
+
+
+def test_a_schedule_counts_optimizer_steps_on_any_number_of_ranks(pools: Pools) -> None:
+    for size in (1, 3):
+        assert pools.run(size, scheduled) == [[1.0, 0.5, 0.5, 0.25, 0.25, 0.125]] * size
+
+
+def two_forwards(world: World) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(INPUTS, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    model = DistributedDataParallel(module)
+    for step in range(3):
+        real, _ = mine(world, step)
+        fake = real.flip(0) * 2
+        first, second = model(real), model(fake)  # the broadcast before the second writes into BatchNorm's buffers
+        (first.mean() - second.square().mean()).backward()
+        sums = [torch.zeros_like(parameter) for parameter in module.parameters()]
+        for rank in range(world.size):  # batch statistics are each rank's own, so its gradient is too
+            x = global_batch(step, 3 * world.size)[0].tensor_split(world.size)[rank]
+            loss = module(x).mean() - module(x.flip(0) * 2).square().mean()
+            for total, one in zip(sums, torch.autograd.grad(loss, list(module.parameters())), strict=True):
+                total += one / world.size
+        for (name, parameter), total in zip(module.named_parameters(), sums, strict=True):
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad, total, rtol=1e-9, atol=1e-12, msg=name)
+        model.zero_grad()
+
+
+def test_two_forwards_then_backward_works_while_buffers_are_broadcast(pools: Pools) -> None:
+    pools.run(2, two_forwards)
+
+
+def partly_used(world: World) -> list[bool]:
+    torch.manual_seed(0)
+    module = nn.ModuleDict({name: linear() for name in ("used", "on_rank_0", "never")})
+    model = DistributedDataParallel(Chosen(module), unused_parameters="allow")
+    there = []
+    for step in range(5):  # more than a missing gradient is waited for
+        x, y = mine(world, step)
+        summed_loss(model(x, world.rank == 0), y).backward()
+        there = [part.weight.grad is not None for part in module.values()]
+        model.zero_grad()
+    return there
+
+
+class Chosen(nn.Module):
+    def __init__(self, parts: nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        out = self.parts["used"](x)
+        return out + self.parts["on_rank_0"](x) if both else out
+
+
+def test_a_gradient_stays_none_when_no_rank_used_its_parameter(pools: Pools) -> None:
+    assert pools.run(2, partly_used) == [[True, True, False]] * 2
