@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from paceline.buckets import Bucket
-from paceline.ddp.control import WEIGHTED, scale_of
+from paceline.ddp.control import UNCOUNTED, WEIGHTED, scale_of
 from paceline.ddp.finisher import Notes
 from paceline.ddp.grad_bucket import GradBucket
 from paceline.ddp.ledger import Ledger
@@ -121,8 +121,8 @@ class HookFinisher:
         return _Answer(future, bucket.flat, where)
 
     def scale(self, flat: Tensor, notes: Notes) -> None:
-        """Turn the mean over the ranks into that over the weights, if there are any."""
-        if any(int(weighting) & WEIGHTED for _, weighting in notes):
+        """Turn the mean over all ranks into that over the weights, or over the ranks that count, where these differ."""
+        if any(int(weighting) & (WEIGHTED | UNCOUNTED) for _, weighting in notes):
             flat.mul_(scale_of(notes) * len(notes))
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from paceline.ddp.ledger import Ledger
+
 
 class InBackward:
     """Those of `parameters` that have such an optimizer at the first forward, as with torch DDP."""
@@ -34,10 +36,12 @@ class InBackward:
     def __bool__(self) -> bool:
         return bool(self.take_over())
 
-    def step(self) -> None:
-        """Step them, where there is a gradient."""
+    def step(self, ledger: Ledger) -> None:
+        """Step them, where there is a gradient; all together are one optimizer step in `ledger`."""
+        before = ledger.status.optimizer_steps
         for parameter in self.take_over():
             if parameter.grad is not None:
                 for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
                     optimizer.step()
                 parameter.grad = None
+        ledger.status.optimizer_steps = min(before + 1, ledger.status.optimizer_steps)

@@ -32,6 +32,7 @@ from paceline.ddp.guard import StepGuard
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.shadowing import Event, Message, Stage, decode, encode, number_of
+from paceline.ddp.sharded import local_of
 from paceline.ddp.solo import SoloReducer
 from paceline.errors import UsageError
 from paceline.modules import Communicates
@@ -67,6 +68,9 @@ class Joining(Joinable):
     _authoritative_rank = 0
     """The rank whose model all got when the last ``join`` ended."""
 
+    def _wake(self) -> Reducer:
+        raise NotImplementedError
+
     # -- torch's protocol ---------------------------------------------------------------------------------------
 
     def join(
@@ -101,6 +105,8 @@ class Joining(Joinable):
         self._counts_joined = kwargs.get("divide_by_initial_world_size", True)
         self._optimizers = tuple(kwargs.get("optimizers", ()))
         self._stage, self._has_joined = Stage.IDLE, True
+        if isinstance(self._reducer, Asleep):
+            self._wake()  # all ranks come here, which may not be so in the copy's first backward
         if isinstance(self._reducer, Reducer):
             self._reducer.tell = self._tell
             self._layers = [layer for layer in self.module.modules() if isinstance(layer, Communicates)]
@@ -224,7 +230,7 @@ class Joining(Joinable):
             tensors = [parameter.data for name, parameter in self.module.named_parameters() if name not in ignored]
             if self.forward_sync_buffers:
                 tensors += [buffer.data for buffer in self._buffers_to_sync.named().values()]
-            self._channel.broadcast(tensors, source)
+            self._channel.broadcast([local_of(tensor) for tensor in tensors], source)
             stale = [rank for rank, theirs in enumerate(everyone) if theirs[2] != everyone[source][2]]
             if stale and self._optimizers:
                 self._bring_up_to_date(source)

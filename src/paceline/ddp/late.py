@@ -32,10 +32,10 @@ def launch_late(mine: Mapping[int, Tensor], targets: Mapping[int, Tensor], chann
         kinds.setdefault((target.dtype, target.device), []).append(index)
     launched = []
     for same in kinds.values():
-        parts = [
-            mine[index].to(targets[index]) if index in mine else torch.zeros_like(targets[index]) for index in same
-        ]
-        flat = torch.cat([part.detach().reshape(-1) for part in parts])
+        parts = [mine[index] if index in mine else torch.zeros_like(targets[index]) for index in same]
+        # Half precision is added up in single: a sum of N may overflow where the mean does not.
+        dtype = torch.promote_types(targets[same[0]].dtype, torch.float32)
+        flat = torch.cat([part.detach().reshape(-1).to(dtype) for part in parts])
         launched.append(LateReduction(same, flat, channel.all_reduce(flat)))
     return launched
 

@@ -105,7 +105,8 @@ class Reducer:
         self._task: weakref.ref[GraphTask] | None = None
         self._backward = Backward(self._gear, clear=True)
         self._finishing: Iterator[bool] = iter(())
-        self._apart: dict[int, Tensor] = {}  # averages that are no bucket's view
+        # Averages that are no bucket's view; weak, as a gradient's memory goes when the user drops it.
+        self._apart: dict[int, weakref.ref[Tensor]] = {}
         self._order_known = False
         self._accumulators = Accumulators(given)
         self._arrivals = Arrivals(self.parameters, self._hooked)
@@ -162,6 +163,7 @@ class Reducer:
         if self.tell is not None:
             self.tell(Event.BACKWARD)
         self._phase = Phase.BACKWARD
+        self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
         clear = all(parameter.grad is None for parameter in self.parameters)
         self._backward = Backward(self._gear, clear)
         self._arrivals.begin(clear=clear)
@@ -238,7 +240,7 @@ class Reducer:
         if drift is not None:
             raise ReplicaMismatch(drift)
         if not any(one.aborted for one in statuses):
-            self._in_backward.step()
+            self._in_backward.step(self._ledger)
 
     def _launch_order(self) -> tuple[Tensor, Launched]:
         """Send rank 0's order of arrival to all, as a sum to which only rank 0 contributes."""
@@ -257,7 +259,7 @@ class Reducer:
 
     def _publish(self, apart: dict[int, Tensor]) -> None:
         """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
-        self._apart = apart
+        self._apart = {index: weakref.ref(average) for index, average in apart.items()}
         for index, average in enumerate(self.storage.averages()):
             if index not in self.storage.outside:
                 self.parameters[index].grad = average
@@ -267,7 +269,7 @@ class Reducer:
             self.parameters[index].grad = None
         if not self._ledger.status.joined:  # else nothing was to be expected
             self._arrivals.end(self._backward.absent)
-        self._backward.held.clear()
+        self._backward = Backward(self._gear, clear=True)  # what was launched, and what hooks returned, is let go
         self._ledger.synchronized()
 
     # -- without a backward, and after one that failed ----------------------------------------------------------
@@ -345,7 +347,9 @@ class Reducer:
         """
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
             gradient = parameter.grad
-            if gradient is None or gradient is self._apart.get(index) or self.storage.is_average(index, gradient):
+            if gradient is None or self.storage.is_average(index, gradient):
+                continue
+            if index in self._apart and gradient is self._apart[index]():
                 continue
             if bool(elements_of(gradient).any()):
                 return name

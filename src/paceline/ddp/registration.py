@@ -14,12 +14,14 @@ from paceline.ddp.comm_hook import Hook, HookFinisher, check_hook, name_of
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.sharded import local_of
+from paceline.ddp.sparse import sparse_by_layer
 from paceline.errors import UsageError
 
 
 class TakesHooks:
     """Comes before torch's class among the wrapper's bases."""
 
+    module: nn.Module
     process_group: dist.ProcessGroup
     _ledger: Ledger
     _comm_hooks: list[tuple[Hook, object]]
@@ -85,7 +87,8 @@ class TakesHooks:
 
         Raises:
             UsageError: for an optimizer that torch cannot run so, a parameter whose memory is not contiguous (torch's
-                hook would mix up its elements), or if there is a hook already. In backward: under :meth:`weight`.
+                hook would mix up its elements) or whose gradients are sparse (it would not see them), or if there is
+                a hook already. In backward: under :meth:`weight`.
         """
         from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as overlap
         from torch.distributed.optim import as_functional_optim
@@ -94,6 +97,14 @@ class TakesHooks:
             if not parameter.is_contiguous():
                 raise UsageError(f"parameter {name!r} is not contiguous in memory, which a fused optimizer mixes up")
         chosen = None if optim_params is None else list(optim_params)
+        fused = None if chosen is None else {id(parameter) for parameter in chosen}
+        sparse = sparse_by_layer(self.module)
+        for name, parameter in self._named_trained():
+            if id(parameter) in sparse and (fused is None or id(parameter) in fused):
+                raise UsageError(
+                    f"parameter {name!r} has sparse gradients, which are averaged apart from the buckets, where a "
+                    "fused optimizer would never see them; leave it out of optim_params, or use an optimizer outside"
+                )
         try:
             functional = as_functional_optim(optim, *args, **kwargs)
         except ValueError as error:

@@ -72,7 +72,7 @@ class SoloReducer:
         self._ledger.synchronized()
         if self._check_finite:
             self._expect_finite()
-        self._in_backward.step()
+        self._in_backward.step(self._ledger)
 
     def _scale(self, scale: float) -> None:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
