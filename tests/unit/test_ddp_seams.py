@@ -173,3 +173,17 @@ def large_and_late(_: World) -> float:
 
 def test_late_gradients_in_half_precision_do_not_overflow_in_the_sum(pools: Pools) -> None:
     assert pools.run(2, large_and_late) == pytest.approx([40400.0] * 2, rel=1e-3)
+
+
+def refused_together(world: World) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2), algorithm="ring")
+    with pytest.raises(UsageError, match="takes the place of algorithm='ring'"):
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    for options in ({"reduce_dtype": torch.bfloat16}, {"check_replicas_every": 1}):
+        model = DistributedDataParallel(nn.Linear(2, 2), **options)
+        with pytest.raises(UsageError, match="leave these out"):
+            model._register_fused_optim(torch.optim.SGD, lr=0.1)
+
+
+def test_what_would_be_dropped_without_a_word_is_refused(pools: Pools) -> None:
+    pools.run(2, refused_together)

@@ -51,6 +51,7 @@ class Joining(Joinable):
     _ledger: Ledger
     _guard: StepGuard
     parameters_to_ignore: set[str]
+    _delayed: Sequence[tuple[str, nn.Parameter]]
     _buffers_to_sync: Buffers
     _comm_hooks: list[Any]
     _trained: list[tuple[str, nn.Parameter]]
@@ -226,8 +227,8 @@ class Joining(Joinable):
             mine = (is_last_joiner, status.forwards, status.optimizer_steps, self._guard.has_state())
             everyone = self._channel.all_gather_object(mine)
             source = self._authoritative_rank = max(rank for rank, theirs in enumerate(everyone) if theirs[0])
-            ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-            tensors = [parameter.data for name, parameter in self.module.named_parameters() if name not in ignored]
+            named = [*self.module.named_parameters(), *self._delayed]
+            tensors = [parameter.data for name, parameter in named if name not in self.parameters_to_ignore]
             if self.forward_sync_buffers:
                 tensors += [buffer.data for buffer in self._buffers_to_sync.named().values()]
             self._channel.broadcast([local_of(tensor) for tensor in tensors], source)

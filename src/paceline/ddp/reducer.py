@@ -245,7 +245,7 @@ class Reducer:
     def _launch_order(self) -> tuple[Tensor, Launched]:
         """Send rank 0's order of arrival to all, as a sum to which only rank 0 contributes."""
         order = torch.zeros(len(self.parameters), dtype=torch.int64)
-        if self._channel.rank == 0 and self._arrivals.observed:
+        if self._channel.rank == 0 and self._arrivals.observed and not self._aborted:
             order += torch.tensor(arrival_order(self._arrivals.observed, len(order))) + 1
         return order, self._channel.all_reduce(order)
 

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.ddp.comm_hook import Hook, HookFinisher, check_hook, name_of
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.options import Options
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.sharded import local_of
 from paceline.ddp.sparse import sparse_by_layer
@@ -25,6 +26,8 @@ class TakesHooks:
     process_group: dist.ProcessGroup
     _ledger: Ledger
     _comm_hooks: list[tuple[Hook, object]]
+    _options: Options
+    _check_replicas_every: int
 
     def _whole_reducer(self) -> Reducer:
         raise NotImplementedError
@@ -58,6 +61,10 @@ class TakesHooks:
                 "register_comm_hook or register_builtin_comm_hook can only be called once, and "
                 f"{name_of(self._comm_hooks[0][0])!r} is registered already; let one hook call the other"
             )
+        if self._options.algorithm is not None:
+            raise UsageError(
+                f"a communication hook takes the place of algorithm={self._options.algorithm!r}; leave one of them out"
+            )
         reducer = self._whole_reducer()
         rank = dist.get_rank(self.process_group)
         parameters = [local_of(parameter) for _, parameter in self._named_trained()]
@@ -90,6 +97,11 @@ class TakesHooks:
                 hook would mix up its elements) or whose gradients are sparse (it would not see them), or if there is
                 a hook already. In backward: under :meth:`weight`.
         """
+        if self._options.reduce_dtype is not None or self._check_replicas_every:
+            raise UsageError(
+                "a fused optimizer steps with what is in the buckets and counts no steps, so it goes neither with "
+                "reduce_dtype nor with check_replicas_every; leave these out"
+            )
         from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as overlap
         from torch.distributed.optim import as_functional_optim
 

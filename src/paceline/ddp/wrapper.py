@@ -99,7 +99,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one read of them.
         algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
             :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
-            nothing. By default the backend's own.
+            nothing, and two such wrappers must come in the same order on every rank. By default the backend's own.
         recorder: records the spans of each step while it is on.
 
     Raises:
