@@ -4,7 +4,9 @@ UNUSED = "asserts torch's error for an unused parameter or a graph that changed;
 REDUCER = "looks into torch's reducer, which is not there"
 LOGGING = "reads or writes the logging data of torch's reducer, which is not there"
 PROFILE = "counts Gloo's collectives of torch's reducer in the profile"
-PRECISION = "asserts that parameters carry torch's own _mp_param; what mixed_precision does is in test_ddp_mixed_precision"
+PRECISION = (
+    "asserts that parameters carry torch's own _mp_param; what mixed_precision does is in test_ddp_mixed_precision"
+)
 TORCHS = "skipped by torch itself, as it fails: "
 
 LEFT_OUT = {
