@@ -185,6 +185,7 @@ class Engine:
                 self._broken = f"rank {self._name} could not compute {operation.header} ({error})"
                 raise
         operation.computed = True
+        operation.compute = _nothing  # it may hold the caller's tensors
         self._done = operation.number + 1
         self.signals.tell(done=1)
 
@@ -273,6 +274,10 @@ class Engine:
 
 
 _REMEDY = "look for that rank's own error, and start again from the last checkpoint"
+
+
+def _nothing(_: list[Header]) -> None:
+    """What is left to compute of an operation that was."""
 
 
 def _is_finished(operation: Operation) -> bool:
