@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import paceline
-from measure import median_ratio, save
+from measure import median_ratio, save, timed
 from paceline.comm import algorithms
 from paceline.comm.algorithms import NAMES, build
 from paceline.comm.cost import Sample, fit
@@ -28,17 +27,6 @@ from paceline.comm.cost import Sample, fit
 SIZES = (4096, 65536, 1_048_576, 4_194_304, 26_214_400)
 """Bytes of a float32 tensor; 26,214,400 is the 25 MB of torch DDP's buckets."""
 FITTED_FROM = 65536
-
-
-def timed(run: Callable[[], Any], repeat: int) -> float:
-    """Seconds per call, all ranks starting together; the slowest rank's counts."""
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(repeat):
-        run()
-    seconds = torch.tensor((time.perf_counter() - start) / repeat, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return float(seconds)
 
 
 def variants(tensor: torch.Tensor, gloo: Any) -> dict[str, Callable[[], Any]]:

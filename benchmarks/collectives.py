@@ -12,7 +12,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,23 +24,12 @@ from rich.table import Table
 from torch import Tensor
 
 import paceline
-from measure import median_ratio, save
+from measure import median_ratio, save, timed
 from paceline.comm.process_group import PacelineProcessGroup
 
 SIZES = (4, 4096, 65536, 1_000_000, 26_214_400, 104_857_600)
 """Bytes of a float32 tensor; 26,214,400 is the 25 MB of torch DDP's buckets."""
 MPI_SCRIPT = Path(__file__).with_name("mpi_all_reduce.py")
-
-
-def timed(run: Callable[[], Any], repeat: int) -> float:
-    """Seconds per call, all ranks starting together; the slowest rank's counts."""
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(repeat):
-        run()
-    seconds = torch.tensor((time.perf_counter() - start) / repeat, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return float(seconds)
 
 
 def memory_limit(shared: list[Tensor], rank: int) -> Callable[[], None]:

@@ -20,6 +20,17 @@ import torch.distributed as dist
 RESULTS = Path(__file__).parent / "results"
 
 
+def timed(run: Callable[[], Any], repeat: int) -> float:
+    """Seconds per call, all ranks starting together; the slowest rank's counts."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(repeat):
+        run()
+    seconds = torch.tensor((time.perf_counter() - start) / repeat, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
 def take_turns(variants: Mapping[str, Callable[[], Any]], rounds: int, repeat: int) -> dict[str, list[float]]:
     """Seconds per call of each variant in each round: `repeat` calls in a row, between barriers, in turn."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
