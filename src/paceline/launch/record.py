@@ -6,6 +6,7 @@ note is torchelastic's error file, so that torchrun and ``@record`` understand i
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -82,6 +83,17 @@ def install() -> None:
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() == process and not issubclass(kind, KeyboardInterrupt):
             write(path, of(error))
+            atexit.register(_leave_gloo)
         shown(kind, error, trace)
 
     sys.excepthook = note
+
+
+def _leave_gloo() -> None:
+    """Let go of the process group before the interpreter takes the process down around Gloo's threads.
+
+    Else they sometimes abort it, and a signal hides how it ended. NCCL's may wait for peers, so they are left alone.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized() and "nccl" not in str(dist.get_backend_config()):
+        dist.destroy_process_group()
