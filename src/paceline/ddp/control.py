@@ -49,6 +49,8 @@ class Status:
     """Whether this rank has no gradient at all, as one without data."""
     joined: bool = False
     """Whether this rank has run out of data inside ``join``; what must be equal then leaves it out."""
+    hook_failed: bool = False
+    """Whether a communication hook raised on this rank, or returned no future."""
 
     @property
     def note(self) -> tuple[float, float]:

@@ -63,8 +63,8 @@ class Reducer:
     """False inside ``no_sync``: a backward that starts now stays local."""
     exposed_seconds: float
     """Time waited for communication at the end of backwards, in seconds, since the wrapper was made."""
-    tell: Callable[[Event], None] | None
-    """Inside ``join``, tells ranks that ran out of data how this rank's backward goes."""
+    tell: Callable[[Event], bool] | None
+    """Inside ``join``, tells ranks that ran out of data how this backward goes; returns whether there are any."""
 
     def __init__(
         self,
@@ -160,12 +160,11 @@ class Reducer:
         self._queue_finish()
 
     def _begin(self) -> None:
-        if self.tell is not None:
-            self.tell(Event.BACKWARD)
+        shadowed = self.tell is not None and self.tell(Event.BACKWARD)
         self._phase = Phase.BACKWARD
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
         clear = all(parameter.grad is None for parameter in self.parameters)
-        self._backward = Backward(self._gear, clear)
+        self._backward = Backward(self._gear, clear, self._gear.finisher.launches_at_end(shadowed=shadowed))
         self._arrivals.begin(clear=clear)
         self._finishing = self._finish()
 
@@ -202,7 +201,7 @@ class Reducer:
             self._queue_finish()
         self._arrivals.arrived(index)
         backward, buckets = self._backward, self.storage.buckets
-        while backward.next < len(buckets) and self._arrivals.complete(backward.next):
+        while not backward.at_end and backward.next < len(buckets) and self._arrivals.complete(backward.next):
             backward.launch(buckets[backward.next])
         self._channel.progress()
 
@@ -212,9 +211,9 @@ class Reducer:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
         backward = self._backward
         try:
-            mine = backward.launch_rest(aborted=self._aborted)
             if self.tell is not None:
                 self.tell(Event.END)
+            mine = backward.launch_rest(aborted=self._aborted)
             self._phase = Phase.SETTLING
             yield True
             statuses = backward.wait()
@@ -282,9 +281,10 @@ class Reducer:
         self.finish()
 
     def launch_all(self) -> None:
-        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later."""
+        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later, and launches what is to wait."""
         self._begin()
-        self._advance()
+        if not self._backward.at_end:
+            self._advance()
 
     def finish(self) -> None:
         """Carry a synchronization to its end."""
