@@ -12,10 +12,13 @@ from a second exchange, after they have waited.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ from paceline.shards import is_sharded
 Hook = Callable[[Any, Any], Any]
 GRACE_S = 5.0
 """How long a rank whose hook failed stays for the others to learn of it, in seconds, before it raises."""
+_ZERO = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
 _ANY = (inspect.Parameter.empty, Any, object)
 
 
@@ -52,6 +56,12 @@ def check_hook(hook: Any) -> None:
     wanted = "give a function hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]"
     if not callable(hook):
         raise HookError(f"Communication hook must be callable, but {hook!r} is not; {wanted}")
+    if zero_step := next((part for part in _parts(hook) if part.__module__ == _ZERO), None):
+        raise HookError(
+            f"Communication hook: {name_of(zero_step).partition('.')[0]} steps with what it finds inside torch's own "
+            "reducer, which Paceline does not have; use ZeroRedundancyOptimizer without overlap_with_ddp, and step it "
+            "after backward"
+        )
     name = name_of(hook)
     signature = _signature(hook)
     if signature is None:
@@ -73,6 +83,24 @@ def check_hook(hook: Any) -> None:
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor], but "
             f"{name!r} has {returned!r}; {wanted}"
         )
+
+
+def _parts(hook: Any) -> Iterator[Any]:
+    """The functions that `hook` is made of: those that it wraps, and itself."""
+    found, waiting = set[int](), [hook]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in found or not callable(part):
+            continue
+        found.add(id(part))
+        part = getattr(part, "__func__", part)  # of a bound method
+        if isinstance(part, functools.partial):
+            waiting += [part.func, *part.args, *part.keywords.values()]
+        elif isinstance(part, FunctionType):
+            yield part
+            for cell in part.__closure__ or ():
+                with suppress(ValueError):  # an empty cell
+                    waiting.append(cell.cell_contents)
 
 
 def _signature(hook: Callable[..., Any]) -> inspect.Signature | None:
@@ -132,8 +160,9 @@ class HookFinisher:
                 f"rank {self._rank}: the optimizer inside the communication hook steps before the weights of "
                 "model.weight() are known; use a mean loss without weights, or an optimizer outside"
             )
+        shown = GradBucket.of(bucket, self._parameters, at, last=last)
         try:
-            future = self._hook(self._state, GradBucket.of(bucket, self._parameters, at, last=last))
+            future = self._hook(self._state, shown)
             if not isinstance(future, torch._C.Future):
                 raise HookError(
                     f"{where}, returned a {type(future).__qualname__}; let it return a "
@@ -151,7 +180,7 @@ class HookFinisher:
         except BaseException as error:
             self._failure = error
             raise
-        return _Answer(future, bucket.flat, where, self._timeout)
+        return _Answer(future, bucket.flat, shown, where, self._timeout)
 
     def wait(self, buckets: Sequence[Launched], block: Launched, channel: Channel, control: ControlBlock) -> None:
         """Put what the hook answered into the buckets.
@@ -181,13 +210,11 @@ class HookFinisher:
             raise failure
         verdict = torch.zeros(channel.size, dtype=torch.float64)
         verdict[channel.rank] = failure is not None
-        try:
-            channel.wait(channel.all_reduce(verdict), "exchange of whether communication hooks have failed")
-        except CommunicationError:
-            if failure is None:
-                raise
+        launched = channel.all_reduce(verdict)
         if failure is not None:
+            channel.linger(launched, GRACE_S)
             raise failure
+        channel.wait(launched, "exchange of whether communication hooks have failed")
         _expect_none(verdict.nonzero().flatten().tolist(), self._rank)
 
     def scale(self, flat: Tensor, notes: Notes) -> None:
@@ -207,8 +234,10 @@ def _expect_none(failed: Sequence[int], rank: int) -> None:
 class _Answer:
     """The result of a communication hook, which is a future."""
 
-    def __init__(self, future: Any, flat: Tensor, where: str, timeout: timedelta | None) -> None:
-        self._future, self._flat, self._where, self._timeout = future, flat, where, timeout
+    def __init__(self, future: Any, flat: Tensor, shown: GradBucket, where: str, timeout: timedelta | None) -> None:
+        self._future, self._where, self._timeout = future, where, timeout
+        # The bucket, and what the hook saw of it; by set_buffer it may have given that another dtype.
+        self._flat, self._shown = flat, shown
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -224,7 +253,9 @@ class _Answer:
                 f"{self._where}, returned a future of a {type(value).__qualname__}; let its value be one tensor"
             )
         flat = self._flat
-        if is_sharded(value) or value.layout is not torch.strided or _kind(value) != _kind(flat):
+        if flat.is_complex() and (value.shape, value.dtype) == ((*flat.shape, 2), flat.dtype.to_real()):
+            value = torch.view_as_complex(value.contiguous())  # the futures of collectives hold real numbers
+        if not self._fits(value):
             raise HookError(
                 f"{self._where}, returned a future of {_described(value)} for a bucket of {_described(flat)}; let it "
                 "be like bucket.buffer()"
@@ -233,6 +264,14 @@ class _Answer:
             flat.copy_(value)
         elif value.stride() != flat.stride() or value.is_conj() or value.is_neg():
             flat.copy_(value.clone())
+
+    def _fits(self, value: Tensor) -> bool:
+        """Whether it is like the bucket, or in the precision that the hook gave the buffer, as torch's wrappers do."""
+        if is_sharded(value) or value.layout is not torch.strided:
+            return False
+        flat, seen = self._flat, self._shown.buffer().dtype
+        chosen = value.dtype is seen and seen.is_floating_point and flat.is_floating_point()
+        return (value.shape, value.device) == (flat.shape, flat.device) and (value.dtype is flat.dtype or chosen)
 
     def _value(self) -> Any:
         self._expect_done()
@@ -261,10 +300,6 @@ class _Answer:
                 f"{self._where}, returned a future that was not completed within {seconds:g} s; let the hook complete "
                 "it with set_result, or return that of a collective"
             )
-
-
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _described(tensor: Tensor) -> str:

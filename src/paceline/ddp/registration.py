@@ -49,6 +49,7 @@ class TakesHooks:
             HookError: if `hook` is not callable or its signature is not that of a hook. In backward: if it raises,
                 or returns something else than a future of one tensor like ``bucket.buffer()``.
             UsageError: if there is a hook already.
+            DesyncError: in backward, if the hook failed on another rank.
         """
         check_hook(hook)
         self._put(state, hook)
