@@ -283,7 +283,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._join_forward()
         if not self.do_sync:
             return _nothing
-        self._ledger.forward()
+        self._ledger.forward(broadcasts=self.will_sync_module_buffers())
         if self.sync_buffers():
             return _nothing  # the broadcast has happened, so this forward counts whatever its backward does
         return self._ledger.take_back_forward()
