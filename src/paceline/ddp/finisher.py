@@ -26,6 +26,9 @@ Notes = Sequence[tuple[float, float]]
 class Finisher(Protocol):
     """Called for every bucket of a backward, in the order of launch, on every rank alike."""
 
+    steps_inside: bool
+    """Whether an optimizer steps with each bucket as soon as that is reduced."""
+
     @property
     def failed(self) -> bool:
         """Whether a launch of this backward failed on this rank, which the others learn from the control block."""
@@ -61,6 +64,8 @@ class Sums(Protocol):
 
 class AllReduce:
     """The sum over the ranks, scaled to the mean or by the weights."""
+
+    steps_inside = False
 
     def __init__(self, channel: Sums, ledger: Ledger) -> None:
         self._channel, self._ledger = channel, ledger
