@@ -202,6 +202,7 @@ class Reducer:
         self._queue_finish()
 
     def _begin(self) -> None:
+        self._channel.expect_open()
         share = self.sharing.begin()
         self._expect_no_optimizer_inside(share)
         shadowed = self.tell is not None and self.tell(Event.BACKWARD)
