@@ -31,7 +31,7 @@ from paceline.comm.engine import Engine, Operation
 from paceline.comm.exchange import Exchanging
 from paceline.comm.header import DTYPES, Note
 from paceline.comm.hierarchy import Hierarchy
-from paceline.comm.hosts import open_collectives
+from paceline.comm.hosts import agree_on_rows, open_collectives
 from paceline.comm.operands import Flat, options_of, reduction_of
 from paceline.comm.work import Handle
 from paceline.compiling import class_never_compiled
@@ -48,12 +48,18 @@ class PacelineProcessGroup(Exchanging):
     used, all of them are, and a warning says why.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(store, rank, size, timeout)
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None
+    ) -> None:
+        """Messages call rank r of the group ``names[r]``, by default r."""
+        names, ours = names or range(size), PrefixStore("paceline/", store)
+        # Before Gloo, which names nobody when a rank does not come or lacks descriptors.
+        rows = agree_on_rows(ours, rank, size, timeout, names)
+        super().__init__(store, rank, size, timeout, names)
         self._engine: Engine | None = None
         self._collectives: Collectives | Hierarchy | None = None
-        if opened := open_collectives(PrefixStore("paceline/", store), rank, size, timeout):
-            self._engine, self._collectives = opened
+        if rows is not None:
+            self._engine, self._collectives = open_collectives(ours, rank, rows, timeout, names)
 
     @property
     def native(self) -> bool:
@@ -297,7 +303,8 @@ def _last(works: Sequence[Any]) -> Any:
 
 def _create(options: Any, _backend_options: Any = None) -> PacelineProcessGroup:
     """What torch calls for ``init_process_group("paceline")`` and ``new_group``."""
-    return PacelineProcessGroup(options.store, options.group_rank, options.group_size, options.timeout)
+    names = options.global_ranks_in_group or range(options.group_size)
+    return PacelineProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, names)
 
 
 def register() -> None:

@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import _broadcast_coalesced
 from paceline.comm.header import Note
 from paceline.comm.process_group import PacelineProcessGroup
 from paceline.ddp.control import scale_of
-from paceline.errors import CommunicationError, PacelineError
+from paceline.errors import PacelineError
+from paceline.rollcall import called_by_all, collective, failed
 
 
 class Launched(Protocol):
@@ -39,6 +40,8 @@ class Channel:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.group = own
+        self.members = dist.get_process_group_ranks(group)
+        """The ranks of the group, in its order, as messages call them."""
         self.name: str = own.group_name
         self._is_numbered = len(dist.get_process_group_ranks(group)) == dist.get_world_size()
 
@@ -83,10 +86,7 @@ class Channel:
         except PacelineError:
             raise
         except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.rank}: the {what} with the other {self.size - 1} ranks failed, most likely because one "
-                f"of them ended or is stuck; look for the first error of another rank ({error})"
-            ) from error
+            raise failed(what, self.members, self.members[self.rank], error) from error
 
     def close(self) -> None:
         """Give the channel's connections back, unless the process group is gone already."""
@@ -149,9 +149,10 @@ def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     # group by its ranks; to make one again after it was destroyed would meet the first one's traces in the store.
     # Hence only groups of the whole world, which are numbered, are given back.
     whole = len(ranks) == dist.get_world_size()
-    own: Any = dist.new_group(
-        ranks, timeout=_timeout(group, device), backend=backend, use_local_synchronization=not whole
-    )
+    with called_by_all("DistributedDataParallel(…)"), collective("connection of the ranks", group):
+        own: Any = dist.new_group(
+            ranks, timeout=_timeout(group, device), backend=backend, use_local_synchronization=not whole
+        )
     shared = device.type == "cpu" and isinstance(own, PacelineProcessGroup) and own.native
     return SharedChannel(group, own) if shared else Channel(group, own)
 
