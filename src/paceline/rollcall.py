@@ -69,21 +69,13 @@ def failed(what: str, ranks: Sequence[int], me: int, error: BaseException) -> Co
     )
 
 
-def never_came(
-    marks: Store, me: int, ranks: Sequence[int], where: str, timeout: timedelta, error: BaseException
-) -> CommunicationError:
-    """Return the error of rank `me`, which waited for all `ranks` `where`; names those without a mark in `marks`."""
-    try:
-        absent = [ranks[index] for index in missing_from(marks, list(map(str, ranks)))]
-    except RuntimeError:
-        absent = []
-    if absent:
-        waited = f"did not come {where} within {timeout.total_seconds():g} s"
-        return CommunicationError(f"rank {me}: {named_ranks(absent)} {waited}; {REMEDY}")
-    others = named_ranks([rank for rank in ranks if rank != me])
+def failed_to_connect(me: int, size: int, error: BaseException) -> CommunicationError:
+    """Return the error of a process group that torch could not make, for which all ranks had come."""
+    others = named_ranks([rank for rank in range(size) if rank != me] or [me])
     return CommunicationError(
-        f"rank {me}: {others} came {where}, but could not be connected with within {timeout.total_seconds():g} s "
-        f"({reason_of(error)}); look for the first error of another rank"
+        f"rank {me}: {others} came to make the process group, but could not be connected with ({reason_of(error)}); "
+        "look for the first error of another rank; if there is none, name a network interface through which the hosts "
+        "reach each other in GLOO_SOCKET_IFNAME"
     )
 
 
@@ -113,35 +105,33 @@ def called_by_all(call: str) -> Iterator[None]:
         ) from error
 
 
-def open_store(rank: int, size: int, timeout: timedelta) -> Store:
-    """Return torch's store of ``env://``; rank 0, where it serves the store, does not wait for the others in it.
+def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store:
+    """Return torch's store at ``MASTER_ADDR`` and ``MASTER_PORT``, which rank 0 serves unless the launcher does.
 
     Raises:
-        CommunicationError: if it cannot be served or reached in time; names who serves it.
+        CommunicationError: if it cannot be served, or reached in time; names who serves it.
     """
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    serves = rank == 0 and not by_agent
+    place = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    serves = rank == 0 and not by_launcher
     try:
-        if not serves:
-            store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
-        else:
-            # torch's rendezvous would wait for all ranks here, and say after the timeout only how many came.
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = TCPStore(address, port, size, True, timeout, wait_for_workers=False, multi_tenant=True)
+        if serves:
+            # torch's rendezvous would wait for all ranks here, and after the timeout say only how many came.
+            return TCPStore(address, port, size, True, timeout, wait_for_workers=False, multi_tenant=True)
+        store: Store = next(rendezvous(f"tcp://{address}:{port}", rank, size, timeout=timeout))[0]
+        return store
     except RuntimeError as error:
         if serves:
             raise CommunicationError(
                 f"rank 0: the store at {place} could not be opened ({reason_of(error)}); choose a MASTER_PORT that "
-                "nothing else uses, and the address of this host"
+                "nothing else uses, and an address of this host"
             ) from error
+        server = "the launcher" if by_launcher else "rank 0"
         raise CommunicationError(
-            f"rank {rank}: the store at {place}, which {'the launcher' if by_agent else 'rank 0'} serves, was not "
-            f"reached within {timeout.total_seconds():g} s ({reason_of(error)}); look for "
-            f"{'its' if by_agent else 'the'} error there, and see that address and port are right and not blocked"
+            f"rank {rank}: the store at {place}, which {server} serves, was not reached within "
+            f"{timeout.total_seconds():g} s ({reason_of(error)}); look for the first error of {server}, and see that "
+            "address and port are right and not blocked"
         ) from error
-    store.set_timeout(timeout)
-    return store
 
 
 def missing_from(store: Store, keys: Sequence[str], seconds: float = 0) -> list[int]:

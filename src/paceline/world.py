@@ -12,16 +12,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 
 from paceline.errors import PacelineError, WorldError
-from paceline.rollcall import called_by_all, collective, never_came, open_store
+from paceline.meeting import meet
+from paceline.rollcall import called_by_all, collective, failed_to_connect, open_store
 
 OWN_BACKEND = "paceline"
 """Registered by ``import paceline``, which importing this module does first."""
@@ -153,34 +155,37 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     chosen = backend or ("cpu:gloo,cuda:nccl" if use_cuda else OWN_BACKEND)
     try:
         if "RANK" in os.environ:
-            _join(chosen, place["RANK"], place["WORLD_SIZE"], patience)
+            rank, size = place["RANK"], place["WORLD_SIZE"]
+            store = _unused_store(rank, size, patience or default_pg_timeout)
+            dist.init_process_group(chosen, timeout=patience, store=store, rank=rank, world_size=size)
         else:
             dist.init_process_group(chosen, timeout=patience, store=HashStore(), rank=0, world_size=1)
     except PacelineError:
         raise
+    except RuntimeError as error:
+        raise failed_to_connect(place["RANK"], place["WORLD_SIZE"], error) from error
     except (ValueError, AttributeError) as error:
         raise WorldError(f"backend {chosen!r} cannot be used: {error}") from error
     return current()
 
 
-def _join(backend: str, rank: int, size: int, timeout: timedelta | None) -> None:
-    """Make the process group of all ranks.
+def _unused_store(rank: int, size: int, timeout: timedelta) -> Store:
+    """A part of the launcher's store in which no group was made before, not by an earlier ``init()`` either."""
+    # Alone, nobody else connects to it, and the port is free again when the group goes.
+    connect = _launchers_store if size == 1 else _kept_store
+    store = connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, timeout, os.getpid())
+    store.set_timeout(timeout)
+    return PrefixStore(f"paceline/{meet(store, rank, size, timeout)}/", store)
 
-    Raises:
-        CommunicationError: if a rank does not come in time; names it.
-    """
-    patience = timeout or default_pg_timeout
-    store = open_store(rank, size, patience)
-    marks = PrefixStore("paceline/init/", store)
-    try:
-        marks.set(str(rank), "")
-        dist.init_process_group(
-            backend, timeout=timeout, store=PrefixStore("default_pg", store), rank=rank, world_size=size
-        )
-    except PacelineError:
-        raise
-    except RuntimeError as error:
-        raise never_came(marks, rank, range(size), "to paceline.init()", patience, error) from error
+
+def _launchers_store(address: str, port: str, rank: int, size: int, timeout: timedelta, process: int) -> Store:
+    """The store at ``MASTER_ADDR`` and ``MASTER_PORT``, which rank 0 serves where no launcher does."""
+    return open_store(address, int(port), rank, size, timeout)
+
+
+_kept_store = cache(_launchers_store)
+"""The same, kept until the process ends. If rank 0's server went with its first process group, another rank that
+initializes again could connect to it just as it goes."""
 
 
 def _patience(timeout: timedelta | float | None, environment: Mapping[str, str]) -> timedelta | None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 
+from paceline.comm.forking import keep_in_children
 from paceline.comm.gloo import connect_gloo
 from paceline.comm.work import Runner
 from paceline.compiling import class_never_compiled
@@ -36,6 +37,7 @@ class Delegating(dist.ProcessGroup):
             self._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
         self.timeout = timeout
         self._runner = Runner(f"paceline rank {rank}")
+        keep_in_children(self)
 
     def allreduce(self, *arguments: Any, **options: Any) -> Any:
         """Of CUDA, sparse and other tensors that are not native."""

@@ -270,6 +270,7 @@ class Engine:
         """In a process forked from the rank: let go of everything that is the rank's own."""
         self._lock = threading.RLock()
         self._broken = "this process was forked from a rank, and only the rank itself belongs to the group"
+        self.arena.leave_to_parent()
         self._drop()
 
     def _drop(self) -> None:

@@ -36,6 +36,7 @@ from paceline.comm.operands import Flat, options_of, reduction_of
 from paceline.comm.work import Handle
 from paceline.compiling import class_never_compiled
 from paceline.errors import UsageError
+from paceline.meeting import meet
 
 NAME = "paceline"
 
@@ -58,6 +59,8 @@ class PacelineProcessGroup(Exchanging):
         super().__init__(store, rank, size, timeout, names)
         self._engine: Engine | None = None
         self._collectives: Collectives | Hierarchy | None = None
+        self._why_gloo = "this group does not use shared memory; a warning said why"
+        """Why there is no engine, if there is none."""
         if rows is not None:
             self._engine, self._collectives = open_collectives(ours, rank, rows, timeout, names)
 
@@ -108,7 +111,7 @@ class PacelineProcessGroup(Exchanging):
 
     def _whole_engine(self) -> Engine:
         if self._engine is None:
-            raise UsageError(f"rank {self.rank()}: this group does not use shared memory; a warning said why")
+            raise UsageError(f"rank {self.rank()}: {self._why_gloo}")
         return self._engine
 
     # -- c10d ---------------------------------------------------------------------------------------------------
@@ -255,11 +258,14 @@ class PacelineProcessGroup(Exchanging):
         return self._submit(self._native.barrier, [], options)
 
     def shutdown(self) -> None:
-        """Called when the group is destroyed."""
+        """Called when the group is destroyed; does nothing in a forked child, which let go of all this at the fork."""
+        if not self._runner.is_ours:
+            return
         self._runner.close()
         if self._engine is not None:
             self._engine.close()
             self._engine = self._collectives = None
+            self._why_gloo = "this process group was destroyed; make it again, and wrap the model again"
         super().shutdown()
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -304,7 +310,9 @@ def _last(works: Sequence[Any]) -> Any:
 def _create(options: Any, _backend_options: Any = None) -> PacelineProcessGroup:
     """What torch calls for ``init_process_group("paceline")`` and ``new_group``."""
     names = options.global_ranks_in_group or range(options.group_size)
-    return PacelineProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, names)
+    number = meet(options.store, options.group_rank, options.group_size, options.timeout, names)
+    store = PrefixStore(f"{number}/", options.store)
+    return PacelineProcessGroup(store, options.group_rank, options.group_size, options.timeout, names)
 
 
 def register() -> None:
