@@ -46,13 +46,13 @@ def parser() -> ArgumentParser:
         dest="nproc_per_node",
         default=SUPPRESS,
         metavar="N",
-        help="Number of ranks on this host: a number, gpu, cpu, or auto (GPUs if there are any, else cores). Default: 1.",
+        help="Number of ranks on this host: a number, gpu, cpu or auto (GPUs if there are any, else cores). Default 1.",
     )
     ours.add_argument(
         "--timeout",
         metavar="SECONDS",
         help="How long a collective waits for a rank, unless the script says otherwise; ranks get it as "
-        f"{TIMEOUT}, which paceline.init() reads. Default: {TIMEOUT_S}, which is 10 minutes.",
+        f"{TIMEOUT}, which paceline.init() reads. Default {TIMEOUT_S}, which is 10 minutes.",
     )
     # argparse shows groups in this order: what most people need first.
     made._action_groups.sort(key=lambda group: group is not ours)
