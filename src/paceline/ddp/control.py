@@ -142,7 +142,7 @@ class ControlBlock:
                 raise DesyncError(
                     f"rank {self.rank}: backward was ended by an exception on {named_ranks(aborted)}, so the gradients "
                     "of this step are not whole; see that rank's own error"
-                )
+                ).because_of(())  # that rank itself tells why
             return
         for name, (noun, remedy) in _EQUAL.items():
             values = {rank: getattr(status, name) for rank, status in enumerate(statuses) if not status.joined}
