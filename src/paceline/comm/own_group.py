@@ -46,7 +46,7 @@ def _forget(group: Any, name: str) -> None:
     for groups in world.tags_to_pg.values():
         groups[:] = [other for other in groups if other is not group]
     world.tags_to_pg.pop(world.pg_to_tag.pop(group))
-    _unregister_process_group(name)
+    _unregister_process_group(dist.distributed_c10d.GroupName(name))
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

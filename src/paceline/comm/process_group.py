@@ -31,7 +31,7 @@ from paceline.comm.engine import Engine, Operation
 from paceline.comm.exchange import Exchanging
 from paceline.comm.header import DTYPES, Note
 from paceline.comm.hierarchy import Hierarchy
-from paceline.comm.hosts import open_collectives
+from paceline.comm.hosts import agree_on_rows, open_collectives
 from paceline.comm.operands import Flat, options_of, reduction_of
 from paceline.comm.work import Handle
 from paceline.compiling import class_never_compiled
@@ -49,14 +49,20 @@ class PacelineProcessGroup(Exchanging):
     used, all of them are, and a warning says why.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(store, rank, size, timeout)
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None
+    ) -> None:
+        """Messages call rank r of the group ``names[r]``, by default r."""
+        names, ours = names or range(size), PrefixStore("paceline/", store)
+        # Before Gloo, which names nobody when a rank does not come or lacks descriptors.
+        rows = agree_on_rows(ours, rank, size, timeout, names)
+        super().__init__(store, rank, size, timeout, names)
         self._engine: Engine | None = None
         self._collectives: Collectives | Hierarchy | None = None
         self._why_gloo = "this group does not use shared memory; a warning said why"
         """Why there is no engine, if there is none."""
-        if opened := open_collectives(PrefixStore("paceline/", store), rank, size, timeout):
-            self._engine, self._collectives = opened
+        if rows is not None:
+            self._engine, self._collectives = open_collectives(ours, rank, rows, timeout, names)
 
     @property
     def native(self) -> bool:
@@ -303,10 +309,10 @@ def _last(works: Sequence[Any]) -> Any:
 
 def _create(options: Any, _backend_options: Any = None) -> PacelineProcessGroup:
     """What torch calls for ``init_process_group("paceline")`` and ``new_group``."""
-    ranks = options.global_ranks_in_group or range(options.group_size)
-    number = meet(options.store, options.group_rank, options.group_size, options.timeout, ranks)
+    names = options.global_ranks_in_group or range(options.group_size)
+    number = meet(options.store, options.group_rank, options.group_size, options.timeout, names)
     store = PrefixStore(f"{number}/", options.store)
-    return PacelineProcessGroup(store, options.group_rank, options.group_size, options.timeout)
+    return PacelineProcessGroup(store, options.group_rank, options.group_size, options.timeout, names)
 
 
 def register() -> None:

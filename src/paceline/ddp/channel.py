@@ -25,6 +25,7 @@ from paceline.comm.own_group import is_alive, open_own_group
 from paceline.comm.process_group import PacelineProcessGroup
 from paceline.ddp.control import scale_of
 from paceline.errors import CommunicationError, PacelineError
+from paceline.rollcall import called_by_all, collective, failed
 
 
 class Launched(Protocol):
@@ -48,8 +49,9 @@ class Channel:
         self.group = own
         """The group that carries the collectives. torch does not know it, so ``torch.distributed``'s functions, which
         ask torch for a group's backend when they fail, are not called with it."""
+        self.members = dist.get_process_group_ranks(group)
+        """The ranks of the group, in its order, as messages call them."""
         self.name: str = own.group_name
-        self.ranks: list[int] = dist.get_process_group_ranks(group)
         self._given = group
         self._process = os.getpid()
 
@@ -126,10 +128,7 @@ class Channel:
         except PacelineError:
             raise
         except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.rank}: the {what} with the other {self.size - 1} ranks failed, most likely because one "
-                f"of them ended or is stuck; look for the first error of another rank ({error})"
-            ) from error
+            raise failed(what, self.members, self.members[self.rank], error) from error
 
     def close(self) -> None:
         """Give the channel's connections back."""
@@ -191,7 +190,8 @@ def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     # Otherwise the backend is the group's own, which need not be that of the world.
     on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
     backend = "cpu:gloo,cuda:nccl" if on_nccl else dist.get_backend(group)
-    own = open_own_group(group, backend, timeout_of(group, device))
+    with called_by_all("DistributedDataParallel(…)"), collective("connection of the ranks", group):
+        own = open_own_group(group, backend, timeout_of(group, device))
     shared = device.type == "cpu" and isinstance(own, PacelineProcessGroup) and own.native
     return SharedChannel(group, own) if shared else Channel(group, own)
 

@@ -92,7 +92,7 @@ class Reducer:
         self.tell = None
         self._channel, self._ledger = channel, ledger
         self._in_backward = InBackward(given)
-        self.sharing = Sharing(self.names, given, self.parameters, ledger, channel.ranks)
+        self.sharing = Sharing(self.names, given, self.parameters, ledger, channel.members)
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
             self.names,
