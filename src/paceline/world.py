@@ -18,8 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.constants import default_pg_timeout
 
 from paceline.errors import WorldError
+from paceline.rendezvous import world_store
 
 OWN_BACKEND = "paceline"
 """Registered by ``import paceline``, which importing this module does first."""
@@ -137,7 +139,8 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
                 f"{torch.cuda.device_count()}; start at most that many ranks, or use backend='gloo'"
             )
         torch.cuda.set_device(place["LOCAL_RANK"])
-    if place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"] and sys.platform == "linux":
+    one_host = place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"]
+    if one_host and sys.platform == "linux":
         # One host: nothing has to be reachable from outside. Gloo would pick the interface of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if timeout is not None and not isinstance(timeout, timedelta):
@@ -145,7 +148,9 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     chosen = backend or ("cpu:gloo,cuda:nccl" if use_cuda else OWN_BACKEND)
     try:
         if "RANK" in os.environ:
-            dist.init_process_group(chosen, timeout=timeout)
+            rank, size = place["RANK"], place["WORLD_SIZE"]
+            store = world_store(os.environ, rank, size, one_host, timeout or default_pg_timeout)
+            dist.init_process_group(chosen, timeout=timeout, store=store, rank=rank, world_size=size)
         else:
             dist.init_process_group(chosen, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     except (ValueError, AttributeError) as error:

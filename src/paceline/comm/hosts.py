@@ -13,6 +13,7 @@ from paceline.comm.engine import Engine
 from paceline.comm.handshake import Refused, agree_on_hosts, connect
 from paceline.comm.hierarchy import Hierarchy, rows_of
 from paceline.comm.shared_memory import Arena
+from paceline.rendezvous import private_store
 
 
 def open_collectives(
@@ -35,7 +36,8 @@ def open_collectives(
         return None
     host = next(number for number, row in enumerate(rows) if rank in row)
     arena = Arena(len(rows[host]))
-    peers = connect(store, rank, [other for other in rows[host] if other != rank], arena, timeout)
+    private = private_store(PrefixStore(f"inside/{host}/", store), rank, rows[host], timeout)
+    peers = connect(private, rank, [other for other in rows[host] if other != rank], arena, timeout)
     engine = Engine(arena, peers, rank, timeout)
     inside = Collectives(engine)
     if len(rows) == 1:

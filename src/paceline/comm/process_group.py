@@ -36,6 +36,7 @@ from paceline.comm.operands import Flat, options_of, reduction_of
 from paceline.comm.work import Handle
 from paceline.compiling import class_never_compiled
 from paceline.errors import UsageError
+from paceline.rendezvous import on_one_host, private_store
 
 NAME = "paceline"
 
@@ -297,7 +298,10 @@ def _last(works: Sequence[Any]) -> Any:
 
 def _create(options: Any, _backend_options: Any = None) -> PacelineProcessGroup:
     """What torch calls for ``init_process_group("paceline")`` and ``new_group``."""
-    return PacelineProcessGroup(options.store, options.group_rank, options.group_size, options.timeout)
+    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    if on_one_host(store):
+        store = private_store(store, rank, range(size), timeout)
+    return PacelineProcessGroup(store, rank, size, timeout)
 
 
 def register() -> None:
