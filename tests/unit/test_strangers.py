@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from paceline import rendezvous
-from paceline.comm import handshake
+from paceline.comm import handshake, visitors
 from paceline.comm.introduction import Introduction
 from paceline.comm.shared_memory import Arena
 from paceline.errors import CommunicationError
@@ -33,7 +34,7 @@ from paceline.launch.store import LOOPBACK, loopback_store
 from paceline.rendezvous import NotPrivate, make_file, open_file, path_of, private_store
 from paceline.world import World
 from processes import Running, script
-from ranks import _context, run_ranks
+from ranks import Ranks, _context, run_ranks
 from strangers import NOBODY, Stranger, needs_root
 
 TIMEOUT = timedelta(seconds=10)
@@ -233,6 +234,7 @@ def test_a_private_store_without_its_first_member_ends_by_the_timeout_and_names_
 
 
 def test_a_private_store_is_used_as_it_is_and_takes_no_more_descriptors() -> None:
+    gc.collect()  # what tests before this one left
     public = loopback_store()
     first = private_store(public, 0, range(2), TIMEOUT)
     assert rendezvous.is_private(first)
@@ -314,6 +316,23 @@ def join(backend: str, port: int, rank: int, pipe: Any) -> None:
     os._exit(0)
 
 
+def start_two(how: str, port: int) -> list[Any]:
+    """Start two ranks with the public store at `port`; what each of them ends with."""
+    pipes, processes = [], []
+    for rank in range(2):
+        ours, theirs = _context.Pipe()
+        processes.append(_context.Process(target=join, args=(how, port, rank, theirs)))
+        processes[-1].start()
+        pipes.append(ours)
+    said = []
+    for pipe in pipes:
+        assert pipe.poll(25), "a rank hangs"
+        said.append(pipe.recv())
+    for process in processes:
+        process.join()
+    return said
+
+
 @needs_root
 @pytest.mark.parametrize("how", ["init", "paceline"])
 def test_under_torchrun_a_stranger_ends_the_start_at_most_and_is_named(how: str) -> None:
@@ -323,21 +342,89 @@ def test_under_torchrun_a_stranger_ends_the_start_at_most_and_is_named(how: str)
         Stranger(store_write, public.port, {"private": f"{holder.hear()} {'0' * 32}"}) as writer,
     ):
         assert writer.hear()
-        start, pipes, processes = time.monotonic(), [], []
-        for rank in range(2):
-            ours, theirs = _context.Pipe()
-            processes.append(_context.Process(target=join, args=(how, public.port, rank, theirs)))
-            processes[-1].start()
-            pipes.append(ours)
-        said = []
-        for pipe in pipes:
-            assert pipe.poll(25), "a rank hangs"
-            said.append(pipe.recv())
-        for process in processes:
-            process.join()
+        start, said = time.monotonic(), start_two(how, public.port)
     assert time.monotonic() - start < 20
     assert all(one == [3.0] * 5 or isinstance(one, str) for one in said)
     assert any(f"it belongs to user {NOBODY}" in str(one) for one in said), said
+
+
+# -- Gloo --------------------------------------------------------------------------------------------------------------
+
+
+def knock(tell: Callable[[Any], None], orders: Connection) -> None:
+    """Connect to the ports that are named, and say to be the peer with each of the numbers that Gloo may have given."""
+    held = []
+    while True:
+        port = orders.recv()
+        for number in range(20):
+            link = socket.socket()
+            link.connect((LOOPBACK.encode(), port))
+            link.send(number.to_bytes(8, "little"))
+            held.append(link)
+        tell(port)
+
+
+def new_group_by_gloo(world: World) -> str:
+    """Make another group, rank 1 late; how it ended."""
+    if world.rank == 1:
+        time.sleep(1)
+    try:
+        dist.new_group(list(range(world.size)), timeout=timedelta(seconds=3))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "made"
+
+
+def sockets_of(pid: int) -> set[int]:
+    links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+    return {int(link[8:-1]) for link in links if link.startswith("socket:[")}
+
+
+@needs_root
+def test_a_stranger_who_takes_the_place_of_a_rank_in_gloo_is_noticed_before_anything_is_sent() -> None:
+    """Gloo by itself took him for rank 1: he got what rank 0 sent, and rank 1 waited until its timeout."""
+    theirs, orders = _context.Pipe()
+    with Stranger(knock, theirs) as visitor, Ranks(2, 30, "paceline") as ranks:
+        ranks.run(where)
+        pid = ranks.processes[0].pid
+        before = sockets_of(pid)
+        for pipe in ranks._pipes:
+            pipe.send((new_group_by_gloo, ()))
+        deadline, ports = time.monotonic() + 5, []
+        while not ports and time.monotonic() < deadline:
+            new = sockets_of(pid) - before
+            ports = [one.port for one in visitors.connections() if one.state == "0A" and one.inode in new]
+        orders.send(ports[0])
+        assert visitor.hear() == ports[0]
+        ends = [pipe.recv()[1] for pipe in ranks._pipes]
+    assert f"rank 0: Gloo's port {ports[0]} was connected to by user {NOBODY}" in ends[0]
+    assert "made" not in ends
+
+
+CONNECTED = [("A:1F90", "A:0001", "01", 7, 11), ("A:0001", "A:1F90", "01", 7, 12)]
+LISTENS = ("0:1F90", "0:0000", "0A", 7, 10)
+
+
+@pytest.mark.parametrize(
+    ("table", "found"),
+    [
+        ([LISTENS], None),
+        ([LISTENS, *CONNECTED], None),
+        ([*CONNECTED], None),
+        ([LISTENS, CONNECTED[0], ("A:0001", "A:1F90", "01", 8, 12)], (0x1F90, 8)),
+        ([LISTENS, CONNECTED[0], ("A:0001", "A:1F90", "01", 0, 12)], None),
+        ([LISTENS, CONNECTED[0], ("A:0001", "A:1F90", "05", 0, 0)], (0x1F90, -1)),
+        ([LISTENS, CONNECTED[0]], (0x1F90, -1)),
+        ([LISTENS, CONNECTED[0], ("B:0001", "A:1F90", "01", 7, 12)], (0x1F90, -1)),
+        # connections of this process to others, and of others to each other, are none of Gloo's port
+        ([LISTENS, ("A:0002", "A:0050", "01", 7, 11), ("A:0050", "A:0002", "01", 8, 12)], None),
+        ([LISTENS, ("A:0003", "A:0051", "01", 8, 13), ("A:0051", "A:0003", "01", 9, 14)], None),
+    ],
+)
+def test_a_connection_from_another_user_is_found_in_the_kernels_table(
+    table: list[tuple[str, str, str, int, int]], found: tuple[int, int] | None
+) -> None:
+    assert visitors.stranger([visitors.Connection(*line) for line in table], {10, 11}, 7) == found
 
 
 # -- without strangers -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -9,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
+from paceline.comm.visitors import connections, own_sockets, stranger
 from paceline.comm.work import Runner
 from paceline.compiling import class_never_compiled
+from paceline.errors import CommunicationError
+from paceline.rendezvous import is_private
 
 
 @class_never_compiled
@@ -24,7 +28,7 @@ class Delegating(dist.ProcessGroup):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
+        gloo = _gloo(PrefixStore("gloo/", store), rank, size, timeout)
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(ProcessGroup.BackendType.GLOO)
         if torch.cuda.is_available() and dist.is_nccl_available():
@@ -117,3 +121,23 @@ class Delegating(dist.ProcessGroup):
         """With a device named, or without shared memory."""
         self._runner.drain()
         return super().barrier(*arguments, **options)
+
+
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+    """Gloo; on one host with the certainty that it is connected with processes of this user.
+
+    Raises:
+        CommunicationError: if somebody else has connected to it.
+    """
+    if size == 1 or not is_private(store):
+        return ProcessGroupGloo(store, rank, size, timeout)
+    before = own_sockets()
+    gloo = ProcessGroupGloo(store, rank, size, timeout)
+    if (found := stranger(connections(), own_sockets() - before, os.geteuid())) is not None:
+        port, user = found
+        who = f"by user {user}" if user >= 0 else "by a process that has ended"
+        raise CommunicationError(
+            f"rank {rank}: Gloo's port {port} was connected to {who} while the process group was made, and may take it "
+            "for a rank; if no rank has failed, find out who that is, and start again"
+        )
+    return gloo
