@@ -1,7 +1,7 @@
 """Who has connected to Gloo: on one host the kernel knows whose process is at the other end of a connection.
 
-Gloo takes anyone for a rank who connects to its port in time and sends the rank's number, which is small. He would get
-what is sent to that rank, and what he sends may be unpickled. So each rank looks, once its group is made, before using it.
+Gloo takes anyone for a rank who connects to its port in time and sends the rank's number, which is small. He would
+get what is sent to that rank, and what he sends may be unpickled. So each rank looks, before it uses a new group.
 """
 
 from __future__ import annotations
