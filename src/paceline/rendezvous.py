@@ -21,13 +21,14 @@ import re
 import secrets
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.rendezvous import rendezvous
 
 from paceline.errors import CommunicationError
+from paceline.meeting import meet
+from paceline.rollcall import REMEDY, missing_from, open_store
 
 STORE = "PACELINE_STORE"
 """Environment variable by which our launcher tells its ranks of the private store: the job's port, and the path."""
@@ -111,12 +112,16 @@ def on_one_host(store: Store) -> bool:
         return False
 
 
-def private_store(public: Store, rank: int, members: Sequence[int], timeout: timedelta) -> Store:
+def private_store(public: Store, rank: int, members: Sequence[int], timeout: timedelta, names: Sequence[int]) -> Store:
     """A store that `members`, which are all on this host, share with no other user; all of them call this together.
 
     Args:
-        public: a store that they share already. It tells nothing but where the first member's memory file is.
+        public: a store that they share already, where none of them has called this before. It tells nothing but where
+            the first member's memory file is.
         rank: this process, one of `members`.
+        members: ranks, as `public` is used by them.
+        timeout: how long to wait for the first member, and of the store.
+        names: messages call rank r ``names[r]``.
 
     Raises:
         CommunicationError: if the first member does not come in time, or `public` tells of a file that is not ours.
@@ -131,45 +136,42 @@ def private_store(public: Store, rank: int, members: Sequence[int], timeout: tim
         path, nonce = path_of(_own_file(port)), secrets.token_hex(16)
         public.set("private", f"{path} {nonce}")
     else:
-        path, nonce = _published(public, rank, leader, timeout)
+        path, nonce = _published(public, names[rank], names[leader], timeout)
     try:
         store = _file_store(path, port, timeout)
     except NotPrivate as reason:
         raise CommunicationError(
-            f"rank {rank}: rank {leader}'s private store was said to be at {path}, but {reason}; either another user "
-            "of this host has written into the job's TCPStore, which 'paceline run' does not need, or these ranks run "
-            "in separate containers, and LOCAL_WORLD_SIZE must be the number in each"
+            f"rank {names[rank]}: rank {names[leader]}'s private store was said to be at {path}, but {reason}; either "
+            "another user of this host has written into the job's TCPStore, which 'paceline run' does not need, or "
+            "these ranks run in separate containers, and LOCAL_WORLD_SIZE must be the number in each"
         ) from reason
     return PrefixStore("-".join(map(str, members)) + f"/{nonce}/", store)
 
 
-def world_store(environment: Mapping[str, str], rank: int, size: int, one_host: bool, timeout: timedelta) -> Store:
-    """The store in which the ranks of `environment` meet: on one host a private one, else torch's.
+def world_stores(
+    address: str, port: str, rank: int, size: int, one_host: bool, timeout: timedelta, process: int
+) -> tuple[Store, ...]:
+    """The store in which the ranks of the launcher's job meet, and others that must be kept for as long.
+
+    On one host it is a private one, else the TCPStore at `address` and `port`.
 
     Raises:
-        CommunicationError: as :func:`private_store`.
+        CommunicationError: as :func:`private_store`, and if the TCPStore cannot be reached.
     """
-    port, _, path = environment.get(STORE, "").partition(" ")
-    if path and port == environment["MASTER_PORT"]:  # not that of a job around this one
+    launchers, _, path = os.environ.get(STORE, "").partition(" ")
+    if path and launchers == port:  # not that of a job around this one
         try:
-            return _file_store(path, port, timeout)
+            return (_file_store(path, port, timeout),)
         except NotPrivate as reason:
             raise CommunicationError(
                 f"rank {rank}: the launcher's store at {path} cannot be used: {reason}; a rank must run as the user "
                 "who started 'paceline run'"
             ) from reason
-    public: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
-    public.set_timeout(timeout)
+    public = open_store(address, int(port), rank, size, timeout)
     if not one_host or sys.platform != "linux" or size == 1:
-        return public
-    private = private_store(PrefixStore("world/", public), rank, range(size), timeout)
-    private.set(f"met/{rank}", "")
-    for other in range(size) if rank == 0 else ():  # rank 0 may be the server of the public store, which ends here
-        try:
-            private.wait([f"met/{other}"], timeout)
-        except RuntimeError as error:
-            raise _late(rank, other, timeout) from error
-    return private
+        return (public,)
+    unused = PrefixStore(f"private/{meet(public, rank, size, timeout)}/", public)
+    return private_store(unused, rank, range(size), timeout, range(size)), public
 
 
 def _file_store(path: str, port: str, timeout: timedelta) -> FileStore:
@@ -184,17 +186,18 @@ def _own_file(port: str) -> int:
     return make_file(port)
 
 
-def _published(public: Store, rank: int, leader: int, timeout: timedelta) -> tuple[str, str]:
-    """The path and prefix that `leader` has put into the public store."""
-    try:
-        public.wait(["private"], timeout)
-        text = public.get("private").decode(errors="replace")
-    except RuntimeError as error:
-        raise _late(rank, leader, timeout) from error
+def _published(public: Store, name: int, leader: int, timeout: timedelta) -> tuple[str, str]:
+    """The path and prefix that rank `leader` has put into the public store."""
+    if missing_from(public, ["private"], timeout.total_seconds()):
+        raise CommunicationError(
+            f"rank {name}: rank {leader} did not come to make the process group within "
+            f"{timeout.total_seconds():g} s; {REMEDY}"
+        )
+    text = public.get("private").decode(errors="replace")
     found = _PUBLISHED.fullmatch(text)
     if found is None:
         raise CommunicationError(
-            f"rank {rank}: rank {leader}'s private store was said to be at {text[:80]!r}, which is no place for one; "
+            f"rank {name}: rank {leader}'s private store was said to be at {text[:80]!r}, which is no place for one; "
             "another user of this host may have written into the job's TCPStore, which 'paceline run' does not need"
         )
     return found[1], found[2]
@@ -203,10 +206,3 @@ def _published(public: Store, rank: int, leader: int, timeout: timedelta) -> tup
 def _base(store: Store) -> Store:
     base: Store = getattr(store, "_underlying_non_prefix_store", store)
     return base
-
-
-def _late(rank: int, other: int, timeout: timedelta) -> CommunicationError:
-    return CommunicationError(
-        f"rank {rank}: rank {other} did not come to make the process group within {timeout.total_seconds():g} s; "
-        "look for its own error"
-    )

@@ -198,7 +198,7 @@ def test_what_a_stranger_writes_into_the_public_store_is_refused_by_name(tmp_pat
         with Stranger(store_write, public.port, {"private": text}) as writer:
             assert writer.hear()
             with pytest.raises(CommunicationError, match=re.escape(said)) as caught:
-                private_store(public, 1, range(2), TIMEOUT)
+                private_store(public, 1, range(2), TIMEOUT, range(2))
     assert "rank 1: rank 0's private store" in str(caught.value)
     assert len(str(caught.value)) < 600
     for descriptor in (file, read, write, held["other"]):
@@ -230,20 +230,20 @@ def test_a_file_of_another_job_is_not_taken_for_this_ones() -> None:
 
 def test_a_private_store_without_its_first_member_ends_by_the_timeout_and_names_it() -> None:
     with pytest.raises(CommunicationError, match=r"rank 5: rank 3 did not come .* within 0\.4 s"):
-        private_store(PrefixStore("x/", loopback_store()), 5, [3, 5], SHORT)
+        private_store(PrefixStore("x/", loopback_store()), 5, [3, 5], SHORT, range(6))
 
 
 def test_a_private_store_is_used_as_it_is_and_takes_no_more_descriptors() -> None:
     gc.collect()  # what tests before this one left
     public = loopback_store()
-    first = private_store(public, 0, range(2), TIMEOUT)
+    first = private_store(public, 0, range(2), TIMEOUT, range(2))
     assert rendezvous.is_private(first)
     assert not rendezvous.is_private(public)
     inside = PrefixStore("y/", first)
-    assert private_store(inside, 1, range(2), TIMEOUT) is inside
+    assert private_store(inside, 1, range(2), TIMEOUT, range(2)) is inside
     before = len(os.listdir("/proc/self/fd"))
     for number in range(5):
-        again = private_store(PrefixStore(f"{number}/", public), 0, range(2), TIMEOUT)
+        again = private_store(PrefixStore(f"{number}/", public), 0, range(2), TIMEOUT, range(2))
         again.set("key", "value")
         assert not again.check(["other"])
         assert not first.check(["key"])
@@ -441,18 +441,17 @@ def test_the_world_of_one_host_meets_in_a_private_store(backend: str) -> None:
 
 def test_a_job_inside_a_job_does_not_take_the_outer_ones_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun, started by a rank of ``paceline run``, inherits the environment."""
-    outer = make_file("1")
-    store = loopback_store()
-    environment = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), rendezvous.STORE: f"1 {path_of(outer)}"}
-    for name, value in (environment | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
-        monkeypatch.setenv(name, value)
-    met = rendezvous.world_store(environment, 0, 1, True, SHORT)
-    assert isinstance(met, TCPStore) or not rendezvous.is_private(met)
-    inner = make_file(str(store.port))
-    environment[rendezvous.STORE] = f"{store.port} {path_of(inner)}"
-    assert rendezvous.is_private(rendezvous.world_store(environment, 0, 1, True, SHORT))
-    environment[rendezvous.STORE] = f"{store.port} {path_of(outer)}"
+    outer, public = make_file("1"), loopback_store()
+    inner = make_file(str(public.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+
+    def world(variable: str) -> Store:
+        monkeypatch.setenv(rendezvous.STORE, variable)
+        return rendezvous.world_stores(LOOPBACK, str(public.port), 0, 1, True, SHORT, os.getpid())[0]
+
+    assert not rendezvous.is_private(world(f"1 {path_of(outer)}"))
+    assert rendezvous.is_private(world(f"{public.port} {path_of(inner)}"))
     with pytest.raises(CommunicationError, match=r"rank 0: the launcher's store at .* cannot be used: it was not made"):
-        rendezvous.world_store(environment, 0, 1, True, SHORT)
+        world(f"{public.port} {path_of(outer)}")
     os.close(outer)
     os.close(inner)

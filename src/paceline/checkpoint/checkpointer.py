@@ -22,6 +22,7 @@ from paceline.checkpoint.saved import GENERATORS, RANK_ROLE, Saved
 from paceline.checkpoint.storage import Storage, reason, step_name
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError, CheckpointWarning, DesyncError, NoCheckpoint, UsageError
+from paceline.rollcall import called_by_all
 from paceline.world import World
 
 Object = TypeVar("Object", bound=Stateful)
@@ -58,7 +59,8 @@ class Checkpointer:
         self._registered: dict[str, Registered] = {}
         self._storage: Storage | None = None  # rank 0's
         self._closed = False
-        exchange.decide(exchange.here(), self._open)
+        with called_by_all("Checkpointer(…)"):
+            exchange.decide(exchange.here(), self._open)
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
         """Let `object` be saved and restored as `name`; returns it.
@@ -93,6 +95,7 @@ class Checkpointer:
         self._registered[name] = entry
         return object
 
+    @called_by_all("Checkpointer.save()")
     def save(self, step: int) -> Path:
         """Save every registered object as the checkpoint of `step`; it is durable when this returns.
 
@@ -118,6 +121,7 @@ class Checkpointer:
             capture.hand_over(own)
         return Path(exchange.decide(world, lambda: str(self._write(world, step, shared, own))))
 
+    @called_by_all("Checkpointer.latest()")
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole, down to the last byte; None if there is none.
 
@@ -127,10 +131,12 @@ class Checkpointer:
         answer = exchange.decide(self._world(), lambda: _path_of(self._store.newest()))
         return None if answer is None else Path(answer)
 
+    @called_by_all("Checkpointer.steps()")
     def steps(self) -> list[int]:
         """Steps that have a folder, whole or damaged, in ascending order."""
         return list(exchange.decide(self._world(), lambda: self._store.steps()))
 
+    @called_by_all("Checkpointer.restore()")
     def restore(self) -> int:
         """Load the newest whole checkpoint into the registered objects; its step.
 

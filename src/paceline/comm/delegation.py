@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 
-from paceline.comm.visitors import connections, own_sockets, stranger
+from paceline.comm.forking import keep_in_children
+from paceline.comm.gloo import connect_gloo
 from paceline.comm.work import Runner
 from paceline.compiling import class_never_compiled
-from paceline.errors import CommunicationError
-from paceline.rendezvous import is_private
 
 
 @class_never_compiled
@@ -26,9 +25,9 @@ class Delegating(dist.ProcessGroup):
     a collective. (Every method calls its own name in C++ from a frame of that name; torch would find us again if not.)
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        gloo = _gloo(PrefixStore("gloo/", store), rank, size, timeout)
+        gloo = connect_gloo(PrefixStore("gloo/", store), rank, size, timeout, names)
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(ProcessGroup.BackendType.GLOO)
         if torch.cuda.is_available() and dist.is_nccl_available():
@@ -38,6 +37,7 @@ class Delegating(dist.ProcessGroup):
             self._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
         self.timeout = timeout
         self._runner = Runner(f"paceline rank {rank}")
+        keep_in_children(self)
 
     def allreduce(self, *arguments: Any, **options: Any) -> Any:
         """Of CUDA, sparse and other tensors that are not native."""
@@ -121,23 +121,3 @@ class Delegating(dist.ProcessGroup):
         """With a device named, or without shared memory."""
         self._runner.drain()
         return super().barrier(*arguments, **options)
-
-
-def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
-    """Gloo; on one host with the certainty that it is connected with processes of this user.
-
-    Raises:
-        CommunicationError: if somebody else has connected to it.
-    """
-    if size == 1 or not is_private(store):
-        return ProcessGroupGloo(store, rank, size, timeout)
-    before = own_sockets()
-    gloo = ProcessGroupGloo(store, rank, size, timeout)
-    if (found := stranger(connections(), own_sockets() - before, os.geteuid())) is not None:
-        port, user = found
-        who = f"by user {user}" if user >= 0 else "by a process that has ended"
-        raise CommunicationError(
-            f"rank {rank}: Gloo's port {port} was connected to {who} while the process group was made, and may take it "
-            "for a rank; if no rank has failed, find out who that is, and start again"
-        )
-    return gloo

@@ -33,6 +33,7 @@ from paceline.comm.introduction import Peer, world_rank
 from paceline.comm.shared_memory import Arena, Segment
 from paceline.comm.signals import Signals
 from paceline.errors import CommunicationError, DesyncError
+from paceline.rollcall import report
 
 _SPINS = 20
 _NAP_S = 1.0
@@ -71,6 +72,8 @@ class Engine:
         self._posted = self._done = 0
         self._under_way: deque[Operation] = deque()
         self._broken = ""
+        self.reports_failures = False
+        """Whether ranks of other hosts may wait for us over Gloo: then they have to learn that we came, and failed."""
         self._lock = threading.RLock()
         self._spins = _SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
         self._close_descriptors = weakref.finalize(self, self.signals.close)
@@ -243,6 +246,9 @@ class Engine:
 
     def _fail(self, what: str, operation: Operation) -> NoReturn:
         self._broken = f"{what} in {operation.header}, operation {operation.number} of this group"
+        if self.reports_failures:
+            with suppress(RuntimeError, ValueError):
+                report(self._broken)
         raise CommunicationError(f"rank {self._name}: {self._broken}; {_REMEDY}")
 
     def _expect_whole(self) -> None:
@@ -264,6 +270,7 @@ class Engine:
         """In a process forked from the rank: let go of everything that is the rank's own."""
         self._lock = threading.RLock()
         self._broken = "this process was forked from a rank, and only the rank itself belongs to the group"
+        self.arena.leave_to_parent()
         self._drop()
 
     def _drop(self) -> None:

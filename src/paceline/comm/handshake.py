@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Store
 from paceline.comm.introduction import Introduction, Peer, Rejected, credentials
 from paceline.comm.shared_memory import Arena
 from paceline.errors import CommunicationError
+from paceline.rollcall import REMEDY
 
 SPLIT = "PACELINE_HOSTS"
 """Environment variable that makes one host count as several, for tests: ranks are dealt to so many in blocks."""
@@ -208,8 +209,7 @@ def _get(store: Store, key: str, rank: int, other: int, timeout: timedelta) -> A
 def _late(rank: int, missing: set[int], timeout: timedelta) -> CommunicationError:
     who = ", ".join(map(str, sorted(missing)))
     return CommunicationError(
-        f"rank {rank}: rank {who} did not come to make the process group within {timeout.total_seconds():g} s; "
-        "look for its own error"
+        f"rank {rank}: rank {who} did not come to make the process group within {timeout.total_seconds():g} s; {REMEDY}"
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DesyncError, NonFiniteGradient
+from paceline.rollcall import named_ranks
 
 Allocate = Callable[..., Tensor]
 """``allocate(numel, dtype=…)``: a zeroed tensor on the CPU."""
@@ -180,11 +181,6 @@ def scale_of(notes: Sequence[tuple[float, float]]) -> float:
         total = sum(weight for weight, _ in notes)
         return 1.0 / total if total else 0.0
     return 1.0 / max(1, sum(not int(weighting) & UNCOUNTED for _, weighting in notes))
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """«rank 1», «ranks 0, 2»."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _who_has(values: Mapping[int, int], noun: str) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.optim import Optimizer
 
@@ -167,8 +168,10 @@ class Joining(Joinable):
         assert channel is not None
         vector = torch.tensor(encode(message, number_of(channel.name), channel.rank, channel.size), device=self.device)
         # The collectives of a communication hook come on the process group, at moments of their own.
-        group = channel.group if self._comm_hooks else self.process_group
-        dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        group: Any = channel.group if self._comm_hooks else self.process_group
+        group.allreduce([vector], options).wait()
         message, self._present = decode(vector)
         if message is not None and message.event is Event.FORWARD and len(self._present) < channel.size:
             self._expect_layers_that_can_be_shadowed()

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import UsageError
+from paceline.rollcall import called_by_all, collective
 
 Batch = TypeVar("Batch")
 
@@ -147,7 +148,8 @@ def gather_for_metrics(value: Any) -> Any:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
+    with called_by_all("gather_for_metrics()"), collective("all-gather"):
+        dist.all_gather_object(everyone, value)
     return _concatenated([part for part in everyone if part is not None])
 
 

@@ -160,6 +160,7 @@ class Reducer:
         self._queue_finish()
 
     def _begin(self) -> None:
+        self._channel.expect_open()
         if self.tell is not None:
             self.tell(Event.BACKWARD)
         self._phase = Phase.BACKWARD
