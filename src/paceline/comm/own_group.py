@@ -38,7 +38,7 @@ def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | 
     return own
 
 
-def _forget(group: Any, name: str) -> None:
+def _forget(group: Any, name: Any) -> None:
     """Take a new group out of what torch knows."""
     world: Any = dist.distributed_c10d._world
     for table in (world.pg_map, world.pg_names, world.pg_backend_config):
@@ -46,7 +46,7 @@ def _forget(group: Any, name: str) -> None:
     for groups in world.tags_to_pg.values():
         groups[:] = [other for other in groups if other is not group]
     world.tags_to_pg.pop(world.pg_to_tag.pop(group))
-    _unregister_process_group(dist.distributed_c10d.GroupName(name))
+    _unregister_process_group(name)
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
