@@ -19,7 +19,9 @@ def gone(rank: int, at: float) -> Record:
     return told(f"CommunicationError: rank {rank} (pid 7) has ended", at, blamed=(rank,))
 
 
-LOST = "RuntimeError: [/pytorch/third_party/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:17325."
+LOST = (
+    "RuntimeError: [/pytorch/third_party/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:17325."
+)
 RESET = "RuntimeError: Read error [127.0.0.1]:40626: Connection reset by peer."
 NCCL = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, remote process exited"
 
