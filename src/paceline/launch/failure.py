@@ -104,7 +104,11 @@ def headline(ends: Sequence[End]) -> str:
         return "a rank failed"
     culprits = missed(ends)
     if not culprits:
-        return f"rank {failed[0].rank} failed first ({failed[0].detail})"
+        text = f"rank {failed[0].rank} failed first ({failed[0].detail})"
+        before = [end.rank for end in ends if end.has_left and end.when < failed[0].when]
+        # It may have handled an error about a rank that it missed, and have told nobody.
+        untold = failed[0].record is None and failed[0].code > 0
+        return f"{text}, after {_named(before)} had ended with exit code 0" if before and untold else text
     who, victim = _named(end.rank for end in culprits), _complaint(failed)
     so = f"so rank {victim.rank} failed ({victim.detail})"
     if not culprits[0].has_left:
