@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from paceline.checkpoint import documents
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.saved import GENERATORS, Saved
 from paceline.errors import CheckpointMismatch
@@ -34,9 +35,9 @@ def _compare_names(own: set[str], saved: set[str], step: int) -> None:
     if missing := sorted(own - saved):
         raise CheckpointMismatch(
             f"{missing[0]!r} is registered but not in the checkpoint of step {step}, which has "
-            f"{sorted(saved)}; register what was saved"
+            f"{documents.shown(sorted(saved))}; register what was saved"
         )
     if extra := sorted(saved - own):
         raise CheckpointMismatch(
-            f"the checkpoint of step {step} has {extra[0]!r}, which is not registered as that; register what was saved"
+            f"the checkpoint of step {step} has {documents.shown(extra[0])}, which is not registered as that; register what was saved"
         )
