@@ -129,7 +129,7 @@ def test_keys_that_are_made_to_collide_are_refused() -> None:
         codec.decode({"items": [[1, 0], [1, 1]]}, {})
 
 
-@pytest.mark.parametrize("node", [{"Size": [{"int": hex(2**80)}]}, {"Size": [2**63]}, {"tensor": "x" * 10_000}])
+@pytest.mark.parametrize("node", [{"x" * 10_000: 1}, {"tensor": "x" * 10_000}])
 def test_a_malformed_node_is_named_in_a_short_message(node: Any) -> None:
     with pytest.raises(ValueError) as caught:
         codec.decode(node, {})

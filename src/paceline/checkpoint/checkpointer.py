@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from paceline.checkpoint import capture, exchange
+from paceline.checkpoint import capture, exchange, restoring
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.compare import compare
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.registered import Registered, Stateful
 from paceline.checkpoint.saved import GENERATORS, RANK_ROLE, Saved
-from paceline.checkpoint.storage import Storage, reason, step_name
+from paceline.checkpoint.storage import Storage, reason
 from paceline.checkpoint.writer import Draft
-from paceline.errors import CheckpointError, CheckpointWarning, DesyncError, NoCheckpoint, UsageError
+from paceline.errors import CheckpointError, DesyncError, UsageError
 from paceline.world import World
 
 Object = TypeVar("Object", bound=Stateful)
@@ -111,7 +110,7 @@ class Checkpointer:
         """
         world = self._world()
         captures: list[Capture] = []
-        exchange.agree(world, _error_of(self._capture, step, captures))
+        exchange.agree(world, exchange.error_of(self._capture, step, captures))
         self._expect_equal(world, step)
         *shared, own = captures
         if world.rank != 0:
@@ -134,10 +133,12 @@ class Checkpointer:
     def restore(self) -> int:
         """Load the newest whole checkpoint into the registered objects; its step.
 
-        Everything is compared before anything is loaded. The states are on the CPU when the objects' own
-        ``load_state_dict`` gets them; modules and optimizers move them to their parameters' devices. The
-        random generators come back exactly if as many ranks run as when it was saved; else they stay as they
-        are, and rank 0 says so.
+        Everything is compared before anything is loaded, and if an object refuses its state all the same, every
+        registered object gets back the state that it had before, on every rank.
+
+        The states are on the CPU when the objects' own ``load_state_dict`` gets them; modules and optimizers move
+        them to their parameters' devices. The random generators come back exactly if as many ranks run as when it
+        was saved; else they stay as they are, and rank 0 says so.
 
         Raises:
             NoCheckpoint: on every rank, if there is no checkpoint, or none that is whole.
@@ -146,20 +147,10 @@ class Checkpointer:
             UsageError: as an object's ``load_state_dict`` raises it.
         """
         world = self._world()
-        found: list[Manifest] = []  # rank 0's
-        path = Path(exchange.decide(world, lambda: self._choose(found)))
-        saved = Saved.open(world, path, found[0] if found else None)
-        exchange.agree(world, _error_of(compare, self._registered.values(), saved, world.size))
-        for entry in self._entries(per_rank=False):
-            tensors = saved.tensors(world, entry.name)
-            exchange.agree(world, _error_of(entry.load, saved.objects[entry.name], tensors, saved.step))
-        if saved.manifest.world_size == world.size:
-            tensors = saved.rank_tensors(world)
-            for entry in [*self._entries(per_rank=True), capture.generators()]:
-                node = saved.ranks[world.rank][entry.name]
-                exchange.agree(world, _error_of(entry.load, node, tensors, saved.step))
-        else:
-            exchange.decide(world, lambda: _warn_of_other_size(saved, world))
+        saved = Saved.open(world, lambda: restoring.choose(self._store))
+        entries = list(self._registered.values())
+        exchange.agree(world, exchange.error_of(compare, entries, saved, world))
+        restoring.restore(world, saved, entries)
         return saved.step
 
     def close(self) -> None:
@@ -241,40 +232,6 @@ class Checkpointer:
         self._store.prune(step, self._keep)
         return path
 
-    def _choose(self, found: list[Manifest]) -> str:
-        newest = self._store.newest()
-        if newest is not None:
-            found.append(newest[1])
-            return str(newest[0])
-        damaged = ", ".join(step_name(step) for step in self._store.steps())
-        if damaged:
-            raise NoCheckpoint(
-                f"no checkpoint in {self._folder} is whole (damaged: {damaged}); bring one back from a "
-                "copy, or start anew in another folder"
-            )
-        raise NoCheckpoint(
-            f"there is no checkpoint in {self._folder} to resume from; check the path, or start without resuming"
-        )
-
-
-def _error_of(function: Any, *arguments: Any) -> Exception | None:
-    """What `function` raises, if it does."""
-    try:
-        function(*arguments)
-    except Exception as error:
-        return error
-    return None
-
 
 def _path_of(found: tuple[Path, Manifest] | None) -> str | None:
     return None if found is None else str(found[0])
-
-
-def _warn_of_other_size(saved: Saved, world: World) -> None:
-    warnings.warn(
-        f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}, "
-        "so every rank keeps its random generators as they are seeded now instead of going on with the "
-        "saved ones",
-        CheckpointWarning,
-        stacklevel=2,
-    )

@@ -81,8 +81,6 @@ class Registered:
             if metadata is not None:
                 state._metadata = metadata
             self._target.load_state_dict(state)
-            if node["buckets"] is not None and isinstance(self.object, HasBucketLayout):
-                self.object.load_bucket_layout(node["buckets"])
         except PacelineError:
             raise
         except Exception as error:
@@ -90,6 +88,23 @@ class Registered:
                 f"{self.name!r} does not take its state of step {step} ({type(error).__name__}: {error}); "
                 "register the kind of object that was saved"
             ) from error
+
+    def load_layout(self, node: Mapping[str, Any]) -> None:
+        """Load the bucket layout that `node` holds.
+
+        Raises:
+            CheckpointMismatch: if it does not fit the model.
+        """
+        if node["buckets"] is not None and isinstance(self.object, HasBucketLayout):
+            try:
+                self.object.load_bucket_layout(node["buckets"])
+            except PacelineError:
+                raise
+            except Exception as error:
+                raise CheckpointMismatch(
+                    f"the bucket layout of {self.name!r} does not fit ({type(error).__name__}: {error}); build the "
+                    "model that was saved"
+                ) from error
 
     @property
     def _target(self) -> Any:
