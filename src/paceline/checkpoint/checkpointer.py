@@ -42,13 +42,13 @@ class Checkpointer:
     The random generators of every rank are always saved, without being registered.
 
     Args:
-        folder: where the checkpoints are; made if it is not there. It holds nothing else, and one run at a
-            time uses it.
+        folder: where the checkpoints are; made if it is not there, for this user alone (mode 0700, its files 0600,
+            less what the umask takes away). One run at a time uses it. Other files in it are left alone.
         keep: how many of the newest checkpoints stay; at least 1.
 
     Raises:
-        UsageError: on every rank, if `keep` is below 1, or the folder cannot be made or written to, is in use
-            by another run, or holds something that is no checkpoint.
+        UsageError: on every rank, if `keep` is below 1, or the folder cannot be made or written to, or is in use
+            by another run.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3) -> None:
@@ -220,8 +220,8 @@ class Checkpointer:
                     rank = waiting.pop(0)
                     draft.add_own(rank, capture.fetch(rank))
                 path = draft.commit()
-        except (OSError, ValueError) as error:
-            why = reason(error) if isinstance(error, OSError) else str(error)
+        except (OSError, ValueError, MemoryError) as error:
+            why = reason(error) if isinstance(error, OSError) else str(error) or type(error).__name__
             raise CheckpointError(
                 f"rank 0 could not save step {step} to {self._store.path(step)}: {why}; the checkpoints "
                 "before it are intact, remove the cause and save again"
