@@ -52,12 +52,14 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3) -> None:
+        world = exchange.here()
+        exchange.agree(world, exchange.error_of(_check_folder, folder))
         self._folder = Path(folder).absolute()
         self._keep = keep
         self._registered: dict[str, Registered] = {}
         self._storage: Storage | None = None  # rank 0's
         self._closed = False
-        exchange.decide(exchange.here(), self._open)
+        exchange.decide(world, self._open)
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
         """Let `object` be saved and restored as `name`; returns it.
@@ -231,6 +233,11 @@ class Checkpointer:
                 capture.dismiss(rank)
         self._store.prune(step, self._keep)
         return path
+
+
+def _check_folder(folder: Any) -> None:
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise UsageError(f"the checkpoint folder must be a path that is not empty, not {folder!r}; name a folder")
 
 
 def _path_of(found: tuple[Path, Manifest] | None) -> str | None:

@@ -62,6 +62,8 @@ class DigitsConfig:
             raise UsageError(f"--lr must be a finite number greater than 0, not {self.lr}")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must be at least 0 and below 2**63, not {self.seed}")
+        if self.checkpoint_dir == "":
+            raise UsageError("--checkpoint-dir must not be empty; name a folder, or leave it out")
         if self.checkpoint_dir is None and self.resume:
             raise UsageError("--resume needs --checkpoint-dir, the folder to resume from")
         if self.checkpoint_dir is None and self.checkpoint_every is not None:
