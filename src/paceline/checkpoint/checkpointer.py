@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paceline.checkpoint import capture, exchange, restoring
 from paceline.checkpoint.capture import Capture
@@ -70,7 +70,8 @@ class Checkpointer:
         Args:
             name: unique; lower-case letters, digits and underscores.
             object: anything with ``state_dict`` and ``load_state_dict``. Its state consists of tensors,
-                ``None``, booleans, numbers, strings, bytes, lists, tuples and dicts.
+                ``None``, booleans, numbers, strings, bytes, lists, tuples and dicts. With a method
+                ``check_state_dict`` it can refuse a state before anything is loaded.
             per_rank: whether each rank has a state of its own. If not, rank 0's is saved for all.
 
         Raises:
@@ -89,7 +90,7 @@ class Checkpointer:
                 f"the object to register as {name!r}, a {type(object).__qualname__}, does not have both "
                 "state_dict and load_state_dict; give it these methods"
             )
-        entry = Registered(name, object, per_rank)
+        entry = Registered.of(name, object, per_rank, self._registered)
         entry.capture(Encoder())
         self._registered[name] = entry
         return object
@@ -132,7 +133,7 @@ class Checkpointer:
         """Steps that have a folder, whole or damaged, in ascending order."""
         return list(exchange.decide(self._world(), lambda: self._store.steps()))
 
-    def restore(self) -> int:
+    def restore(self, allow_changed_settings: bool = False) -> int:
         """Load the newest whole checkpoint into the registered objects; its step.
 
         Everything is compared before anything is loaded, and if an object refuses its state all the same, every
@@ -141,6 +142,14 @@ class Checkpointer:
         The states are on the CPU when the objects' own ``load_state_dict`` gets them; modules and optimizers move
         them to their parameters' devices. The random generators come back exactly if as many ranks run as when it
         was saved; else they stay as they are, and rank 0 says so.
+
+        Optimizers are compared by class, groups, parameters' names and shapes, and the settings that they had when
+        they were registered; register them before training.
+
+        Args:
+            allow_changed_settings: whether settings of optimizers (learning rate, momentum, weight decay, …) may
+                differ from the checkpoint's; then this run's are taken over, and rank 0 warns of each. The state comes
+                from the checkpoint all the same.
 
         Raises:
             NoCheckpoint: on every rank, if there is no checkpoint, or none that is whole.
@@ -151,8 +160,8 @@ class Checkpointer:
         world = self._world()
         saved = Saved.open(world, lambda: restoring.choose(self._store))
         entries = list(self._registered.values())
-        exchange.agree(world, exchange.error_of(compare, entries, saved, world))
-        restoring.restore(world, saved, entries)
+        exchange.agree(world, exchange.error_of(compare, entries, saved, world, allow_changed_settings))
+        restoring.restore(world, saved, entries, allow_changed_settings)
         return saved.step
 
     def close(self) -> None:

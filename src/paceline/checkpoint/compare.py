@@ -11,8 +11,10 @@ from paceline.errors import CheckpointMismatch
 from paceline.world import World
 
 
-def compare(entries: Collection[Registered], saved: Saved, world: World) -> None:
+def compare(entries: Collection[Registered], saved: Saved, world: World, allow_changed: bool) -> None:
     """Compare `entries`, which the ranks of `world` have registered, with `saved`.
+
+    Settings of optimizers may differ if `allow_changed`.
 
     Raises:
         CheckpointMismatch: if they do not fit; names what differs first.
@@ -29,10 +31,12 @@ def compare(entries: Collection[Registered], saved: Saved, world: World) -> None
             f"has {world.size}; resume with {saved.manifest.world_size} ranks"
         )
     for entry in shared:
-        entry.check(saved.outline(entry.name), saved.step)
+        entry.check(saved.outline(entry.name), saved.step, allow_changed)
     if saved.manifest.world_size == world.size:
-        for name in [*sorted(own), GENERATORS]:
-            saved.outline(name, world.rank)  # malformed ones are refused
+        for entry in entries:
+            if entry.per_rank:
+                entry.check(saved.outline(entry.name, world.rank), saved.step, allow_changed)
+        saved.outline(GENERATORS, world.rank)  # a malformed one is refused
 
 
 def _compare_names(own: set[str], saved: set[str], step: int) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint import exchange
 from paceline.checkpoint.capture import generators
 from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.optimizers import follow
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.saved import Saved
 from paceline.checkpoint.storage import Storage, step_name
@@ -42,8 +44,10 @@ def choose(store: Storage) -> tuple[Path, Manifest]:
     )
 
 
-def restore(world: World, saved: Saved, entries: Sequence[Registered]) -> None:
+def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_changed: bool) -> None:
     """Load `saved`, which fits, into `entries` and this rank's generators.
+
+    Settings of optimizers that differ are this run's afterwards if `allow_changed`; rank 0 warns of them.
 
     If it fails on any rank, every rank puts back what it has loaded so far, and raises.
     """
@@ -63,6 +67,8 @@ def restore(world: World, saved: Saved, entries: Sequence[Registered]) -> None:
         for entry in entries:
             if not entry.per_rank:
                 exchange.agree(world, exchange.error_of(entry.load_layout, saved.objects[entry.name]))
+        if allow_changed:
+            exchange.agree(world, exchange.error_of(_take_over, world, saved, entries))
     except BaseException:
         _put_back(undo, saved.step)
         raise
@@ -93,6 +99,23 @@ def _load(
         before.took_another = True
 
     exchange.agree(world, exchange.error_of(load))
+
+
+def _take_over(world: World, saved: Saved, entries: Sequence[Registered]) -> None:
+    changes: list[str] = []
+    for entry in entries:
+        outline = saved.outline(entry.name, world.rank if entry.per_rank else None)
+        changes += entry.changes(outline)
+        entry.take_over(outline)
+    for entry in entries:
+        if isinstance(entry.object, LRScheduler):
+            follow(entry.object)
+    if changes and world.rank == 0:
+        warnings.warn(
+            f"this run's settings are taken over: {'; '.join(changes)} in the checkpoint of step {saved.step}",
+            CheckpointWarning,
+            stacklevel=2,
+        )
 
 
 def _put_back(undo: Iterable[_Before], step: int) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from paceline.checkpoint import codec, documents, exchange, manifest, tensorfile, verify
 from paceline.checkpoint.manifest import File, Manifest
+from paceline.checkpoint.registered import Outline
 from paceline.errors import CheckpointError
 from paceline.world import World
 
@@ -56,7 +57,7 @@ class Saved:
             if any(type(entry) is not dict for entry in (objects, *ranks)):
                 raise ValueError("it has an entry that is no JSON object")
             for entry in [*objects.values(), *(entry for rank in ranks for entry in rank.values())]:
-                if set(entry) != {"state", "metadata", "buckets"}:
+                if set(entry) - {"optimizer"} != {"state", "metadata", "buckets"}:
                     raise ValueError("an object's entry has other keys than it should")
             if any(GENERATORS not in rank for rank in ranks):
                 raise ValueError("a rank's random generators are missing")
@@ -66,8 +67,8 @@ class Saved:
             raise _malformed(path, error) from None
         return cls(path, known, objects, ranks)
 
-    def outline(self, name: str, rank: int | None = None) -> Any:
-        """The state of the object `name`, with meta tensors: shapes and dtypes but no data.
+    def outline(self, name: str, rank: int | None = None) -> Outline:
+        """The object `name`, with meta tensors: shapes and dtypes but no data.
 
         Args:
             name: under which it is registered.
@@ -81,7 +82,10 @@ class Saved:
         try:
             tensors = {} if file is None else {key: spec.empty("meta") for key, spec in file.tensors.items()}
             codec.decode(node["metadata"], tensors)
-            return codec.decode(node["state"], tensors)
+            description = codec.decode(node.get("optimizer"), {})
+            if description is not None and not isinstance(description, dict):
+                raise ValueError("an optimizer's description is no dict")
+            return Outline(codec.decode(node["state"], tensors), description)
         except (ValueError, RuntimeError) as error:
             raise _malformed(self.path, error) from None
 

@@ -40,6 +40,7 @@ class DigitsConfig:
     checkpoint_dir: str | None = None
     checkpoint_every: int | None = None
     resume: bool = False
+    allow_changed_settings: bool = False
     json: str | None = None
     backend: str | None = None
 
@@ -66,6 +67,8 @@ class DigitsConfig:
             raise UsageError("--checkpoint-dir must not be empty; name a folder, or leave it out")
         if self.checkpoint_dir is None and self.resume:
             raise UsageError("--resume needs --checkpoint-dir, the folder to resume from")
+        if self.allow_changed_settings and not self.resume:
+            raise UsageError("--allow-changed-settings is about a checkpoint's settings and needs --resume")
         if self.checkpoint_dir is None and self.checkpoint_every is not None:
             raise UsageError("--checkpoint-every needs --checkpoint-dir, the folder to write to")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
@@ -154,6 +157,7 @@ def train_digits(config: DigitsConfig, world: World) -> tuple[Report, Result]:
         checkpoint_dir=config.checkpoint_dir,
         checkpoint_every=config.checkpoint_every,
         resume=config.resume,
+        allow_changed_settings=config.allow_changed_settings,
     )
     evaluation = Evaluation(held_out, summed_metrics, ("accuracy", "test_loss"))
     result = Trainer(model, optimizer, summed_loss, loader, settings, evaluation).fit()

@@ -94,7 +94,7 @@ def _whole_number(name: str, value: Any, least: int) -> int:
 def _positive(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise UsageError(f"{name} must be a number, not {value!r}")
-    if not value > 0:
+    if not float(value) > 0:
         raise UsageError(f"{name} must be greater than 0, not {value}")
     return float(value)
 

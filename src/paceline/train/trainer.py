@@ -139,7 +139,8 @@ class Trainer:
         """
         try:
             if self.config.resume and self._checkpointer is not None:
-                self.result.steps = self.result.resumed_from_step = self._checkpointer.restore()
+                step = self._checkpointer.restore(allow_changed_settings=self.config.allow_changed_settings)
+                self.result.steps = self.result.resumed_from_step = step
             self._train_and_log()
         finally:
             if self._checkpointer is not None:
