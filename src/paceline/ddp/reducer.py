@@ -260,7 +260,7 @@ class Reducer:
     def _publish(self, apart: dict[int, Tensor]) -> None:
         """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
         self._apart = {index: weakref.ref(average) for index, average in apart.items()}
-        for index, average in enumerate(self.storage.averages()):
+        for index, average in enumerate(self.storage.averages(self._backward.held)):
             if index not in self.storage.outside:
                 self.parameters[index].grad = average
         for index, average in apart.items():
