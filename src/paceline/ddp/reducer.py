@@ -29,6 +29,7 @@ from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
 from paceline.ddp.by_algorithm import Algorithms
+from paceline.ddp.by_hand import expect_equal_gradients
 from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
@@ -124,6 +125,10 @@ class Reducer:
         self._order_known = True
         self._arrivals.observed = []
         self._arrivals.use_layout(self.storage.layout, order_known=True)
+
+    def check_finite(self, enabled: bool) -> None:
+        """Look for NaN and Inf in gradients, or not, from the next backward on."""
+        self._gear = replace(self._gear, check_finite=enabled)
 
     def finish_with(self, finisher: Finisher) -> None:
         """Let `finisher` take the place of the buckets' all-reduce, from the next backward on; on all ranks alike."""
@@ -340,8 +345,18 @@ class Reducer:
         if self._phase is not Phase.IDLE:
             raise UsageError(f"rank {self._channel.rank}: the last backward has not ended: {self._phase.value}")
 
+    def expect_equal(self) -> None:
+        """Refuse gradients that are not the same on every rank.
+
+        Raises:
+            UsageError: names one that differs, or says that a backward has not ended.
+        """
+        self.settle_aborted()
+        self.expect_idle()
+        expect_equal_gradients(self.names, self.parameters, self._channel)
+
     def local_gradient(self) -> str | None:
-        """The name of a parameter whose gradient is this rank's own, not an average; None if there is none.
+        """The name of a parameter whose gradient the wrapper has not averaged; None if there is none.
 
         Zeros do not count: torch sets them itself, to have an optimizer make its state.
         """

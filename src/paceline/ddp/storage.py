@@ -142,8 +142,8 @@ class BucketSet:
     def claim(self, number: int) -> None:
         """Make sure that nothing which a user keeps changes when bucket `number` is written to.
 
-        If somebody refers to a gradient that it showed, the memory is left to him and the bucket gets other memory. From
-        then on it shows copies, for as long as somebody keeps these.
+        If somebody refers to a gradient that it showed, the memory is left to him and the bucket gets other memory.
+        From then on it shows copies, for as long as somebody keeps these.
         """
         bucket, window = self.buckets[number], self._windows[number]
         for place in window.mend():
@@ -153,8 +153,9 @@ class BucketSet:
                 return
             del self._keepers[number]
         if window.is_kept(lists=2):  # the window's and ours
-            self._leave(bucket.flat, window)
-            bucket.flat = self._channel.allocate(bucket.flat.numel(), dtype=bucket.flat.dtype, device=bucket.flat.device)
+            flat = bucket.flat
+            self._leave(flat, window)
+            bucket.flat = self._channel.allocate(flat.numel(), dtype=flat.dtype, device=flat.device)
             self._windows[number] = self._open(bucket)
             self._keepers[number] = []
 

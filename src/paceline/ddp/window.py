@@ -33,7 +33,7 @@ class Window:
 
     def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         # Communication, and hooks, see `flat`, whose storage counts other references.
-        self._memory = torch.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
+        self._memory = torch.utils.dlpack.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
         self._storage: int = self._memory.untyped_storage()._cdata
         self._parameters = parameters
         self.views = self._made_views()
