@@ -8,6 +8,7 @@ on two ranks, and beside it in one process on the whole batch.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,7 @@ EDITS = [
 def edited(world: World, edit: Callable[[nn.Module], None], to_none: bool, options: dict[str, Any]) -> None:
     model, twin = DistributedDataParallel(net(), **options), net()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
+    warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
     for _ in range(4):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=to_none)
@@ -245,8 +247,8 @@ def keep_one_of_many(world: World) -> tuple[list[int], int]:
 def test_one_small_gradient_kept_over_many_steps_does_not_hold_a_bucket_for_each(pools: Pools) -> None:
     """A bucket is 25 MiB, a bias may be a kilobyte: after the first time, gradients that are kept are copies."""
     for used, at_the_end in pools.run(2, keep_one_of_many):
-        assert max(used) <= used[1] + 1
-        assert at_the_end == used[1]  # given back when nobody refers to it, and gradients are views again
+        assert max(used) <= used[0] + 1
+        assert at_the_end == used[0]  # given back when nobody refers to it, and gradients are views again
 
 
 def reference_while_accumulating(world: World) -> None:
@@ -362,8 +364,7 @@ def from_equal_random_numbers(model: DistributedDataParallel, world: World) -> N
 
 
 def made_by_hand(world: World, make: Callable[..., None]) -> str:
-    model, twin = DistributedDataParallel(net()), DistributedDataParallel(net())
-    model, twin = model, copy.deepcopy(model.module)
+    model, twin = DistributedDataParallel(net()), net()
     optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
     message = ""
     for step in range(3):

@@ -105,7 +105,6 @@ class BucketSet:
     def _use(self, layout: list[list[int]]) -> None:
         """Allocate buckets for `layout`; gradients that lie in the old ones move along."""
         before = list(zip(self.buckets, self._windows, strict=True))
-        shown = {index: view for bucket, _ in before for index, view in zip(bucket.indices, bucket.views, strict=True)}
         self.buckets = [
             Bucket.allocate(indices, self._parameters, self._channel.allocate, self._kind(indices[0])[0])
             for indices in layout
@@ -113,11 +112,16 @@ class BucketSet:
         self._keepers.clear()
         self.views, self._addresses = [torch.empty(0)] * len(self._parameters), [0] * len(self._parameters)
         self._windows = [self._open(bucket) for bucket in self.buckets]
-        for index, view in shown.items():
+        for bucket, window in before:
+            self._move_gradients(bucket)
+            self._leave(bucket.flat, window)
+        self._free_unused()
+
+    def _move_gradients(self, bucket: Bucket) -> None:
+        """Take gradients that lie in a bucket of another layout along into the present ones."""
+        for index, view in zip(bucket.indices, bucket.views, strict=True):
             if self._parameters[index].grad is view:
                 self._parameters[index].grad = self.views[index].copy_(view)
-        for bucket, window in before:
-            self._leave(bucket.flat, window)
 
     def _open(self, bucket: Bucket) -> Window:
         """Let users see the bucket's memory."""

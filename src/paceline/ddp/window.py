@@ -34,7 +34,8 @@ class Window:
     def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         # Communication, and hooks, see `flat`, whose storage counts other references.
         self._memory = torch.utils.dlpack.from_dlpack(flat.view(torch.uint8)).view(flat.dtype)
-        self._storage: int = self._memory.untyped_storage()._cdata
+        # The one handle of the memory that Python code gets from any tensor in it.
+        self._storage = self._memory.untyped_storage()
         self._parameters = parameters
         self.views = self._made_views()
         self.addresses = list(map(Tensor.data_ptr, self.views))
@@ -72,8 +73,8 @@ class Window:
         return self._references() > self._references_alone - len(self.addresses)
 
     def _references(self) -> int:
-        """How many tensors, and handles of the storage itself, refer to the memory."""
-        return int(torch._C._storage_Use_Count(self._storage))
+        """How many tensors refer to the memory, and how many Python objects to its handle."""
+        return int(torch._C._storage_Use_Count(self._storage._cdata)) + sys.getrefcount(self._storage)
 
     def _made_views(self) -> list[Tensor]:
         # Detached, as autograd lets nobody call detach_() on views that it knows.
