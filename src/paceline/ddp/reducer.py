@@ -307,6 +307,7 @@ class Reducer:
                 parameter.grad = None
             elif index in self._backward.held:
                 parameter.grad = self._backward.held[index]
+        self._backward.held.clear()  # these keep their values while the others' collectives are met
 
     def settle_aborted(self) -> None:
         """Take part in what the other ranks wait for since this rank's backward was ended by an exception.
