@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.ddp import DistributedDataParallel
+from paceline.ddp.storage import BucketSet
 from paceline.world import World
 from twins import Pools
 
@@ -331,6 +332,31 @@ def layout_restored(world: World) -> None:
 def test_gradients_kept_while_buckets_are_rebuilt_keep_their_values(pools: Pools) -> None:
     """The old buckets' memory was given back to the host, which reads as zeros."""
     pools.run(2, layout_restored)
+
+
+class Memory:
+    """Allocates as a channel does."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: Any = "cpu") -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def free(self, tensor: Tensor) -> None:
+        tensor.fill_(float("nan"))
+
+
+def test_a_gradient_that_another_wrapper_averages_is_left_alone_where_zeros_are_launched_for_it() -> None:
+    """It lies in this wrapper's bucket, which showed it last, and is read by the other one later."""
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    storage = BucketSet(["a", "b"], parameters, [2**20], Memory())  # type: ignore[arg-type]
+    for parameter, average in zip(parameters, storage.averages({}), strict=True):
+        parameter.grad = average.fill_(1)
+    storage.claim(0)
+    assert parameters[0].grad is storage.views[0]  # both are ours, and stay where they are
+    storage.claim(0, {0})
+    storage.buckets[0].flat.zero_()
+    for _ in range(2):  # what is left is not given back before its last user has gone
+        storage.averages({})
+        assert [p.grad.tolist() for p in parameters] == [[1.0] * 3] * 2
 
 
 # -- gradients that the script averages by itself ----------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,14 @@ class Accumulators:
         try:
             return any(map(torch._C._will_engine_execute_node, self._nodes))
         except RuntimeError:  # torch's answer while autograd.grad runs with respect to one of these parameters
+            return False
+
+    def are_reached(self, left_out: Collection[int]) -> bool:
+        """Whether the running graph task reaches one of these parameters, those with an index in `left_out` aside."""
+        nodes = (node for index, node in enumerate(self._nodes) if index not in left_out)
+        try:
+            return any(map(torch._C._will_engine_execute_node, nodes))
+        except RuntimeError:  # as in are_meant()
             return False
 
 

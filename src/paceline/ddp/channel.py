@@ -40,7 +40,8 @@ class Channel:
         self.size: int = dist.get_world_size(group)
         self.group = own
         self.name: str = own.group_name
-        self._is_numbered = len(dist.get_process_group_ranks(group)) == dist.get_world_size()
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        self._is_numbered = len(self.ranks) == dist.get_world_size()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """A zeroed flat tensor that reductions take best."""

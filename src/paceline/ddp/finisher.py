@@ -25,6 +25,9 @@ Notes = Sequence[tuple[float, float]]
 class Finisher(Protocol):
     """Called for every bucket of a backward, in the order of launch, on every rank alike."""
 
+    steps_inside: bool
+    """Whether an optimizer steps with each bucket as soon as that is reduced."""
+
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Hand bucket number `at` to communication."""
 
@@ -44,6 +47,8 @@ class Sums(Protocol):
 
 class AllReduce:
     """The sum over the ranks, scaled to the mean or by the weights."""
+
+    steps_inside = False
 
     def __init__(self, channel: Sums, ledger: Ledger) -> None:
         self._channel, self._ledger = channel, ledger

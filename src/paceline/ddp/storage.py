@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -143,11 +143,12 @@ class BucketSet:
                 self._channel.free(flat)
         self._left = [(flat, window) for flat, window in self._left if window.is_in_use()]
 
-    def claim(self, number: int) -> None:
+    def claim(self, number: int, elsewhere: Collection[int] = ()) -> None:
         """Make sure that nothing which a user keeps changes when bucket `number` is written to.
 
         If somebody refers to a gradient that it showed, the memory is left to him and the bucket gets other memory.
-        From then on it shows copies, for as long as somebody keeps these.
+        From then on it shows copies, for as long as somebody keeps these. Gradients of the parameters `elsewhere`,
+        which another wrapper averages now, are not ours either.
         """
         bucket, window = self.buckets[number], self._windows[number]
         for place in window.mend():
@@ -156,7 +157,8 @@ class BucketSet:
             if not all(memory.expired() for memory in self._keepers[number]):
                 return
             del self._keepers[number]
-        if window.is_kept(lists=2):  # the window's and ours
+        others = {place for place, index in enumerate(bucket.indices) if index in elsewhere} if elsewhere else ()
+        if window.is_kept(2, others):  # the views are in two lists, the window's and ours
             flat = bucket.flat
             self._leave(flat, window)
             bucket.flat = self._channel.allocate(flat.numel(), dtype=flat.dtype, device=flat.device)

@@ -9,7 +9,7 @@ storage, as he may keep something made from it (``p.grad.detach()``, a slice, a 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -52,13 +52,14 @@ class Window:
             self.views[place] = made[place]
         return moved
 
-    def is_kept(self, lists: int) -> bool:
+    def is_kept(self, lists: int, others: Collection[int] = ()) -> bool:
         """Whether a user refers to a gradient that is no parameter's any more; ask after :meth:`mend`.
 
         Where ``p.grad`` still is the view, backward accumulates into it, with torch as here, for all who refer to it.
 
         Args:
             lists: how many lists of ours hold each view.
+            others: places of gradients that are not taken from ``p.grad`` now, so that it counts as a user, too.
         """
         if self._references() != self._references_alone:
             return True
@@ -66,7 +67,7 @@ class Window:
         if max(counts) <= alone:
             return False
         suspects = [place for place, count in enumerate(counts) if count > alone]
-        return any(self._parameters[place].grad is not self.views[place] for place in suspects)
+        return any(place in others or self._parameters[place].grad is not self.views[place] for place in suspects)
 
     def is_in_use(self) -> bool:
         """Whether a user still refers to the memory of a window whose own views were dropped."""
