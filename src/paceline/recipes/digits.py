@@ -144,7 +144,7 @@ def train_digits(config: DigitsConfig, world: World) -> tuple[Report, Result]:
     train_data, test_data = load_digits()
     with set_seed(config.seed):
         net = DigitsNet().to(world.device)
-    model = DistributedDataParallel(net, check_finite=True)
+    model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
     micro_batch = config.batch_size // config.accumulate
     loader = DataLoader(train_data, batch_size=micro_batch, shuffle=True, seed=config.seed)

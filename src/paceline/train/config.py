@@ -36,6 +36,8 @@ class TrainConfig:
     """Whether the learning rate falls after the warm-up."""
     clip_norm: float | None = None
     """Largest norm of the gradient; None for no clipping."""
+    check_finite: bool = True
+    """Whether a gradient that holds NaN or Inf ends training on every rank, before the optimizer steps."""
     checkpoint_dir: str | None = None
     """Folder of checkpoints; None to keep none."""
     checkpoint_every: int | None = None

@@ -105,6 +105,7 @@ class Trainer:
         factor = partial(lr_factor, warmup_steps=config.warmup_steps, decay=config.decay, total_steps=total)
         self.scheduler = LambdaLR(optimizer, factor)
         model.watch(loader.progress)
+        model.check_finite = model.check_finite or config.check_finite
         self._checkpointer = self._open_checkpoints() if config.checkpoint_dir else None
 
     def _refuse_what_cannot_work(self) -> None:
@@ -135,7 +136,7 @@ class Trainer:
         Raises:
             NoCheckpoint: if there is nothing to resume from.
             CheckpointMismatch: if the checkpoint is of another model, other data or other settings.
-            NonFiniteGradient: if the wrapper checks for it and a gradient holds NaN or Inf.
+            NonFiniteGradient: if a gradient holds NaN or Inf, unless neither the config nor the wrapper checks for it.
         """
         try:
             if self.config.resume and self._checkpointer is not None:
