@@ -70,8 +70,8 @@ class Reducer:
     """False inside ``no_sync``: a backward that starts now stays local."""
     exposed_seconds: float
     """Time waited for communication at the end of backwards, in seconds, since the wrapper was made."""
-    tell: Callable[[Event], None] | None
-    """Inside ``join``, tells ranks that ran out of data how this rank's backward goes."""
+    tell: Callable[[Event], bool] | None
+    """Inside ``join``, tells ranks that ran out of data how this backward goes; returns whether there are any."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Reducer:
         self.tell = None
         self._channel, self._ledger = channel, ledger
         self._in_backward = InBackward(given)
-        self.sharing = Sharing(self.names, given, self.parameters, ledger, channel.ranks)
+        self.sharing = Sharing(self.names, given, self.parameters, ledger, channel.members)
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
             self.names,
@@ -207,15 +207,16 @@ class Reducer:
         self._queue_finish()
 
     def _begin(self) -> None:
+        self._channel.expect_open()
         share = self.sharing.begin()
         self._expect_no_optimizer_inside(share)
-        if self.tell is not None:
-            self.tell(Event.BACKWARD)
+        shadowed = self.tell is not None and self.tell(Event.BACKWARD)
         self._phase = Phase.BACKWARD
         self._has_unseen_forward = False
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
         clear = all(parameter.grad is None for parameter in self.parameters)
-        self._backward = Backward(self._gear, clear, share)
+        at_end = self._gear.finisher.launches_at_end(shadowed=shadowed)
+        self._backward = Backward(self._gear, clear, share, at_end)
         self._arrivals.begin(clear=clear and not share.elsewhere)
         self._finishing = self._finish()
 
@@ -255,7 +256,7 @@ class Reducer:
             self._begin_in_task()
         self._arrivals.arrived(index)
         backward, buckets = self._backward, self.storage.buckets
-        while backward.next < len(buckets) and self._arrivals.complete(backward.next):
+        while not backward.at_end and backward.next < len(buckets) and self._arrivals.complete(backward.next):
             backward.launch(buckets[backward.next])
         self._channel.progress()
 
@@ -265,10 +266,10 @@ class Reducer:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
         backward = self._backward
         try:
-            mine = backward.launch_rest(aborted=self._aborted, order=self._observed_order())
-            self.sharing.launched(backward.absent)
             if self.tell is not None:
                 self.tell(Event.END)
+            mine = backward.launch_rest(aborted=self._aborted, order=self._observed_order())
+            self.sharing.launched(backward.absent)
             self._phase = Phase.SETTLING
             yield True
             statuses = backward.wait()
@@ -337,9 +338,10 @@ class Reducer:
         self.finish()
 
     def launch_all(self) -> None:
-        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later."""
+        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later, and launches what is to wait."""
         self._begin()
-        self._advance()
+        if not self._backward.at_end:
+            self._advance()
 
     def finish(self) -> None:
         """Carry a synchronization to its end."""
