@@ -37,7 +37,8 @@ class TrainConfig:
     clip_norm: float | None = None
     """Largest norm of the gradient; None for no clipping."""
     check_finite: bool = True
-    """Whether a gradient that holds NaN or Inf ends training on every rank, before the optimizer steps."""
+    """Whether a gradient that holds NaN or Inf ends training on every rank, before the optimizer steps. On a GPU
+    the CPU waits for that in every step."""
     checkpoint_dir: str | None = None
     """Folder of checkpoints; None to keep none."""
     checkpoint_every: int | None = None
