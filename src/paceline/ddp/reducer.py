@@ -34,6 +34,7 @@ from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
 from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.newcomers import Newcomers, Settled
 from paceline.ddp.options import Options
 from paceline.ddp.replica_check import ReplicaCheck
 from paceline.ddp.shadowing import Event
@@ -73,19 +74,22 @@ class Reducer:
         ledger: Ledger,
         options: Options,
         recorder: Recorder,
+        newcomers: Newcomers,
     ) -> None:
-        given = [parameter for _, parameter in named_parameters]
-        self.parameters = [as_local(parameter) for parameter in given]
-        self.names = [name for name, _ in named_parameters]
-        outside = frozenset(index for index, one in enumerate(given) if id(one) in options.sparse)
+        self._name(named_parameters)
         self.storage = BucketSet(
-            self.names, self.parameters, options.capacities, channel, outside, options.reduce_dtype
+            self.names,
+            self.parameters,
+            options.capacities,
+            channel,
+            newcomers.watch.sparse(self._given),
+            options.reduce_dtype,
         )
         self.sync_enabled = True
         self.exposed_seconds = 0.0
         self.tell = None
         self._channel, self._ledger = channel, ledger
-        self._in_backward = InBackward(given)
+        self._options, self._newcomers = options, newcomers
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
             self.names,
@@ -98,7 +102,6 @@ class Reducer:
             options.check_finite,
             AllReduce(Algorithms(channel, options.algorithm) if options.algorithm else channel, ledger),
         )
-        self._unused = UnusedReport(options.unused, self.names, self.parameters, channel)
         self.replica_check: ReplicaCheck | None = None
         self._phase = Phase.IDLE
         self._aborted = self._owes_launch = False
@@ -107,8 +110,19 @@ class Reducer:
         self._finishing: Iterator[bool] = iter(())
         # Averages that are no bucket's view; weak, as a gradient's memory goes when the user drops it.
         self._apart: dict[int, weakref.ref[Tensor]] = {}
+        self._expect_all()
+
+    def _name(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._given = [parameter for _, parameter in named_parameters]
+        self._local = [as_local(parameter) for parameter in self._given]
+        self.parameters = list(self._local)
+        self.names = [name for name, _ in named_parameters]
+
+    def _expect_all(self) -> None:
+        """Wait for the gradients of all parameters, in an order of arrival that is not known yet."""
+        self._unused = UnusedReport(self._options.unused, self.names, self.parameters, self._channel)
+        self._in_backward, self._accumulators = InBackward(self._given), Accumulators(self._given)
         self._order_known = False
-        self._accumulators = Accumulators(given)
         self._arrivals = Arrivals(self.parameters, self._hooked)
         self._arrivals.use_layout(self.storage.layout, order_known=False)
         self._arrivals.begin(clear=True)
@@ -145,7 +159,10 @@ class Reducer:
     def backward_reached(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
         """A backward has reached an output of the wrapper."""
         expect_eager_backward(self._channel.rank)
-        if self._phase in (Phase.BACKWARD, Phase.SETTLING) or not self._accumulators.are_meant():
+        if self._phase in (Phase.BACKWARD, Phase.SETTLING):
+            return
+        self._look_for_newcomers()  # first, as all that trains may be new
+        if not self._accumulators.are_meant():
             return
         self.settle_aborted()
         self._ledger.backward_began()
@@ -162,6 +179,8 @@ class Reducer:
     def _begin(self) -> None:
         if self.tell is not None:
             self.tell(Event.BACKWARD)
+        self._look_for_newcomers()
+        self._newcomers.begin()
         self._phase = Phase.BACKWARD
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
         clear = all(parameter.grad is None for parameter in self.parameters)
@@ -212,6 +231,7 @@ class Reducer:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
         backward = self._backward
         try:
+            self._ledger.status.changed = self._newcomers.have_gradients()
             mine = backward.launch_rest(aborted=self._aborted)
             if self.tell is not None:
                 self.tell(Event.END)
@@ -224,6 +244,7 @@ class Reducer:
             if order:
                 yield True
             apart = yield from average_apart(self._gear, mine, scale)
+            new = yield from self._newcomers.settle(statuses, scale, self._gear)
             unused = yield from self._unused.look(self._control.missing_somewhere(statuses), backward.absent)
             drift = None
             if self.replica_check is not None:
@@ -239,6 +260,8 @@ class Reducer:
         self._unused.say(unused)
         if drift is not None:
             raise ReplicaMismatch(drift)
+        if new is not None:
+            self._take_in(new)
         if not any(one.aborted for one in statuses):
             self._in_backward.step(self._ledger)
 
@@ -272,6 +295,31 @@ class Reducer:
         self._backward = Backward(self._gear, clear=True)  # what was launched, and what hooks returned, is let go
         self._ledger.synchronized()
 
+    # -- parameters that the module got after it was wrapped, see paceline.ddp.module_changes -----------------------
+
+    def _look_for_newcomers(self) -> None:
+        if self.sync_enabled and self._newcomers.look():
+            together = [*self._given, *self._newcomers.parameters()]
+            self._in_backward, self._accumulators = InBackward(together), Accumulators(together)
+            pairs = zip(self._given, self._local, strict=True)
+            self.parameters[:] = [self._newcomers.stand_in(given) or local for given, local in pairs]
+
+    def _take_in(self, new: Settled) -> None:
+        """Average from now on what the module has now."""
+        named = self._newcomers.accept(new)
+        self._phase = Phase.BROKEN  # until all is in its place
+        self._release()
+        self._name(named)
+        self.storage.use_parameters(self.names, self.parameters, self._newcomers.watch.sparse(self._given))
+        shown = [(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
+        self._apart = {index: weakref.ref(gradient) for index, gradient in shown if gradient is not None}
+        self._channel.free(self._control.vector)
+        self._control = ControlBlock(self.names, self._channel.rank, self._channel.size, self._channel.allocate)
+        self._gear = replace(self._gear, names=self.names, parameters=self.parameters, control=self._control)
+        self._backward = Backward(self._gear, clear=True)
+        self._expect_all()
+        self._phase = Phase.IDLE
+
     # -- without a backward, and after one that failed ----------------------------------------------------------
 
     def synchronize(self) -> None:
@@ -302,6 +350,7 @@ class Reducer:
                 parameter.grad = None
             elif index in self._backward.held:
                 parameter.grad = self._backward.held[index]
+        self._newcomers.restore()
 
     def settle_aborted(self) -> None:
         """Take part in what the other ranks wait for since this rank's backward was ended by an exception.
@@ -357,7 +406,11 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters, and let go of what refers back to the reducer."""
-        self._arrivals.close()
-        for parameter in self.parameters:
-            release(parameter)
+        self._release()
+        self._newcomers.close()
         self._task = self.tell = None
+
+    def _release(self) -> None:
+        self._arrivals.close()
+        for parameter in self._local:
+            release(parameter)

@@ -40,7 +40,7 @@ def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
     """
     if init_sync is False:
         return
-    _compare(channel, [(name, _description(tensor)) for name, tensor in tensors])
+    _compare(channel, [(name, description(tensor)) for name, tensor in tensors])
     if init_sync == "verify":
         _compare(channel, [(name, _Value(tensor_digest(local_of(tensor)).hex())) for name, tensor in tensors])
     else:
@@ -51,7 +51,8 @@ class _Value(str):
     """A digest; said to be `other values` rather than printed."""
 
 
-def _description(tensor: Tensor) -> str:
+def description(tensor: Tensor) -> str:
+    """What has to be equal of a parameter or buffer on all ranks, besides its name."""
     # Strides too: a bucket holds the gradient in the parameter's own memory layout.
     gradient = "" if tensor.requires_grad else ", no gradient"
     strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
@@ -63,12 +64,12 @@ def _compare(channel: Channel, mine: list[tuple[str, str]]) -> None:
     everyone = channel.all_gather_object(mine)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
-            raise ReplicaMismatch(_first_difference(everyone[0], theirs, rank))
+            remedy = "build the same model on every rank"
+            raise ReplicaMismatch(first_difference(everyone[0], theirs, rank, remedy))
 
 
-def _first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int) -> str:
-    """One sentence on where rank `rank` differs from rank 0."""
-    remedy = "build the same model on every rank"
+def first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int, remedy: str) -> str:
+    """One sentence on where rank `rank` differs from rank 0, with the `remedy`."""
     here, there = dict(reference), dict(theirs)
     for name, what in reference:
         if name not in there:

@@ -66,6 +66,12 @@ class BucketSet:
         sizes = [p.numel() * dtype.itemsize for p, (dtype, _) in zip(self._parameters, kinds, strict=True)]
         self._use(assign(sizes, kinds, inside, self._capacities))
 
+    def use_parameters(self, names: Sequence[str], parameters: Sequence[nn.Parameter], outside: frozenset[int]) -> None:
+        """Make the buckets anew for other parameters; gradients that lie in the old ones move along."""
+        self._names, self._parameters, self.outside = names, parameters, outside
+        self._cast = {}
+        self.assign_in(range(len(parameters) - 1, -1, -1))
+
     def named_layout(self) -> list[list[str]]:
         """The layout with names for indices."""
         return [[self._names[index] for index in indices] for indices in self.layout]
