@@ -18,7 +18,7 @@ class Accumulators:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._nodes = [_accumulate_node(parameter) for parameter in parameters]
+        self._nodes = [_accumulate_node(parameter) for parameter in parameters if parameter.requires_grad]
 
     def are_meant(self) -> bool:
         """Whether the running graph task is a backward for these parameters, not ``autograd.grad``."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paceline.ddp.autograd import current_task
-from paceline.ddp.replicas import description
+from paceline.ddp.replicas import describe_form
 from paceline.ddp.sharded import as_local, release
 from paceline.ddp.sparse import elements_of, sparse_by_layer
 from paceline.modules import plain_name
@@ -68,9 +68,10 @@ class Change:
         return any(parameter.grad is not None for parameter in self._locals)
 
     def described(self) -> list[list[str]]:
-        """Every parameter's name, and what has to be equal on all ranks."""
+        """Every parameter's name and what has to be equal on all ranks, the new ones first, for messages."""
         new = {id(parameter) for _, parameter in self.new}
-        return [[name, description(one) + (", new" if id(one) in new else "")] for name, one in self.named]
+        usual = [[name, describe_form(one)] for name, one in self.named if id(one) not in new]
+        return [[name, f"{describe_form(one)}, new"] for name, one in self.new] + usual
 
     def codes(self, *, check_finite: bool) -> list[int]:
         """Of each new parameter's gradient: whether it is there, sparse, not finite."""

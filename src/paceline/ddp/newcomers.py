@@ -56,9 +56,9 @@ class Newcomers:
         """The new parameters."""
         return [] if self._change is None else [parameter for _, parameter in self._change.new]
 
-    def stand_in(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """What takes the place of `parameter` where its gradient does not fit into the bucket any more."""
-        return None if self._change is None else self._change.stand_ins.get(id(parameter))
+    def stand_in(self, parameter: nn.Parameter, usual: nn.Parameter) -> nn.Parameter:
+        """`usual`, or what takes its place where the gradient of `parameter` does not fit into the bucket any more."""
+        return usual if self._change is None else self._change.stand_ins.get(id(parameter), usual)
 
     def begin(self) -> None:
         """A synchronized backward begins."""

@@ -302,7 +302,7 @@ class Reducer:
             together = [*self._given, *self._newcomers.parameters()]
             self._in_backward, self._accumulators = InBackward(together), Accumulators(together)
             pairs = zip(self._given, self._local, strict=True)
-            self.parameters[:] = [self._newcomers.stand_in(given) or local for given, local in pairs]
+            self.parameters[:] = [self._newcomers.stand_in(given, local) for given, local in pairs]
 
     def _take_in(self, new: Settled) -> None:
         """Average from now on what the module has now."""

@@ -40,7 +40,7 @@ def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
     """
     if init_sync is False:
         return
-    _compare(channel, [(name, description(tensor)) for name, tensor in tensors])
+    _compare(channel, [(name, _description(tensor)) for name, tensor in tensors])
     if init_sync == "verify":
         _compare(channel, [(name, _Value(tensor_digest(local_of(tensor)).hex())) for name, tensor in tensors])
     else:
@@ -51,13 +51,16 @@ class _Value(str):
     """A digest; said to be `other values` rather than printed."""
 
 
-def description(tensor: Tensor) -> str:
-    """What has to be equal of a parameter or buffer on all ranks, besides its name."""
+def _description(tensor: Tensor) -> str:
+    return describe_form(tensor) + ("" if tensor.requires_grad else ", no gradient")
+
+
+def describe_form(tensor: Tensor) -> str:
+    """Return what has to be equal of a parameter's memory on all ranks."""
     # Strides too: a bucket holds the gradient in the parameter's own memory layout.
-    gradient = "" if tensor.requires_grad else ", no gradient"
     strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
     shard = f", of which {tuple(local_of(tensor).shape)} here" if is_sharded(tensor) else ""
-    return f"shape {tuple(tensor.shape)}{shard}, {tensor.dtype}{strides}{gradient}"
+    return f"shape {tuple(tensor.shape)}{shard}, {tensor.dtype}{strides}"
 
 
 def _compare(channel: Channel, mine: list[tuple[str, str]]) -> None:
