@@ -184,7 +184,11 @@ def batch(step: int, size: int) -> Tensor:
 
 
 def train(
-    world: World, build: Callable[[], nn.Module], change: Callable[[Any], None], options: dict[str, Any], micros: int = 1
+    world: World,
+    build: Callable[[], nn.Module],
+    change: Callable[[Any], None],
+    options: dict[str, Any],
+    micros: int = 1,
 ) -> list[str]:
     """Steps beside a twin in one process, with the change after the second; returns the names in buckets."""
     torch.manual_seed(0)

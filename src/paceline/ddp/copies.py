@@ -77,7 +77,7 @@ class Copyable:
     def _prepare(self) -> None:
         raise NotImplementedError
 
-    def _take_over(self, named: Named) -> None:
+    def _take_over(self, named: Named, averaged: bool) -> None:
         raise NotImplementedError
 
     def _be_alone(self) -> None:
@@ -146,7 +146,7 @@ class Copyable:
             if (change := self._watch.look()) is not None:  # since it was copied
                 change.close()
                 self._watch.follow(change.named)
-                self._take_over(change.named)
+                self._take_over(change.named, True)
             self._connect([], False).sync_enabled = enabled
         assert isinstance(self._reducer, Reducer)
         return self._reducer

@@ -21,6 +21,8 @@ from paceline.ddp.sparse import as_dense, average_sparse
 from paceline.errors import PacelineError, ReplicaMismatch, UsageError
 from paceline.fingerprint import quick_digest
 
+OnChange = Callable[[Named, bool], None]
+
 
 @dataclass(frozen=True)
 class Settled:
@@ -39,10 +41,11 @@ class Newcomers:
     Args:
         watch: looks at the module.
         channel: reaches all ranks.
-        on_change: called with all parameters that are averaged once new ones have been taken in.
+        on_change: called with all parameters that are to be averaged, when new ones were found (``False``), and when
+            they are averaged (``True``).
     """
 
-    def __init__(self, watch: ModuleWatch, channel: Channel, on_change: Callable[[Named], None]) -> None:
+    def __init__(self, watch: ModuleWatch, channel: Channel, on_change: OnChange) -> None:
         self.watch = watch
         self._channel, self._on_change = channel, on_change
         self._change: Change | None = None
@@ -50,7 +53,11 @@ class Newcomers:
     def look(self) -> bool:
         """Look at the module; returns whether there is another change than before, or none any more."""
         before, self._change = self._change, self.watch.look()
-        return self._change is not before
+        if self._change is before:
+            return False
+        if self._change is not None:
+            self._on_change(self._change.named, False)
+        return True
 
     def parameters(self) -> list[nn.Parameter]:
         """The new parameters."""
@@ -113,7 +120,7 @@ class Newcomers:
         change.close()
         self._change = None
         self.watch.follow(change.named)
-        self._on_change(change.named)
+        self._on_change(change.named, True)
         return change.named
 
     def close(self) -> None:

@@ -298,7 +298,7 @@ class Reducer:
     # -- parameters that the module got after it was wrapped, see paceline.ddp.module_changes -----------------------
 
     def _look_for_newcomers(self) -> None:
-        if self.sync_enabled and self._newcomers.look():
+        if self._newcomers.look():
             together = [*self._given, *self._newcomers.parameters()]
             self._in_backward, self._accumulators = InBackward(together), Accumulators(together)
             pairs = zip(self._given, self._local, strict=True)

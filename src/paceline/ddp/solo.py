@@ -15,6 +15,7 @@ from paceline.ddp.control import UNWEIGHTED, WEIGHTED, non_finite, scale_of
 from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.module_changes import ModuleWatch, Named
+from paceline.ddp.newcomers import OnChange
 from paceline.ddp.sharded import as_local, release
 from paceline.ddp.sparse import elements_of
 from paceline.errors import DesyncError
@@ -32,7 +33,7 @@ class SoloReducer:
         ledger: Ledger,
         check_finite: bool,
         watch: ModuleWatch,
-        on_change: Callable[[Named], None],
+        on_change: OnChange,
     ) -> None:
         self.sync_enabled = True
         self._ledger, self._check_finite, self._watch, self._on_change = ledger, check_finite, watch, on_change
@@ -53,7 +54,7 @@ class SoloReducer:
             change.close()
             self._follow(change.named)
             self._watch.follow(change.named)
-            self._on_change(change.named)
+            self._on_change(change.named, True)
 
     def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward, in case its micro-batch is weighted."""

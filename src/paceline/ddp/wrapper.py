@@ -21,8 +21,11 @@ from paceline.buckets import FIRST_CAPACITY
 from paceline.compiling import call_module, compiled_below, never_compiled
 from paceline.ddp.arguments import (
     capacities,
+    check_averaged,
+    check_broadcast,
     check_delayed,
     check_devices,
+    check_initialized,
     check_reduce_dtype,
     choose_group,
     tensors_in,
@@ -38,13 +41,14 @@ from paceline.ddp.joining import Joining
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.low_precision import LowPrecision
 from paceline.ddp.module_changes import ModuleWatch, Named
-from paceline.ddp.newcomers import Newcomers
+from paceline.ddp.newcomers import Newcomers, OnChange
 from paceline.ddp.options import Options
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.registration import TakesHooks
 from paceline.ddp.replica_check import ReplicaCheck, check_interval
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
 from paceline.ddp.shadowing import Event
+from paceline.ddp.sharded import local_of
 from paceline.ddp.solo import SoloReducer
 from paceline.ddp.sync_control import SyncControl
 from paceline.ddp.torch_members import TorchMembers
@@ -155,6 +159,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._check_replicas_every = check_interval(check_replicas_every)
         self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.module = module
+        check_initialized(module)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         if self._low_precision is not None:
             self._low_precision.cast_buffers(module, self.parameters_to_ignore)
@@ -183,12 +188,16 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         buffers = self._buffers_to_sync.named() if forward_sync_buffers is not None or sync is not False else {}
         parameters = [*module.named_parameters(), *self._delayed]
         named = [(name, one) for name, one in parameters if name not in self.parameters_to_ignore]
-        self._connect([*named, *buffers.items()], init_sync)
+        replicated = [*named, *buffers.items()]
+        broadcast = replicated if init_sync is True else buffers.items() if self.forward_sync_buffers else []
+        check_broadcast([(name, local_of(one)) for name, one in broadcast], str(dist.get_backend(self.process_group)))
+        self._connect(replicated, init_sync)
 
     def _prepare(self) -> None:
         """Find out what there is to average, which needs no other rank."""
         module, ignored = self.module, self.parameters_to_ignore
         trained = trained_parameters(module, ignored, self._delayed)
+        check_averaged(trained)
         self._trained = [(plain_name(name), parameter) for name, parameter in trained]
         self._watch = ModuleWatch(self._modules, ignored, self._delayed, self._trained)
         self._buffers_to_sync = Buffers(module, ignored)
@@ -227,22 +236,24 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         weakref.finalize(self, reducer.close).atexit = False
         return reducer
 
-    def _on_change(self) -> Callable[[Named], None]:
-        """What the reducer calls once it has taken in parameters that the module got after it was wrapped."""
+    def _on_change(self) -> OnChange:
+        """What the reducer calls when the module has got other parameters after it was wrapped."""
         take_over = weakref.WeakMethod(self._take_over)
 
-        def tell(named: Named) -> None:
+        def tell(named: Named, averaged: bool) -> None:
             if (call := take_over()) is not None:  # the wrapper is not gone
-                call(named)
+                call(named, averaged)
 
         return tell
 
-    def _take_over(self, named: Named) -> None:
-        self._trained = named
+    def _take_over(self, named: Named, averaged: bool) -> None:
+        """The parameters `named` are `averaged` from now on, or will be; a step over them is guarded already."""
         self._guard.watch(parameter for _, parameter in named)
-        if self._low_precision is not None:
-            self._low_precision.cast_buffers(self.module, self.parameters_to_ignore)
-        self._buffers_to_sync.renew(self.module)
+        if averaged:
+            self._trained = named
+            if self._low_precision is not None:
+                self._low_precision.cast_buffers(self.module, self.parameters_to_ignore)
+            self._buffers_to_sync.renew(self.module)
 
     def _whole_reducer(self) -> Reducer:
         """The reducer, with buckets also where the rank is alone: a communication hook is called there, too."""
