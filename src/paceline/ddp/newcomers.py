@@ -16,10 +16,10 @@ from paceline.ddp.finisher import AllReduce
 from paceline.ddp.late import launch_late, settle_late
 from paceline.ddp.module_changes import NON_FINITE, SPARSE, Change, ModuleWatch, Named
 from paceline.ddp.replicas import first_difference
-from paceline.ddp.sharded import local_of
 from paceline.ddp.sparse import as_dense, average_sparse
 from paceline.errors import PacelineError, ReplicaMismatch, UsageError
 from paceline.fingerprint import quick_digest
+from paceline.shards import local_of
 
 OnChange = Callable[[Named, bool], None]
 

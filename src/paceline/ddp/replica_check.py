@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from paceline.ddp.channel import Channel, gather_numbers
 from paceline.ddp.control import Status, named_ranks
 from paceline.ddp.ledger import Ledger
-from paceline.ddp.sharded import local_of
 from paceline.errors import UsageError
 from paceline.fingerprint import quick_digest
+from paceline.shards import local_of
 
 _WHAT = "comparison of replicas"
 

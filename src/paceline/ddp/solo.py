@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.compiling import class_never_compiled, expect_eager_backward
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
@@ -17,6 +17,7 @@ from paceline.ddp.ledger import Ledger
 from paceline.ddp.module_changes import ModuleWatch, Named
 from paceline.ddp.newcomers import OnChange
 from paceline.ddp.sharded import as_local, release
+from paceline.ddp.sharing import Share, Sharing
 from paceline.ddp.sparse import elements_of
 from paceline.errors import DesyncError
 
@@ -38,20 +39,21 @@ class SoloReducer:
         self.sync_enabled = True
         self._ledger, self._check_finite, self._watch, self._on_change = ledger, check_finite, watch, on_change
         self._task: weakref.ref[GraphTask] | None = None
-        self._parameters: list[nn.Parameter] = []
+        self._share = Share()
         self._follow(trained)
 
     def _follow(self, named: Named) -> None:
-        self.close()
         self._names = [name for name, _ in named]
         given = [parameter for _, parameter in named]
         self._parameters = [as_local(parameter) for parameter in given]
         self._in_backward, self._accumulators = InBackward(given), Accumulators(given)
+        self._sharing = Sharing(self._names, given, self._parameters, self._ledger, ranks=[0])
 
     def _look_at_module(self) -> None:
         """Take in parameters that the module got after it was wrapped."""
         if (change := self._watch.look()) is not None:
             change.close()
+            self.close()
             self._follow(change.named)
             self._watch.follow(change.named)
             self._on_change(change.named, True)
@@ -72,21 +74,38 @@ class SoloReducer:
         self._ledger.backward_began()
         self._ledger.forget_dropped(self._parameters, in_backward=True)
         if not self.sync_enabled:
+            self._sharing.expect_no_average()
             self._ledger.local_backwards += 1
-        elif self._check_finite or self._ledger.status.weighting or self._ledger.local_backwards or self._in_backward:
+        elif self._is_end_needed():
             expect_eager_backward(0)
+            self._share = self._sharing.begin()
             task = GraphTask()
-            self._task = weakref.ref(task)
+            self._task = weakref.ref(task, self._task_gone)
             queue_callback(partial(self._end, task))
+
+    def _is_end_needed(self) -> bool:
+        ledger = self._ledger
+        is_plain = not (self._check_finite or ledger.status.weighting or ledger.local_backwards or self._in_backward)
+        return not is_plain or bool(self._sharing)
 
     def _end(self, _task: GraphTask) -> None:
         self._task = None
-        self.synchronize()
+        self._finish()
+
+    def _task_gone(self, _: object) -> None:
+        """Autograd dropped the graph task; if backward has not come to its end, an exception ended it."""
+        if self._task is not None:
+            self._task = None
+            self._sharing.abort(self._share)
+
+    def synchronize(self) -> None:
+        """Scale the gradients to the mean over the weights, without a backward."""
+        self._look_at_module()
+        self._share = self._sharing.begin()
+        self._finish()
 
     @torch.no_grad()
-    def synchronize(self) -> None:
-        """Scale the gradients to the mean over the weights."""
-        self._look_at_module()
+    def _finish(self) -> None:
         weighting = self._ledger.status.weighting
         if weighting == WEIGHTED | UNWEIGHTED:
             raise DesyncError(
@@ -95,15 +114,18 @@ class SoloReducer:
         if weighting & WEIGHTED:
             self._scale(scale_of([self._ledger.status.note]))
         self._ledger.synchronized()
+        self._sharing.show(dict.fromkeys(self._share.aside), self._share)
+        self._sharing.end()
         if self._check_finite:
             self._expect_finite()
         self._in_backward.step(self._ledger)
 
     def _scale(self, scale: float) -> None:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        mine = [one for index, one in enumerate(self._parameters) if index not in self._share.elsewhere]
+        gradients = [parameter.grad for parameter in mine if parameter.grad is not None]
         if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
             torch._foreach_mul_(dense, scale)
-        for parameter in self._parameters:
+        for parameter in mine:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad * scale  # its values may be expanded, so not in place
 
@@ -118,5 +140,6 @@ class SoloReducer:
 
     def close(self) -> None:
         """Take off what was put on the parameters."""
+        self._sharing.close()
         for parameter in self._parameters:
             release(parameter)

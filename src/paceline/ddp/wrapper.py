@@ -48,13 +48,13 @@ from paceline.ddp.registration import TakesHooks
 from paceline.ddp.replica_check import ReplicaCheck, check_interval
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
 from paceline.ddp.shadowing import Event
-from paceline.ddp.sharded import local_of
 from paceline.ddp.solo import SoloReducer
 from paceline.ddp.sync_control import SyncControl
 from paceline.ddp.torch_members import TorchMembers
 from paceline.ddp.unused import UnusedParameters, check_unused_parameters
 from paceline.events import Recorder
 from paceline.modules import plain_name
+from paceline.shards import local_of
 
 
 class DistributedDataParallel(  # type: ignore[misc, override]
@@ -71,9 +71,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     for slices of any size with :meth:`weight` around a summed loss. A parameter for which no rank has a gradient keeps
     ``grad is None``.
 
-    Call the wrapper, not ``model.module``: a backward through a part of the module that was called by itself is
-    synchronized only if it reaches a parameter that still has a hook. An optimizer step over gradients of which none
-    was averaged is refused.
+    Call the wrapper, not ``model.module``: only backwards through a forward of the wrapper are synchronized. An
+    optimizer step over gradients of which none was averaged is refused. Several wrappers may share parameters, whose
+    gradient is the sum of what each of them averages.
 
     Args:
         module: the module to replicate, on its device already; the same on every rank.
@@ -311,7 +311,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._join_forward()
         if not self.do_sync:
             return _nothing
-        self._ledger.forward()
+        self._ledger.forward(broadcasts=self.will_sync_module_buffers())
         if self.sync_buffers():
             return _nothing  # the broadcast has happened, so this forward counts whatever its backward does
         return self._ledger.take_back_forward()
