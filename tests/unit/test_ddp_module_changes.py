@@ -1,6 +1,9 @@
 """Parameters added or replaced after wrapping are averaged from their first backward on, or every rank refuses by name.
 
 torch DDP leaves them out without a word: they train on each rank's own data, and replicas drift apart.
+
+
+Such a parameter has no hook and no place in a bucket, and nothing that is done to a module tells its wrapper.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils import weight_norm as old_weight_norm
 
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import UsageError
+from paceline.errors import DesyncError, NonFiniteGradient, ReplicaMismatch, UsageError
 from paceline.world import World
 from twins import Pools, same_gradients, same_weights
 
@@ -315,3 +318,190 @@ def test_new_parameters_beside_a_communication_hook_are_refused(pools: Pools) ->
 def same_new_head(net: Any, _rank: int) -> None:
     torch.manual_seed(1)
     new_head(net)
+
+
+# -- around the change -------------------------------------------------------------------------------------------------
+
+
+def compare(world: World, model: nn.Module, twin: nn.Module, steps: range = range(3)) -> None:
+    """Gradients of several steps beside those of the twin in one process."""
+    for step in steps:
+        x = batch(step, world.size)
+        model(x[4 * world.rank : 4 * world.rank + 4]).sin().mean().backward()
+        twin(x).sin().mean().backward()
+        same_gradients(getattr(model, "module", model), twin, where=f"step {step}")
+        model.zero_grad()
+        twin.zero_grad()
+
+
+def wrapped() -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    net = Net()
+    return DistributedDataParallel(net), net, copy.deepcopy(net)
+
+
+def change_both(change: Callable[[Any], None], *nets: Any) -> None:
+    for net in nets:
+        torch.manual_seed(1)
+        change(net)
+
+
+def between_forward_and_backward(world: World) -> None:
+    model, net, twin = wrapped()
+    x = batch(0, world.size)
+    mine, whole = model(x[4 * world.rank : 4 * world.rank + 4]).mean(), twin(x).mean()
+    old = net.head.weight, twin.head.weight
+    change_both(new_head, net, twin)
+    mine.backward()
+    whole.backward()
+    torch.testing.assert_close(old[0].grad, old[1].grad)
+    model.zero_grad()
+    twin.zero_grad()
+    compare(world, model, twin)
+
+
+def in_a_copy_of_the_wrapper(world: World) -> None:
+    model, _, twin = wrapped()
+    copied = copy.deepcopy(model)
+    change_both(lora, copied.module, twin)
+    compare(world, copied, twin)
+    change_both(new_head, copied.module, twin)
+    compare(world, copied, twin)
+
+
+def another_module(world: World) -> None:
+    model, _, _ = wrapped()
+    torch.manual_seed(1)
+    model.module = frozen_body()
+    compare(world, model, copy.deepcopy(model.module))
+
+
+def average_on_one_rank(world: World) -> None:
+    """Never used in a forward, so it has no gradient: as with torch DDP it may be there on one rank alone."""
+    model, net, twin = wrapped()
+    if world.rank == 0:
+        net.body[3].average = copy.deepcopy(net.body)
+    for step in range(2):
+        x = batch(step, world.size)
+        model(x[4 * world.rank : 4 * world.rank + 4]).mean().backward()
+        twin(x).mean().backward()
+        torch.testing.assert_close(net.head.weight.grad, twin.head.weight.grad)
+        model.zero_grad()
+        twin.zero_grad()
+
+
+def after_an_exception(world: World) -> None:
+    model, net, twin = wrapped()
+    change_both(new_head, net, twin)
+    out = model(batch(0, 1))
+    if world.rank == 1:
+        out.register_hook(lambda _: 1 / 0)
+    with pytest.raises((ZeroDivisionError, DesyncError)):
+        out.sum().backward()
+    model.zero_grad()
+    compare(world, model, twin)
+
+
+def a_rank_without_data(world: World) -> None:
+    model, net, twin = wrapped()
+    change_both(new_head, net, twin)
+    if world.rank == 0:
+        model(batch(0, 1)).mean().backward()
+    else:
+        model.sync_gradients()
+    (twin(batch(0, 1)).mean() / world.size).backward()
+    same_gradients(net, twin)
+
+
+def two_forwards_in_a_step(world: World) -> None:
+    """Outputs whose forward came before the parameters were taken in have a backward that comes after it."""
+    model, net, twin = wrapped()
+    change_both(lora, net, twin)
+    x = batch(0, world.size)
+    mine = x[4 * world.rank : 4 * world.rank + 4]
+    first, second = model(mine).sin().mean(), model(mine).cos().mean()
+    first.backward()
+    second.backward()
+    (twin(x).sin().mean() + twin(x).cos().mean()).backward()
+    same_gradients(net, twin)
+
+
+def weighed(world: World) -> None:
+    model, net, twin = wrapped()
+    change_both(new_head, net, twin)
+    for _ in range(2):
+        rows = [batch(0, world.size)[4 * rank : 4 * rank + rank + 1] for rank in range(world.size)]
+        with model.weight(world.rank + 1):
+            model(rows[world.rank]).sum().backward()
+        whole = torch.cat(rows)
+        (twin(whole).sum() / len(whole)).backward()
+        same_gradients(net, twin)
+        model.zero_grad()
+        twin.zero_grad()
+
+
+AROUND = [between_forward_and_backward, in_a_copy_of_the_wrapper, another_module, average_on_one_rank]
+AROUND += [after_an_exception, a_rank_without_data, two_forwards_in_a_step, weighed]
+
+
+@pytest.mark.parametrize("case", AROUND, ids=lambda one: one.__name__)
+def test_gradients_around_a_change_are_those_of_one_process(pools: Pools, case: Callable[[World], None]) -> None:
+    pools.run(SIZE, case)
+
+
+@pytest.mark.parametrize("case", [in_a_copy_of_the_wrapper, another_module, weighed], ids=lambda one: one.__name__)
+def test_a_world_of_one_takes_changes_in(pools: Pools, case: Callable[[World], None]) -> None:
+    pools.run(1, case)
+
+
+def step_over_new_parameters(world: World) -> None:
+    model, net, _ = wrapped()
+    change_both(lora, net)
+    optimizer = torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr=0.1)
+    with model.no_sync():
+        model(batch(world.rank, 1)).mean().backward()
+    with pytest.raises(UsageError, match="were not averaged over the ranks: the last backward ran under no_sync"):
+        optimizer.step()
+
+
+def test_a_step_over_local_gradients_of_new_parameters_is_refused(pools: Pools) -> None:
+    pools.run(SIZE, step_over_new_parameters)
+
+
+def drift_of_new(world: World) -> str:
+    torch.manual_seed(0)
+    net = Net()
+    model = DistributedDataParallel(net, check_replicas_every=1)
+    torch.manual_seed(1)
+    new_head(net)
+    optimizer = torch.optim.Adam(net.parameters())
+    for step in range(4):
+        if step == 2 and world.rank == 1:
+            net.head.weight.data[0, 0] += 1
+        optimizer.zero_grad()
+        try:
+            model(batch(step, 1)).mean().backward()
+        except ReplicaMismatch as error:
+            return str(error)
+        optimizer.step()
+    return ""
+
+
+def test_the_replica_check_looks_at_the_module_as_it_is_now(pools: Pools) -> None:
+    for message in pools.run(SIZE, drift_of_new):
+        assert "'parameter head.weight'" in message
+
+
+def nan_in_new(world: World) -> str:
+    torch.manual_seed(0)
+    net = Net()
+    model = DistributedDataParallel(net, check_finite=True)
+    change_both(new_head, net)
+    with pytest.raises(NonFiniteGradient) as caught:
+        (model(batch(0, 1)) * (float("nan") if world.rank == 1 else 1.0)).sum().backward()
+    return str(caught.value)
+
+
+def test_new_gradients_that_are_not_finite_are_noticed(pools: Pools) -> None:
+    for message in pools.run(SIZE, nan_in_new):
+        assert "NaN or Inf on rank 1" in message
