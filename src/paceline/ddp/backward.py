@@ -69,6 +69,7 @@ class Backward:
         """Move the gradients in, free the parameters' own, and hand the bucket to communication."""
         gear = self.gear
         with gear.recorder.span("launch"):
+            gear.storage.claim(self.next, self.share.elsewhere.keys())
             parameters = [gear.parameters[index] for index in bucket.indices]
             gradients = [parameter.grad for parameter in parameters]
             dense = [one for one in gradients if one is not None and one.layout is torch.strided]

@@ -27,11 +27,12 @@ from torch._C import _distributed_c10d as c10d
 
 from paceline.buckets import Bucket
 from paceline.ddp.channel import Channel, Launched
-from paceline.ddp.control import UNCOUNTED, WEIGHTED, ControlBlock, named_ranks, scale_of
+from paceline.ddp.control import UNCOUNTED, WEIGHTED, ControlBlock, scale_of
 from paceline.ddp.finisher import CONTROL, Finished, Notes
 from paceline.ddp.grad_bucket import GradBucket
 from paceline.ddp.ledger import Ledger
 from paceline.errors import CommunicationError, DesyncError, HookError, PacelineError
+from paceline.rollcall import named_ranks
 from paceline.shards import is_sharded
 
 Hook = Callable[[Any, Any], Any]

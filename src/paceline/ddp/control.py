@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DesyncError, NonFiniteGradient
+from paceline.rollcall import named_ranks
 
 Allocate = Callable[..., Tensor]
 """``allocate(numel, dtype=…)``: a zeroed tensor on the CPU."""
@@ -169,7 +170,7 @@ class ControlBlock:
                     f"rank {self.rank}: backward was ended by an exception on {named_ranks(aborted)}, so the gradients "
                     "of this step are not whole; see that rank's own error, and leave this step out on every rank "
                     "if training is to go on"
-                )
+                ).because_of(())  # that rank itself tells why
             return
         for name, (noun, remedy) in _EQUAL.items():
             values = {rank: getattr(status, name) for rank, status in enumerate(statuses) if not status.joined}
@@ -208,11 +209,6 @@ def scale_of(notes: Sequence[tuple[float, float]]) -> float:
         total = sum(weight for weight, _ in notes)
         return 1.0 / total if total else 0.0
     return 1.0 / max(1, sum(not int(weighting) & UNCOUNTED for _, weighting in notes))
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """«rank 1», «ranks 0, 2»."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _who_has(values: Mapping[int, int], noun: str) -> str:

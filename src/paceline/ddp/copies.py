@@ -37,6 +37,9 @@ class Asleep:
         self.sync_enabled = True
         self._watch, self._ledger, self._wake = watch, ledger, wake
 
+    def check_finite(self, enabled: bool) -> None:
+        """Nothing yet; the reducer that wakes up asks the wrapper's options."""
+
     def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward."""
         for output in outputs:
@@ -57,6 +60,10 @@ class Asleep:
     def synchronize(self) -> None:
         """Wake up, and average what ``p.grad`` holds."""
         self._wake().synchronize()
+
+    def expect_equal(self) -> None:
+        """Wake up, and compare the gradients of all ranks."""
+        self._wake().expect_equal()
 
     def settle_aborted(self) -> None:
         """Nobody waits for one that has not begun."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.rollcall import called_by_all, collective
 
 Part = tuple[int, Any]
 """A rank and what it gave at some place of its value; never None."""
@@ -40,7 +41,8 @@ def gather_for_metrics(value: Any) -> Any:
     everyone: list[Any] = [(own, refusal)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (own, refusal))
+        with called_by_all("gather_for_metrics()"), collective("all-gather"):
+            dist.all_gather_object(everyone, (own, refusal))
     for rank, (_, text) in enumerate(everyone):
         if text is not None:
             raise UsageError(f"rank {rank}: {text}")

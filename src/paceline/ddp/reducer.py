@@ -29,6 +29,7 @@ from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
 from paceline.ddp.by_algorithm import Algorithms
+from paceline.ddp.by_hand import expect_equal_gradients
 from paceline.ddp.channel import Channel
 from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
@@ -96,7 +97,7 @@ class Reducer:
         self.tell = None
         self._channel, self._ledger = channel, ledger
         self._options, self._newcomers = options, newcomers
-        self.sharing = Sharing(self.names, self._given, self.parameters, ledger, channel.ranks)
+        self.sharing = Sharing(self.names, self._given, self.parameters, ledger, channel.members)
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
             self.names,
@@ -151,6 +152,10 @@ class Reducer:
         self._control.forget_order()
         self._arrivals.observed = []
         self._arrivals.use_layout(self.storage.layout, order_known=True)
+
+    def check_finite(self, enabled: bool) -> None:
+        """Look for NaN and Inf in gradients, or not, from the next backward on."""
+        self._gear = replace(self._gear, check_finite=enabled)
 
     def finish_with(self, finisher: Finisher) -> None:
         """Let `finisher` take the place of the buckets' all-reduce, from the next backward on; on all ranks alike."""
@@ -217,6 +222,7 @@ class Reducer:
         self._queue_finish()
 
     def _begin(self) -> None:
+        self._channel.expect_open()
         share = self.sharing.begin()
         self._expect_no_optimizer_inside(share)
         shadowed = self.tell is not None and self.tell(Event.BACKWARD)
@@ -328,8 +334,9 @@ class Reducer:
     def _publish(self, apart: dict[int, Tensor]) -> None:
         """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
         self._apart = {index: weakref.ref(average) for index, average in apart.items()}
+        averages = self.storage.averages(self._backward.held)
         shown: dict[int, Tensor | None] = {
-            index: average for index, average in enumerate(self.storage.averages()) if index not in self.storage.outside
+            index: average for index, average in enumerate(averages) if index not in self.storage.outside
         }
         shown |= apart
         shown |= dict.fromkeys(self._control.absent_everywhere())
@@ -408,6 +415,7 @@ class Reducer:
             elif index in self._backward.held:
                 parameter.grad = self._backward.held[index]
         self._newcomers.restore()
+        self._backward.held.clear()  # these keep their values while the others' collectives are met
         self.sharing.abort(self._backward.share)
 
     @property
@@ -467,8 +475,18 @@ class Reducer:
         if self._phase is not Phase.IDLE:
             raise UsageError(f"rank {self._channel.rank}: the last backward has not ended: {self._phase.value}")
 
+    def expect_equal(self) -> None:
+        """Refuse gradients that are not the same on every rank.
+
+        Raises:
+            UsageError: names one that differs, or says that a backward has not ended.
+        """
+        self.settle_aborted()
+        self.expect_idle()
+        expect_equal_gradients(self.names, self.parameters, self._channel)
+
     def local_gradient(self) -> str | None:
-        """The name of a parameter whose gradient is this rank's own, not an average; None if there is none.
+        """The name of a parameter whose gradient the wrapper has not averaged; None if there is none.
 
         Zeros do not count: torch sets them itself, to have an optimizer make its state.
         """

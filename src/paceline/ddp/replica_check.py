@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.ddp.channel import Channel, gather_numbers
-from paceline.ddp.control import Status, named_ranks
+from paceline.ddp.control import Status
 from paceline.ddp.ledger import Ledger
 from paceline.errors import UsageError
 from paceline.fingerprint import quick_digest
+from paceline.rollcall import named_ranks
 from paceline.shards import local_of
 
 _WHAT = "comparison of replicas"
