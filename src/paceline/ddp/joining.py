@@ -169,7 +169,7 @@ class Joining(Joinable):
         vector = torch.tensor(encode(message, number_of(channel.name), channel.rank, channel.size), device=self.device)
         # The collectives of a communication hook come on the process group, at moments of their own.
         options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         group: Any = channel.group if self._comm_hooks else self.process_group
         group.allreduce([vector], options).wait()
         message, self._present = decode(vector)
