@@ -13,13 +13,13 @@ So a question that nobody answered in time does no harm: the next one is answere
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.errors import CommunicationError
+from paceline.rollcall import REMEDY, missing_from, named_ranks
 
 
 def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None) -> int:
@@ -33,33 +33,29 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence
     asked = PrefixStore("meeting/", store)
     turn = asked.add(f"asked/{rank}", 1)
     asked.set(f"asked/{rank}/{turn}", "")
-    try:
-        if rank == 0:
-            _answer(asked, size, timeout)
-        asked.wait([f"answer/{rank}/{turn}"], timeout)
-    except RuntimeError as error:
+    answer = f"answer/{rank}/{turn}"
+    if (rank == 0 and not _answer(asked, size, timeout)) or missing_from(asked, [answer], timeout.total_seconds()):
         called = names or range(size)
         missing = [called[other] for other in range(size) if not _is_waiting(asked, other)]
-        who = f"rank {', '.join(map(str, missing))} did not come" if missing else "not every rank came"
+        who = f"{named_ranks(missing)} did not come" if missing else "not every rank came"
         raise CommunicationError(
-            f"rank {called[rank]}: {who} to make the process group within {timeout.total_seconds():g} s; "
-            "look for its own error, and make the group, or the wrapper on it, on every rank"
-        ) from error
-    return int(asked.get(f"answer/{rank}/{turn}"))
+            f"rank {called[rank]}: {who} to make the process group within {timeout.total_seconds():g} s; {REMEDY}"
+        ).because_of(missing)
+    return int(asked.get(answer))
 
 
-def _answer(asked: Store, size: int, timeout: timedelta) -> None:
-    """Rank 0's part: wait until everybody has asked, then tell all the same new number."""
-    deadline = time.monotonic() + timeout.total_seconds()
+def _answer(asked: Store, size: int, timeout: timedelta) -> bool:
+    """Rank 0's part: wait until everybody has asked, then tell all the same new number; whether all came."""
     answered = [asked.add(f"answered/{other}", 0) for other in range(size)]
-    for other, turn in enumerate(answered):
-        left = max(0.001, deadline - time.monotonic())
-        asked.wait([f"asked/{other}/{turn + 1}"], timedelta(seconds=left))
+    questions = [f"asked/{other}/{turn + 1}" for other, turn in enumerate(answered)]
+    if missing_from(asked, questions, timeout.total_seconds()):
+        return False
     number = asked.add("meetings", 1)
     for other, before in enumerate(answered):
         latest = asked.add(f"asked/{other}", 0)
         asked.add(f"answered/{other}", latest - before)
         asked.set(f"answer/{other}/{latest}", str(number))
+    return True
 
 
 def _is_waiting(asked: Store, rank: int) -> bool:

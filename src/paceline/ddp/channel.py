@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -23,6 +25,7 @@ from paceline.comm.own_group import is_alive, open_own_group
 from paceline.comm.process_group import PacelineProcessGroup
 from paceline.ddp.control import scale_of
 from paceline.errors import CommunicationError, PacelineError
+from paceline.rollcall import called_by_all, collective, failed
 
 
 class Launched(Protocol):
@@ -37,6 +40,8 @@ class Channel:
 
     scales = False
     """Whether reductions with a note come out scaled; if not, they are plain sums."""
+    blocks = False
+    """Whether a launch returns only when every rank has taken part."""
 
     def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
         self.rank: int = dist.get_rank(group)
@@ -44,6 +49,8 @@ class Channel:
         self.group = own
         """The group that carries the collectives. torch does not know it, so ``torch.distributed``'s functions, which
         ask torch for a group's backend when they fail, are not called with it."""
+        self.members = dist.get_process_group_ranks(group)
+        """The ranks of the group, in its order, as messages call them."""
         self.name: str = own.group_name
         self._given = group
         self._process = os.getpid()
@@ -106,6 +113,14 @@ class Channel:
         """
         self.run(what, launched.wait)
 
+    def linger(self, launched: Any, seconds: float) -> None:
+        """Carry `launched` on until it is finished or failed, for at most so many seconds, without raising."""
+        end = time.monotonic() + seconds
+        with suppress(Exception):
+            while not launched.is_completed() and time.monotonic() < end:
+                self.progress()
+                time.sleep(0.001)
+
     def run(self, what: str, function: Any, *arguments: Any, **options: Any) -> None:
         """Call a collective, with a failure turned into an error that says what it was doing."""
         try:
@@ -113,10 +128,7 @@ class Channel:
         except PacelineError:
             raise
         except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.rank}: the {what} with the other {self.size - 1} ranks failed, most likely because one "
-                f"of them ended or is stuck; look for the first error of another rank ({error})"
-            ) from error
+            raise failed(what, self.members, self.members[self.rank], error) from error
 
     def close(self) -> None:
         """Give the channel's connections back."""
@@ -158,6 +170,11 @@ class _InSharedMemory:
         factor = scale_of if note is not None else None
         self._operation = channel.group.launch_all_reduce(shared, note, factor)
 
+    def is_completed(self) -> bool:
+        """Whether it is finished."""
+        finished: bool = self._operation.finished
+        return finished
+
     def wait(self) -> None:
         """Return when it is finished."""
         self._channel.group.finish(self._operation)
@@ -173,12 +190,13 @@ def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     # Otherwise the backend is the group's own, which need not be that of the world.
     on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
     backend = "cpu:gloo,cuda:nccl" if on_nccl else dist.get_backend(group)
-    own = open_own_group(group, backend, _timeout(group, device))
+    with called_by_all("DistributedDataParallel(…)"), collective("connection of the ranks", group):
+        own = open_own_group(group, backend, timeout_of(group, device))
     shared = device.type == "cpu" and isinstance(own, PacelineProcessGroup) and own.native
     return SharedChannel(group, own) if shared else Channel(group, own)
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """The group's own timeout, which a group made from it does not inherit by itself."""
     if isinstance(group, PacelineProcessGroup):
         return group.timeout
