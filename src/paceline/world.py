@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 
 from paceline.errors import PacelineError, WorldError
 from paceline.meeting import meet
