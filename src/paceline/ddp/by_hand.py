@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.ddp.channel import Channel
-from paceline.ddp.control import named_ranks
 from paceline.errors import UsageError
 from paceline.fingerprint import quick_digest
+from paceline.rollcall import named_ranks
 
 _ABSENT = 0x6E6F6E65
 """Stands for the digest of a gradient that is None."""
