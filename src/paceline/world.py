@@ -12,17 +12,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.constants import default_pg_timeout
 
-from paceline.errors import WorldError
+from paceline.errors import PacelineError, WorldError
+from paceline.meeting import meet
+from paceline.rendezvous import world_stores
+from paceline.rollcall import called_by_all, collective, failed_to_connect
 
 OWN_BACKEND = "paceline"
 """Registered by ``import paceline``, which importing this module does first."""
+TIMEOUT = "PACELINE_TIMEOUT"
+"""Environment variable: seconds that collectives wait for a rank, where ``init`` is given no other number."""
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -54,7 +61,8 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         if self.size > 1:
-            dist.barrier()
+            with called_by_all("World.barrier()"), collective("barrier"):
+                dist.barrier()
 
     @contextmanager
     def main_first(self) -> Iterator[bool]:
@@ -89,7 +97,8 @@ class World:
         if self.size == 1:
             return message
         box: list[Any] = [message]
-        dist.broadcast_object_list(box, src=0)
+        with called_by_all("World.main_first()"), collective("broadcast"):
+            dist.broadcast_object_list(box, src=0)
         return str(box[0])
 
     def close(self) -> None:
@@ -117,12 +126,16 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         backend: ``"paceline"``, ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group``
             takes. By default NCCL for CUDA tensors with Gloo for CPU tensors where there is CUDA, else Paceline's own
             group, which is Gloo with shared memory inside a host.
-        timeout: how long a collective waits for a rank, as a ``timedelta`` or in seconds. By default torch's.
+        timeout: how long a collective, and making a process group, wait for a rank, as a ``timedelta`` or in seconds.
+            By default the seconds in ``PACELINE_TIMEOUT``, which ``paceline run --timeout`` sets, else torch's.
 
     Raises:
-        WorldError: if only part of the environment is there, a value is no number or out of range, the backend is
-            not available, or the existing process group has another one than the one asked for.
+        CommunicationError: if a rank does not come in time; names it.
+        WorldError: if `timeout` is no positive number, if only part of the environment is there, a value is no number
+            or out of range, the backend is not available, or the existing process group has another one than the one
+            asked for.
     """
+    patience = _patience(timeout, os.environ)
     if dist.is_initialized():
         _expect_backend(backend)
         return current()
@@ -137,20 +150,61 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
                 f"{torch.cuda.device_count()}; start at most that many ranks, or use backend='gloo'"
             )
         torch.cuda.set_device(place["LOCAL_RANK"])
-    if place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"] and sys.platform == "linux":
+    one_host = place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"]
+    if one_host and sys.platform == "linux":
         # One host: nothing has to be reachable from outside. Gloo would pick the interface of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if timeout is not None and not isinstance(timeout, timedelta):
-        timeout = timedelta(seconds=timeout)
     chosen = backend or ("cpu:gloo,cuda:nccl" if use_cuda else OWN_BACKEND)
     try:
         if "RANK" in os.environ:
-            dist.init_process_group(chosen, timeout=timeout)
+            rank, size = place["RANK"], place["WORLD_SIZE"]
+            rank, size = place["RANK"], place["WORLD_SIZE"]
+            store = _unused_store(rank, size, one_host, patience or default_pg_timeout)
+            dist.init_process_group(chosen, timeout=patience, store=store, rank=rank, world_size=size)
         else:
-            dist.init_process_group(chosen, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+            dist.init_process_group(chosen, timeout=patience, store=HashStore(), rank=0, world_size=1)
+    except PacelineError:
+        raise
+    except RuntimeError as error:
+        raise failed_to_connect(place["RANK"], place["WORLD_SIZE"], error) from error
     except (ValueError, AttributeError) as error:
         raise WorldError(f"backend {chosen!r} cannot be used: {error}") from error
     return current()
+
+
+def _unused_store(rank: int, size: int, one_host: bool, timeout: timedelta) -> Store:
+    """A part of the job's store in which no group was made before, not by an earlier ``init()`` either."""
+    # Alone, nobody else connects to it, and the port is free again when the group goes.
+    connect = world_stores if size == 1 else _kept_stores
+    store = connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, one_host, timeout, os.getpid())[0]
+    store.set_timeout(timeout)
+    return PrefixStore(f"paceline/{meet(store, rank, size, timeout)}/", store)
+
+
+_kept_stores = cache(world_stores)
+"""The same, kept until the process ends. If rank 0's server went with its first process group, another rank that
+initializes again could connect to it just as it goes."""
+
+
+def _patience(timeout: timedelta | float | None, environment: Mapping[str, str]) -> timedelta | None:
+    """How long to wait for a rank: `timeout`, else ``PACELINE_TIMEOUT`` in seconds, else None for torch's default."""
+    name: str = "timeout"
+    value: Any = timeout
+    if timeout is None:
+        if TIMEOUT not in environment:
+            return None
+        name, value = TIMEOUT, environment[TIMEOUT]
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        duration = value if isinstance(value, timedelta) else timedelta(seconds=float(value))
+        if duration < timedelta(milliseconds=1):  # torch counts in these
+            raise ValueError
+    except (ValueError, TypeError, OverflowError):
+        raise WorldError(
+            f"{name}={value!r} is not a time to wait for a rank; give a number of seconds above 0, such as 600"
+        ) from None
+    return duration
 
 
 def current() -> World:

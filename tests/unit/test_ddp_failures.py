@@ -133,6 +133,24 @@ def test_check_finite_names_parameter_and_rank_on_every_rank(pools: Pools) -> No
         assert second == first
 
 
+def propagated(world: World) -> list[bool]:
+    model, _ = make()
+    if world.rank == 1:
+        model.module.layers[0].bias.register_hook(lambda gradient: gradient * float("nan"))
+    model(data(world, 1)).sum().backward()
+    spread = [bool(p.grad.isnan().any()) for p in model.parameters()]
+    model.zero_grad()
+    model.check_finite = True
+    assert raised(lambda: model(data(world, 1)).sum().backward()).startswith("NonFiniteGradient: ")
+    return spread
+
+
+def test_by_default_nan_goes_to_every_rank_as_with_torch_and_the_check_may_be_turned_on(pools: Pools) -> None:
+    first, second = pools.run(2, propagated)
+    assert first == second
+    assert sum(first) == 1
+
+
 # -- an exception in backward ------------------------------------------------------------------------------------------
 
 

@@ -118,7 +118,7 @@ def test_each_optimizer_of_a_model_may_step_once_a_synchronization() -> None:
     ledger.synchronized()
     first.step()
     second.step()
-    with pytest.raises(UsageError, match="'weight' that was not averaged"):
+    with pytest.raises(UsageError, match="'weight' that the wrapper has not averaged"):
         first.step()
     del guard
     gc.collect()

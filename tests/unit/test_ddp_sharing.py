@@ -419,7 +419,7 @@ def past_every_wrapper(world: World) -> None:
         optimizer.step()
     optimizer.zero_grad()
     square(side.actor(x)).backward()
-    with pytest.raises(UsageError, match="was not averaged"):
+    with pytest.raises(UsageError, match="the wrapper has not averaged"):
         optimizer.step()
 
 

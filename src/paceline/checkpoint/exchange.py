@@ -17,6 +17,7 @@ import torch.distributed as dist
 from paceline import errors
 from paceline.checkpoint import documents
 from paceline.checkpoint.tensorfile import Spec, stored
+from paceline.rollcall import collective
 from paceline.world import World, current
 
 _LIMIT = 2**40  # bytes; these texts come from our own ranks
@@ -79,18 +80,29 @@ def agree(world: World, error: BaseException | None) -> None:
             raise _error({**report, "message": f"rank {rank}: {report['message']}"})
 
 
+def error_of(function: Callable[..., Any], *arguments: Any) -> Exception | None:
+    """The exception that `function` raises, for :func:`agree`; None if it raises none."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        return error
+    return None
+
+
 def gather(world: World, value: Any) -> list[Any]:
     """Every rank's `value`, a JSON value, on every rank; in the order of ranks."""
     if world.size == 1:
         return [value]
     raw = _as_tensor(_render(value))
     sizes = [torch.zeros(1, dtype=torch.int64, device=raw.device) for _ in range(world.size)]
-    dist.all_gather(sizes, torch.tensor([raw.numel()], device=raw.device))
+    with collective("exchange of sizes"):
+        dist.all_gather(sizes, torch.tensor([raw.numel()], device=raw.device))
     counts = [int(size) for size in sizes]
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=raw.device)
     padded[: raw.numel()] = raw
     rows = [torch.empty_like(padded) for _ in range(world.size)]
-    dist.all_gather(rows, padded)
+    with collective("exchange of reports"):
+        dist.all_gather(rows, padded)
     return [_parse(_as_bytes(row[:count])) for row, count in zip(rows, counts, strict=True)]
 
 
@@ -105,7 +117,8 @@ def broadcast_tensors(
         tensor = tensors[name] if world.rank == 0 else spec.empty()
         moved = _bytes_view(tensor).to(_carrier())
         if moved.numel():
-            dist.broadcast(moved, src=0)
+            with collective(f"broadcast of {name!r}"):
+                dist.broadcast(moved, src=0)
         received[name] = _back(moved, tensor) if world.rank != 0 else tensor
     return received
 
@@ -115,7 +128,7 @@ def send_tensors(to: int, specs: Mapping[str, Spec], tensors: Mapping[str, torch
     for name in specs:
         moved = _bytes_view(stored(tensors[name])).to(_carrier())
         if moved.numel():
-            dist.send(moved, dst=to)
+            _send(moved, to)
 
 
 def receive_tensors(source: int, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
@@ -125,7 +138,7 @@ def receive_tensors(source: int, specs: Mapping[str, Spec]) -> dict[str, torch.T
         tensor = spec.empty()
         moved = _bytes_view(tensor).to(_carrier())
         if moved.numel():
-            dist.recv(moved, src=source)
+            _receive(moved, source)
         received[name] = _back(moved, tensor)
     return received
 
@@ -133,32 +146,42 @@ def receive_tensors(source: int, specs: Mapping[str, Spec]) -> dict[str, torch.T
 def send_document(to: int, value: Any) -> None:
     """Send the JSON value `value` to the rank `to`."""
     raw = _as_tensor(_render(value))
-    dist.send(torch.tensor([raw.numel()], device=raw.device), dst=to)
-    dist.send(raw, dst=to)
+    _send(torch.tensor([raw.numel()], device=raw.device), to)
+    _send(raw, to)
 
 
 def receive_document(source: int) -> Any:
     """The JSON value that the rank `source` sends."""
     size = torch.zeros(1, dtype=torch.int64, device=_carrier())
-    dist.recv(size, src=source)
+    _receive(size, source)
     raw = torch.empty(int(size), dtype=torch.uint8, device=_carrier())
-    dist.recv(raw, src=source)
+    _receive(raw, source)
     return _parse(_as_bytes(raw))
 
 
 def _broadcast(value: Any) -> Any:
     """Rank 0's JSON value on every rank."""
-    if dist.get_rank() == 0:
-        raw = _as_tensor(_render(value))
-        size = torch.tensor([raw.numel()], device=raw.device)
+    with collective("broadcast of rank 0's decision"):
+        if dist.get_rank() == 0:
+            raw = _as_tensor(_render(value))
+            dist.broadcast(torch.tensor([raw.numel()], device=raw.device), src=0)
+            dist.broadcast(raw, src=0)
+            return value
+        size = torch.zeros(1, dtype=torch.int64, device=_carrier())
         dist.broadcast(size, src=0)
+        raw = torch.empty(int(size), dtype=torch.uint8, device=_carrier())
         dist.broadcast(raw, src=0)
-        return value
-    size = torch.zeros(1, dtype=torch.int64, device=_carrier())
-    dist.broadcast(size, src=0)
-    raw = torch.empty(int(size), dtype=torch.uint8, device=_carrier())
-    dist.broadcast(raw, src=0)
-    return _parse(_as_bytes(raw))
+        return _parse(_as_bytes(raw))
+
+
+def _send(tensor: torch.Tensor, to: int) -> None:
+    with collective(f"transfer from rank {dist.get_rank()} to rank {to}"):
+        dist.send(tensor, dst=to)
+
+
+def _receive(tensor: torch.Tensor, source: int) -> None:
+    with collective(f"transfer from rank {source} to rank {dist.get_rank()}"):
+        dist.recv(tensor, src=source)
 
 
 def _carrier() -> torch.device:

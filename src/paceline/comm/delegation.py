@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 
+from paceline.comm.forking import keep_in_children
+from paceline.comm.gloo import connect_gloo
 from paceline.comm.work import Runner
 from paceline.compiling import class_never_compiled
 
@@ -22,9 +25,9 @@ class Delegating(dist.ProcessGroup):
     a collective. (Every method calls its own name in C++ from a frame of that name; torch would find us again if not.)
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout)
+        gloo = connect_gloo(PrefixStore("gloo/", store), rank, size, timeout, names)
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(ProcessGroup.BackendType.GLOO)
         if torch.cuda.is_available() and dist.is_nccl_available():
@@ -34,6 +37,7 @@ class Delegating(dist.ProcessGroup):
             self._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
         self.timeout = timeout
         self._runner = Runner(f"paceline rank {rank}")
+        keep_in_children(self)
 
     def allreduce(self, *arguments: Any, **options: Any) -> Any:
         """Of CUDA, sparse and other tensors that are not native."""

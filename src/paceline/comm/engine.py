@@ -28,11 +28,12 @@ from datetime import timedelta
 from functools import cache
 from typing import NoReturn
 
-from paceline.comm.handshake import Peer, world_rank
 from paceline.comm.header import ROOTS, SLOTS, Header
+from paceline.comm.introduction import Peer, world_rank
 from paceline.comm.shared_memory import Arena, Segment
 from paceline.comm.signals import Signals
 from paceline.errors import CommunicationError, DesyncError
+from paceline.rollcall import report
 
 _SPINS = 20
 _NAP_S = 1.0
@@ -72,6 +73,8 @@ class Engine:
         self._under_way: deque[Operation] = deque()
         self._broken = ""
         self._blamed: list[int] = []
+        self.reports_failures = False
+        """Whether ranks of other hosts may wait for us over Gloo: then they have to learn that we came, and failed."""
         self._lock = threading.RLock()
         self._spins = _SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
         self._close_descriptors = weakref.finalize(self, self.signals.close)
@@ -244,6 +247,9 @@ class Engine:
 
     def _fail(self, what: str, operation: Operation, blamed: Sequence[Peer] = ()) -> NoReturn:
         self._broken = f"{what} in {operation.header}, operation {operation.number} of this group"
+        if self.reports_failures:
+            with suppress(RuntimeError, ValueError):
+                report(self._broken)
         self._blamed = [peer.name for peer in blamed]
         raise CommunicationError(f"rank {self._name}: {self._broken}; {_REMEDY}").because_of(self._blamed)
 
@@ -266,6 +272,7 @@ class Engine:
         """In a process forked from the rank: let go of everything that is the rank's own."""
         self._lock = threading.RLock()
         self._broken = "this process was forked from a rank, and only the rank itself belongs to the group"
+        self.arena.leave_to_parent()
         self._drop()
 
     def _drop(self) -> None:

@@ -22,7 +22,8 @@ from torch.distributed import ReduceOp
 
 from paceline.comm.arithmetic import reduce_into
 from paceline.comm.collectives import Collectives
-from paceline.errors import CommunicationError
+from paceline.errors import PacelineError
+from paceline.rollcall import failed
 
 CHUNK_BYTES = 8 * 2**20
 """Bytes that are reduced at once; while one chunk is on the network, the next is reduced inside."""
@@ -42,10 +43,13 @@ def rows_of(hosts: Sequence[Hashable]) -> list[list[int]]:
 class Hierarchy:
     """What ranks of several hosts, equally many on each, do together: :class:`Collectives`' interface."""
 
-    def __init__(self, inside: Collectives, across: Any, rows: Sequence[Sequence[int]]) -> None:
-        """`rows` are the ranks of each host; `across` is a Gloo group of those with this rank's place, host by host."""
+    def __init__(self, inside: Collectives, across: Any, rows: Sequence[Sequence[int]], names: Sequence[int]) -> None:
+        """`rows` are the ranks of each host; `across` is a Gloo group of those with this rank's place, host by host.
+
+        Messages call rank r ``names[r]``.
+        """
         self._inside, self._across = inside, across
-        self._rows = rows
+        self._rows, self._names = rows, names
         self._host = across.rank()
         self.rank = rows[self._host][inside.place]
         self.size = sum(map(len, rows))
@@ -159,14 +163,10 @@ class Hierarchy:
         def guarded(call: Callable[[], Any]) -> Any:
             try:
                 return call()
+            except PacelineError:
+                raise
             except RuntimeError as error:
-                place = self._inside.place
-                others = ", ".join(str(row[place]) for number, row in enumerate(self._rows) if number != self._host)
-                raise CommunicationError(
-                    f"rank {self.rank}: the {what} with rank {others} on other hosts failed, most likely because one "
-                    f"of them ended, is stuck, or calls something else; look for the first error of another rank "
-                    f"({error})"
-                ) from error
+                raise failed(f"{what} between hosts", self._names, self._names[self.rank], error) from error
 
         work = guarded(lambda: function(*arguments))
         return lambda: guarded(work.wait)

@@ -31,11 +31,13 @@ from paceline.comm.engine import Engine, Operation
 from paceline.comm.exchange import Exchanging
 from paceline.comm.header import DTYPES, Note
 from paceline.comm.hierarchy import Hierarchy
-from paceline.comm.hosts import open_collectives
+from paceline.comm.hosts import agree_on_rows, open_collectives
 from paceline.comm.operands import Flat, options_of, reduction_of
 from paceline.comm.work import Handle
 from paceline.compiling import class_never_compiled
 from paceline.errors import UsageError
+from paceline.meeting import meet
+from paceline.rendezvous import on_one_host, private_store
 
 NAME = "paceline"
 
@@ -48,12 +50,20 @@ class PacelineProcessGroup(Exchanging):
     used, all of them are, and a warning says why.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(store, rank, size, timeout)
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None
+    ) -> None:
+        """Messages call rank r of the group ``names[r]``, by default r."""
+        names, ours = names or range(size), PrefixStore("paceline/", store)
+        # Before Gloo, which names nobody when a rank does not come or lacks descriptors.
+        rows = agree_on_rows(ours, rank, size, timeout, names)
+        super().__init__(store, rank, size, timeout, names)
         self._engine: Engine | None = None
         self._collectives: Collectives | Hierarchy | None = None
-        if opened := open_collectives(PrefixStore("paceline/", store), rank, size, timeout):
-            self._engine, self._collectives = opened
+        self._why_gloo = "this group does not use shared memory; a warning said why"
+        """Why there is no engine, if there is none."""
+        if rows is not None:
+            self._engine, self._collectives = open_collectives(ours, rank, rows, timeout, names)
 
     @property
     def native(self) -> bool:
@@ -102,7 +112,7 @@ class PacelineProcessGroup(Exchanging):
 
     def _whole_engine(self) -> Engine:
         if self._engine is None:
-            raise UsageError(f"rank {self.rank()}: this group does not use shared memory; a warning said why")
+            raise UsageError(f"rank {self.rank()}: {self._why_gloo}")
         return self._engine
 
     # -- c10d ---------------------------------------------------------------------------------------------------
@@ -249,11 +259,14 @@ class PacelineProcessGroup(Exchanging):
         return self._submit(self._native.barrier, [], options)
 
     def shutdown(self) -> None:
-        """Called when the group is destroyed."""
+        """Called when the group is destroyed; does nothing in a forked child, which let go of all this at the fork."""
+        if not self._runner.is_ours:
+            return
         self._runner.close()
         if self._engine is not None:
             self._engine.close()
             self._engine = self._collectives = None
+            self._why_gloo = "this process group was destroyed; make it again, and wrap the model again"
         super().shutdown()
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -297,7 +310,13 @@ def _last(works: Sequence[Any]) -> Any:
 
 def _create(options: Any, _backend_options: Any = None) -> PacelineProcessGroup:
     """What torch calls for ``init_process_group("paceline")`` and ``new_group``."""
-    return PacelineProcessGroup(options.store, options.group_rank, options.group_size, options.timeout)
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    names = options.global_ranks_in_group or range(size)
+    number = meet(options.store, rank, size, timeout, names)
+    store: Store = PrefixStore(f"{number}/", options.store)
+    if on_one_host(store):
+        store = private_store(store, rank, range(size), timeout, names)
+    return PacelineProcessGroup(store, rank, size, timeout, names)
 
 
 def register() -> None:

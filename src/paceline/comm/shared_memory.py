@@ -8,6 +8,7 @@ back when a piece is freed. So a rank maps the others' memory once, and allocate
 from __future__ import annotations
 
 import bisect
+import ctypes
 import mmap
 import os
 import sys
@@ -25,6 +26,7 @@ HEADER_BYTES = 64 * 1024
 _PAGE = mmap.PAGESIZE
 _MADV_REMOVE = getattr(mmap, "MADV_REMOVE", 9)
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_MAP_FIXED = 0x10
 _ADDRESSES = 2**46
 """Bytes of addresses that all groups together may take; x86-64 has twice as many."""
 _GROUPS = 16
@@ -79,6 +81,19 @@ class Arena(Segment):
         self._used: dict[int, int] = {}  # offset → bytes, in pages
         self._free: list[tuple[int, int]] = [(HEADER_BYTES, size - HEADER_BYTES)]  # (offset, bytes), no two adjacent
         self._lock = threading.Lock()
+        self._is_ours = True
+        """Whether this process made it; False in children that were forked from it."""
+
+    def leave_to_parent(self) -> None:
+        """In a process forked from the rank: see the memory as it is, but write to pages of the child's own.
+
+        The child has tensors that lie here, gradients above all; ``zero_grad()`` there must not reach the rank's.
+        """
+        self._lock = threading.Lock()
+        self._is_ours = False
+        if self.close.alive:
+            _map_privately(self.address, self.size, self.descriptor)
+            self.close()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A zeroed flat tensor of `numel` elements in shared memory.
@@ -126,7 +141,8 @@ class Arena(Segment):
             length = self._used.pop(offset, None)
             if length is None:
                 raise UsageError("this tensor is none that allocate() gave, or it was freed before; free each once")
-            self.memory.madvise(_MADV_REMOVE, offset, length)
+            if self._is_ours:
+                self.memory.madvise(_MADV_REMOVE, offset, length)
             at = bisect.bisect(self._free, (offset, 0))
             after = self._free[at : at + 1]
             if after and after[0][0] == offset + length:
@@ -136,6 +152,17 @@ class Arena(Segment):
                 self._free.insert(at - 1, (start, held + length))
             else:
                 self._free.insert(at, (offset, length))
+
+
+def _map_privately(address: int, size: int, descriptor: int) -> None:
+    """Put a private mapping of the file in place of the shared one at `address`, which Python's mmap cannot do."""
+    c_mmap = ctypes.CDLL(None, use_errno=True).mmap
+    c_mmap.restype = ctypes.c_void_p
+    c_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+    if c_mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) != address:
+        error = ctypes.get_errno()
+        raise OSError(error, f"a forked child cannot have memory of its own: {os.strerror(error)}")
 
 
 def available_memory() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.forking import expect_own_process
 from paceline.compiling import class_never_compiled
 from paceline.errors import CommunicationError
 
@@ -32,6 +34,7 @@ class Handle(dist.Work):
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     def run(self, function: Callable[[], None]) -> None:
         """Run `function` and be finished."""
@@ -66,6 +69,8 @@ class Handle(dist.Work):
 
     def join(self, seconds: float | None = None) -> bool:
         """Wait until finished, `seconds` at most, without raising what the operation raised; whether it is."""
+        if not self._finished:
+            expect_own_process(self._process)  # in a forked child nobody would finish it
         with self._lock:
             if self._finished:
                 return True
@@ -114,6 +119,12 @@ class Runner:
         self._queued: Handle | None = None
         """The last one for the thread, until it is finished."""
         self._turn = threading.RLock()
+        self._process = os.getpid()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made it, and not one that this one was forked from."""
+        return os.getpid() == self._process
 
     def submit(self, function: Callable[[], None], result: Sequence[Tensor], *, asynchronous: bool) -> Handle:
         """Run `function` now, or after those before it in the thread; returns its handle.
@@ -126,7 +137,8 @@ class Runner:
             if threading.current_thread() is self._thread or (not asynchronous and self._is_idle()):
                 handle.run(function)
                 return handle
-            if self._thread is None or not self._thread.is_alive():  # dead in a forked child
+            expect_own_process(self._process)
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
             self._queued = handle
@@ -138,6 +150,7 @@ class Runner:
 
     def drain(self) -> None:
         """Wait until everything begun before has ended, whether well or not."""
+        expect_own_process(self._process)
         last = self._queued
         if last is not None:
             last.join()

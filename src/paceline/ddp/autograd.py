@@ -55,9 +55,9 @@ def is_in_backward() -> bool:
     return current_task() != -1
 
 
-def queue_callback(callback: Callable[[], None]) -> None:
+def queue_callback(callback: Callable[[], object]) -> None:
     """Have autograd call `callback` at the end of the running graph task, after those queued before it."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]  # what it returns is dropped
 
 
 def _accumulate_node(parameter: nn.Parameter) -> Any:

@@ -46,6 +46,8 @@ class Backward:
     """Whether no parameter had a gradient when it began."""
     share: Share = field(default_factory=Share)
     """The parameters that other wrappers have, too."""
+    at_end: bool = False
+    """Whether buckets are launched when backward has ended rather than as they fill."""
     absent: list[int] = field(default_factory=list)
     """Parameters for which this rank had no gradient."""
     held: dict[int, Tensor] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class Backward:
         """Move the gradients in, free the parameters' own, and hand the bucket to communication."""
         gear = self.gear
         with gear.recorder.span("launch"):
+            gear.storage.claim(self.next, self.share.elsewhere.keys())
             parameters = [gear.parameters[index] for index in bucket.indices]
             gradients = [parameter.grad for parameter in parameters]
             dense = [one for one in gradients if one is not None and one.layout is torch.strided]
@@ -141,7 +144,7 @@ class Backward:
         outside = [index for index in gear.storage.outside if index not in elsewhere]
         self.absent = [index for index in (*self.absent, *outside) if index not in apart]
         self.absent += [index for index in elsewhere if gear.sharing.lacks(index, self.share)]
-        status = gear.ledger.report(aborted=aborted)
+        status = gear.ledger.report(aborted=aborted, hook_failed=gear.finisher.failed)
         block = gear.control.fill(self.absent, self._non_finite, late, status, sparse, order)
         self._launched.append(gear.channel.all_reduce(block))
         return apart
@@ -156,14 +159,14 @@ class Backward:
 
         Raises:
             CommunicationError: if a rank ended or did not come.
+            HookError: if a communication hook failed here.
+            DesyncError: if one failed on another rank.
         """
         gear = self.gear
         with gear.recorder.span("wait"):
             start = time.perf_counter()
-            for at, launched in enumerate(self._launched):
-                is_bucket = at < len(gear.storage)
-                what = f"all-reduce of gradient bucket {at}" if is_bucket else "exchange of control blocks"
-                gear.channel.wait(launched, what)
+            *buckets, block = self._launched
+            gear.finisher.wait(buckets, block, gear.channel, gear.control)
             self.exposed_seconds = time.perf_counter() - start
         statuses = gear.control.statuses()
         notes = [status.note for status in statuses]

@@ -7,19 +7,25 @@ own.
 
 from __future__ import annotations
 
+import os
+import pickle
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _broadcast_coalesced
+from torch._C._distributed_c10d import AllreduceOptions, _broadcast_coalesced
 
 from paceline.comm.header import Note
+from paceline.comm.own_group import is_alive, open_own_group
 from paceline.comm.process_group import PacelineProcessGroup
 from paceline.ddp.control import scale_of
 from paceline.errors import CommunicationError, PacelineError
+from paceline.rollcall import called_by_all, collective, failed
 
 
 class Launched(Protocol):
@@ -34,14 +40,37 @@ class Channel:
 
     scales = False
     """Whether reductions with a note come out scaled; if not, they are plain sums."""
+    blocks = False
+    """Whether a launch returns only when every rank has taken part."""
 
     def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.group = own
+        """The group that carries the collectives. torch does not know it, so ``torch.distributed``'s functions, which
+        ask torch for a group's backend when they fail, are not called with it."""
+        self.members = dist.get_process_group_ranks(group)
+        """The ranks of the group, in its order, as messages call them."""
         self.name: str = own.group_name
-        self.ranks: list[int] = dist.get_process_group_ranks(group)
-        self._is_numbered = len(self.ranks) == dist.get_world_size()
+        self._given = group
+        self._process = os.getpid()
+
+    def expect_open(self) -> None:
+        """Refuse to begin anything where nobody would answer.
+
+        Raises:
+            CommunicationError: if the group that the wrapper was made for was destroyed, or this is a forked child.
+        """
+        if os.getpid() != self._process:
+            raise CommunicationError(
+                f"rank {self.rank}: this process was forked from a rank, and only the rank itself trains the wrapped "
+                "model; call model.module here, or wrap a copy in a process group of the child's own"
+            )
+        if not is_alive(self._given):
+            raise CommunicationError(
+                f"rank {self.rank}: the process group of this DistributedDataParallel was destroyed; "
+                "wrap the model again"
+            )
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """A zeroed flat tensor that reductions take best."""
@@ -52,7 +81,9 @@ class Channel:
 
     def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place, scaled as `note` says if the channel :attr:`scales`."""
-        work: dist.Work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        options = AllreduceOptions()
+        options.asyncOp = True
+        work: dist.Work = self.group.allreduce([tensor], options)
         return work
 
     def progress(self) -> None:
@@ -65,9 +96,14 @@ class Channel:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, in the order of ranks."""
-        values: list[Any] = [None] * self.size
-        self.run("all-gather", dist.all_gather_object, values, value, group=self.group)
-        return values
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = len(mine)
+        self.wait(self.all_reduce(sizes), "all-gather of sizes")
+        table = torch.zeros(self.size, int(sizes.max()), dtype=torch.uint8)
+        table[self.rank, : len(mine)] = mine
+        self.wait(self.all_reduce(table), "all-gather")
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(table, sizes.tolist(), strict=True)]
 
     def wait(self, launched: Launched, what: str) -> None:
         """Wait for a launched collective.
@@ -77,6 +113,14 @@ class Channel:
         """
         self.run(what, launched.wait)
 
+    def linger(self, launched: Any, seconds: float) -> None:
+        """Carry `launched` on until it is finished or failed, for at most so many seconds, without raising."""
+        end = time.monotonic() + seconds
+        with suppress(Exception):
+            while not launched.is_completed() and time.monotonic() < end:
+                self.progress()
+                time.sleep(0.001)
+
     def run(self, what: str, function: Any, *arguments: Any, **options: Any) -> None:
         """Call a collective, with a failure turned into an error that says what it was doing."""
         try:
@@ -84,15 +128,11 @@ class Channel:
         except PacelineError:
             raise
         except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.rank}: the {what} with the other {self.size - 1} ranks failed, most likely because one "
-                f"of them ended or is stuck; look for the first error of another rank ({error})"
-            ) from error
+            raise failed(what, self.members, self.members[self.rank], error) from error
 
     def close(self) -> None:
-        """Give the channel's connections back, unless the process group is gone already."""
-        if self._is_numbered and self.group in dist.distributed_c10d._world.pg_map:
-            dist.destroy_process_group(self.group)
+        """Give the channel's connections back."""
+        self.group.shutdown()
 
 
 class SharedChannel(Channel):
@@ -130,6 +170,11 @@ class _InSharedMemory:
         factor = scale_of if note is not None else None
         self._operation = channel.group.launch_all_reduce(shared, note, factor)
 
+    def is_completed(self) -> bool:
+        """Whether it is finished."""
+        finished: bool = self._operation.finished
+        return finished
+
     def wait(self) -> None:
         """Return when it is finished."""
         self._channel.group.finish(self._operation)
@@ -141,23 +186,17 @@ class _InSharedMemory:
 
 def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     """A channel among the ranks of `group` for gradients on `device`; called by all of them together."""
-    ranks = dist.get_process_group_ranks(group)
     # The control block is host data: beside CUDA tensors it goes over Gloo, which stalls no stream.
     # Otherwise the backend is the group's own, which need not be that of the world.
     on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
     backend = "cpu:gloo,cuda:nccl" if on_nccl else dist.get_backend(group)
-    # Ranks outside `group` do not come here, so a part of the world has to make its group by itself. torch names such a
-    # group by its ranks; to make one again after it was destroyed would meet the first one's traces in the store.
-    # Hence only groups of the whole world, which are numbered, are given back.
-    whole = len(ranks) == dist.get_world_size()
-    own: Any = dist.new_group(
-        ranks, timeout=_timeout(group, device), backend=backend, use_local_synchronization=not whole
-    )
+    with called_by_all("DistributedDataParallel(…)"), collective("connection of the ranks", group):
+        own = open_own_group(group, backend, timeout_of(group, device))
     shared = device.type == "cpu" and isinstance(own, PacelineProcessGroup) and own.native
     return SharedChannel(group, own) if shared else Channel(group, own)
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """The group's own timeout, which a group made from it does not inherit by itself."""
     if isinstance(group, PacelineProcessGroup):
         return group.timeout

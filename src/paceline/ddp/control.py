@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DesyncError, NonFiniteGradient
+from paceline.rollcall import named_ranks
 
 Allocate = Callable[..., Tensor]
 """``allocate(numel, dtype=…)``: a zeroed tensor on the CPU."""
@@ -50,6 +51,8 @@ class Status:
     """Whether this rank has no gradient at all, as one without data."""
     joined: bool = False
     """Whether this rank has run out of data inside ``join``; what must be equal then leaves it out."""
+    hook_failed: bool = False
+    """Whether a communication hook raised on this rank, or returned no future."""
 
     @property
     def note(self) -> tuple[float, float]:
@@ -201,11 +204,6 @@ def scale_of(notes: Sequence[tuple[float, float]]) -> float:
         total = sum(weight for weight, _ in notes)
         return 1.0 / total if total else 0.0
     return 1.0 / max(1, sum(not int(weighting) & UNCOUNTED for _, weighting in notes))
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """«rank 1», «ranks 0, 2»."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _who_has(values: Mapping[int, int], noun: str) -> str:

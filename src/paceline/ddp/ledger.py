@@ -46,11 +46,12 @@ class Ledger:
         self._used_inside = False
         self._task = -1
 
-    def report(self, *, aborted: bool = False) -> Status:
+    def report(self, *, aborted: bool = False, hook_failed: bool = False) -> Status:
         """The rank's status as of now."""
-        if self.sampler is None:
-            return replace(self.status, aborted=aborted)
-        return replace(self.status, aborted=aborted, epoch=self.sampler.epoch, position=self.sampler.position)
+        status = replace(self.status, aborted=aborted, hook_failed=hook_failed)
+        if self.sampler is not None:
+            status.epoch, status.position = self.sampler.epoch, self.sampler.position
+        return status
 
     def synchronized(self) -> None:
         """A step has been synchronized: weights and pending forwards are used up."""

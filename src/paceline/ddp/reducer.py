@@ -29,6 +29,7 @@ from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
 from paceline.ddp.by_algorithm import Algorithms
+from paceline.ddp.by_hand import expect_equal_gradients
 from paceline.ddp.channel import Channel
 from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
@@ -69,8 +70,8 @@ class Reducer:
     """False inside ``no_sync``: a backward that starts now stays local."""
     exposed_seconds: float
     """Time waited for communication at the end of backwards, in seconds, since the wrapper was made."""
-    tell: Callable[[Event], None] | None
-    """Inside ``join``, tells ranks that ran out of data how this rank's backward goes."""
+    tell: Callable[[Event], bool] | None
+    """Inside ``join``, tells ranks that ran out of data how this backward goes; returns whether there are any."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Reducer:
         self.tell = None
         self._channel, self._ledger = channel, ledger
         self._in_backward = InBackward(given)
-        self.sharing = Sharing(self.names, given, self.parameters, ledger, channel.ranks)
+        self.sharing = Sharing(self.names, given, self.parameters, ledger, channel.members)
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
             self.names,
@@ -137,6 +138,10 @@ class Reducer:
         self._control.forget_order()
         self._arrivals.observed = []
         self._arrivals.use_layout(self.storage.layout, order_known=True)
+
+    def check_finite(self, enabled: bool) -> None:
+        """Look for NaN and Inf in gradients, or not, from the next backward on."""
+        self._gear = replace(self._gear, check_finite=enabled)
 
     def finish_with(self, finisher: Finisher) -> None:
         """Let `finisher` take the place of the buckets' all-reduce, from the next backward on; on all ranks alike."""
@@ -202,15 +207,16 @@ class Reducer:
         self._queue_finish()
 
     def _begin(self) -> None:
+        self._channel.expect_open()
         share = self.sharing.begin()
         self._expect_no_optimizer_inside(share)
-        if self.tell is not None:
-            self.tell(Event.BACKWARD)
+        shadowed = self.tell is not None and self.tell(Event.BACKWARD)
         self._phase = Phase.BACKWARD
         self._has_unseen_forward = False
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
         clear = all(parameter.grad is None for parameter in self.parameters)
-        self._backward = Backward(self._gear, clear, share)
+        at_end = self._gear.finisher.launches_at_end(shadowed=shadowed)
+        self._backward = Backward(self._gear, clear, share, at_end)
         self._arrivals.begin(clear=clear and not share.elsewhere)
         self._finishing = self._finish()
 
@@ -250,7 +256,7 @@ class Reducer:
             self._begin_in_task()
         self._arrivals.arrived(index)
         backward, buckets = self._backward, self.storage.buckets
-        while backward.next < len(buckets) and self._arrivals.complete(backward.next):
+        while not backward.at_end and backward.next < len(buckets) and self._arrivals.complete(backward.next):
             backward.launch(buckets[backward.next])
         self._channel.progress()
 
@@ -260,10 +266,10 @@ class Reducer:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
         backward = self._backward
         try:
-            mine = backward.launch_rest(aborted=self._aborted, order=self._observed_order())
-            self.sharing.launched(backward.absent)
             if self.tell is not None:
                 self.tell(Event.END)
+            mine = backward.launch_rest(aborted=self._aborted, order=self._observed_order())
+            self.sharing.launched(backward.absent)
             self._phase = Phase.SETTLING
             yield True
             statuses = backward.wait()
@@ -307,8 +313,9 @@ class Reducer:
     def _publish(self, apart: dict[int, Tensor]) -> None:
         """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
         self._apart = {index: weakref.ref(average) for index, average in apart.items()}
+        averages = self.storage.averages(self._backward.held)
         shown: dict[int, Tensor | None] = {
-            index: average for index, average in enumerate(self.storage.averages()) if index not in self.storage.outside
+            index: average for index, average in enumerate(averages) if index not in self.storage.outside
         }
         shown |= apart
         shown |= dict.fromkeys(self._control.absent_everywhere())
@@ -331,9 +338,10 @@ class Reducer:
         self.finish()
 
     def launch_all(self) -> None:
-        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later."""
+        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later, and launches what is to wait."""
         self._begin()
-        self._advance()
+        if not self._backward.at_end:
+            self._advance()
 
     def finish(self) -> None:
         """Carry a synchronization to its end."""
@@ -353,6 +361,7 @@ class Reducer:
                 parameter.grad = None
             elif index in self._backward.held:
                 parameter.grad = self._backward.held[index]
+        self._backward.held.clear()  # these keep their values while the others' collectives are met
         self.sharing.abort(self._backward.share)
 
     @property
@@ -412,8 +421,18 @@ class Reducer:
         if self._phase is not Phase.IDLE:
             raise UsageError(f"rank {self._channel.rank}: the last backward has not ended: {self._phase.value}")
 
+    def expect_equal(self) -> None:
+        """Refuse gradients that are not the same on every rank.
+
+        Raises:
+            UsageError: names one that differs, or says that a backward has not ended.
+        """
+        self.settle_aborted()
+        self.expect_idle()
+        expect_equal_gradients(self.names, self.parameters, self._channel)
+
     def local_gradient(self) -> str | None:
-        """The name of a parameter whose gradient is this rank's own, not an average; None if there is none.
+        """The name of a parameter whose gradient the wrapper has not averaged; None if there is none.
 
         Zeros do not count: torch sets them itself, to have an optimizer make its state.
         """

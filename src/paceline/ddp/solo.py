@@ -36,6 +36,10 @@ class SoloReducer:
         self._accumulators = Accumulators(given)
         self._task: weakref.ref[GraphTask] | None = None
 
+    def check_finite(self, enabled: bool) -> None:
+        """Look for NaN and Inf in gradients, or not, from the next backward on."""
+        self._check_finite = enabled
+
     def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward, in case its micro-batch is weighted."""
         self._in_backward.take_over()
@@ -109,6 +113,9 @@ class SoloReducer:
         present = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
         if bad := [name for name, gradient in present if not torch.isfinite(elements_of(gradient)).all()]:
             raise non_finite([0], bad, len(self._names))
+
+    def expect_equal(self) -> None:
+        """Gradients are equal on the only rank."""
 
     def settle_aborted(self) -> None:
         """Nobody waits for a rank that is alone."""

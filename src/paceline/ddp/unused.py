@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from paceline.ddp.channel import Channel
-from paceline.ddp.control import named_ranks
 from paceline.errors import UnusedParameterWarning, UsageError
+from paceline.rollcall import named_ranks
 
 UnusedParameters = Literal["allow", "warn", "error"]
 

@@ -7,7 +7,6 @@ is :mod:`paceline.ddp.reducer`.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 
 from paceline.buckets import FIRST_CAPACITY
+from paceline.comm.forking import finalize
 from paceline.compiling import call_module, compiled_below, never_compiled
 from paceline.ddp.arguments import (
     capacities,
@@ -210,7 +210,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         """Open a channel among the ranks, make `replicated` equal, and begin to average; called by all ranks."""
         self._channel = open_channel(self.process_group, self.device)
         # When the wrapper goes, also one that is refused below, the module is the user's alone again.
-        weakref.finalize(self, self._channel.close).atexit = False
+        finalize(self, self._channel.close)
         make_equal(self._channel, replicated, init_sync)
         return self._reduce_over(self._channel)
 
@@ -223,7 +223,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
                 self._check_replicas_every, self.module, self.parameters_to_ignore, self._ledger, channel
             )
         self._guard = StepGuard([one for _, one in self._trained], self._ledger, reducer.local_gradient)
-        weakref.finalize(self, reducer.close).atexit = False
+        finalize(self, reducer.close)
         return reducer
 
     def _whole_reducer(self) -> Reducer:
@@ -234,7 +234,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             return self._wake()
         enabled = self._reducer.sync_enabled
         self._channel = open_channel(self.process_group, self.device)
-        weakref.finalize(self, self._channel.close).atexit = False
+        finalize(self, self._channel.close)
         reducer = self._reduce_over(self._channel)
         reducer.sync_enabled = enabled
         return reducer
@@ -278,6 +278,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._expect_frozen()
         if not self.training or self._channel is None:
             return _nothing
+        self._channel.expect_open()
         if not is_in_backward():  # not while a checkpoint is recomputed inside backward
             self._reducer.settle_aborted()
         self._join_forward()

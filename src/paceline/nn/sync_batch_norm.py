@@ -20,6 +20,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from paceline.errors import ReplicaMismatch, UsageError
 from paceline.nn.moments import Moments, Report, combine, empty_message, pack, reports, wide
 from paceline.nn.normalize import Normalize
+from paceline.rollcall import collective
 
 _DTYPES = (torch.float32, torch.float64)
 _COMPARE = 2  # a bit of the codes that say which collective it is, beside the type and the number of elements
@@ -45,7 +46,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             or all ranks together have one value per channel; on this rank, for a weight of a type that does not fit.
     """
 
-    announce: Callable[[int], None] | None = None
+    announce: Callable[[int], object] | None = None
     """Called before each collective with what :meth:`shadow` needs to take part in it; see ``Communicates``."""
     process_group: Any
     _is_compared = False
@@ -53,7 +54,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `input`; in training mode together with all ranks."""
-        if not self.training or self._ranks() == 1:
+        # With a group of one rank it announces what it does all the same, as the layer on other ranks may not be alone.
+        if not self.training or (self._ranks() == 1 and self.announce is None):
             return _BatchNorm.forward(self, input)
         return self._synchronized(input)
 
@@ -90,8 +92,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Collective: the sum of `tensor` over all ranks, in place."""
         self._announce(tensor.numel() << 2 | _code(tensor.dtype))
-        dist.all_reduce(tensor, group=self._group)
+        with collective("sum of SyncBatchNorm's gradients", self._group):
+            dist.all_reduce(tensor, group=self._group)
         return tensor
+
+    def ranks(self) -> list[int]:
+        """The ranks, as the world counts them, whose statistics are joined."""
+        return dist.get_process_group_ranks(self._group)
 
     def shadow(self, code: int, device: torch.device) -> None:
         """Take part, with no values, in the collective that another rank has announced with `code`."""
@@ -99,7 +106,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if code & _COMPARE:
             self._compare(dtype, device)
         elif numel:
-            dist.all_reduce(torch.zeros(numel, dtype=dtype, device=device), group=self._group)
+            with collective("sum of SyncBatchNorm's gradients", self._group):
+                dist.all_reduce(torch.zeros(numel, dtype=dtype, device=device), group=self._group)
         else:
             self._combine(empty_message(self.num_features, dtype, device))
 
@@ -111,7 +119,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Before messages of that size are exchanged, which Gloo and NCCL would do with whatever they get."""
         mine = torch.tensor([self.num_features, _code(dtype)], device=device)
         rows = mine.new_empty(self._ranks(), 2)
-        dist.all_gather(list(rows.unbind()), mine, group=self._group)
+        with collective("comparison of SyncBatchNorm's channels", self._group):
+            dist.all_gather(list(rows.unbind()), mine, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
         (first_width, first_code), *others = rows.tolist()
         for rank, (width, code) in zip(ranks[1:], others, strict=True):
@@ -129,7 +138,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def _combine(self, message: Tensor) -> Moments:
         rows = message.new_empty(self._ranks(), message.numel())
-        dist.all_gather(list(rows.unbind()), message, group=self._group)
+        with collective("exchange of SyncBatchNorm's moments", self._group):
+            dist.all_gather(list(rows.unbind()), message, group=self._group)
         everyone = reports(rows)
         _check(everyone, self.num_features, dist.get_process_group_ranks(self._group))
         moments = combine(rows, [report.count for report in everyone])

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from paceline.ddp import DistributedDataParallel
 from paceline.fingerprint import weights_sha256
+from paceline.rollcall import collective
 from paceline.train import Result
 from paceline.world import World
 
@@ -45,7 +46,8 @@ class Report:
 def report_of(model: DistributedDataParallel, result: Result, world: World) -> Report:
     """Gather the report; collective, the same on every rank but for the times."""
     hashes = [""] * world.size
-    dist.all_gather_object(hashes, weights_sha256(model))
+    with collective("comparison of weights"):
+        dist.all_gather_object(hashes, weights_sha256(model))
     return Report(
         accuracy=result.metrics["accuracy"],
         test_loss=result.metrics["test_loss"],

@@ -14,6 +14,7 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.modules import unwrap
+from paceline.rollcall import called_by_all, collective
 
 Sums = Callable[[nn.Module, Any], tuple[dict[str, Tensor], int]]
 
@@ -68,5 +69,6 @@ def all_sum(values: Tensor, model: DistributedDataParallel) -> Tensor:
     on_cpu = "cpu:" in str(dist.get_backend_config(model.process_group))
     total = values.to("cpu" if on_cpu else model.device, copy=True)
     if dist.get_world_size(model.process_group) > 1:
-        dist.all_reduce(total, group=model.process_group)
+        with called_by_all("the evaluation"), collective("sum over ranks", model.process_group):
+            dist.all_reduce(total, group=model.process_group)
     return total.cpu()

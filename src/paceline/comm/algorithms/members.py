@@ -17,7 +17,8 @@ from paceline.comm.algorithms.schedules import NAMES
 from paceline.comm.arithmetic import name_of
 from paceline.comm.handshake import SPLIT
 from paceline.comm.header import DTYPES
-from paceline.errors import CommunicationError, DesyncError, UsageError, WorldError
+from paceline.errors import DesyncError, PacelineError, UsageError, WorldError
+from paceline.rollcall import failed, named_ranks
 
 TAG = 5202
 """Keeps our messages apart from sends of the user's own on the same group."""
@@ -82,7 +83,8 @@ class Members:
         """
         if world_rank not in self.world_ranks:
             raise UsageError(
-                f"{what}={world_rank} is no rank of the group, which has {_listed(self.world_ranks)}; name one of these"
+                f"{what}={world_rank} is no rank of the group, which has {named_ranks(self.world_ranks)}; name one of "
+                "these"
             )
         return self.world_ranks.index(world_rank)
 
@@ -123,9 +125,9 @@ class Members:
         if call.refused:
             return calls
         if refusing := [rank for rank, one in zip(self.world_ranks, calls, strict=True) if one.refused]:
-            raise DesyncError(f"{_listed(refusing)} refused its tensor or argument; see the error there").because_of(
-                refusing
-            )
+            raise DesyncError(
+                f"{named_ranks(refusing)} refused its tensor or argument; see the error there"
+            ).because_of(refusing)
         for field in _EQUAL:
             values = [getattr(one, field) for one in calls]
             if len(set(values)) > 1:
@@ -137,7 +139,7 @@ class Members:
         for rank, value in zip(self.world_ranks, values, strict=True):
             ranks.setdefault(value, []).append(rank)
         say = _FIELDS.get(field, str) if field != "root" else lambda place: f"rank {self.world_ranks[place]}"
-        found = ", ".join(f"{say(value)} on {_listed(who)}" for value, who in ranks.items())
+        found = ", ".join(f"{say(value)} on {named_ranks(who)}" for value, who in ranks.items())
         return f"ranks call a collective with different {_WORDS[field]}: {found}; call it alike on every rank"
 
     def guard(self, what: str, function: Callable[[], Any]) -> Any:
@@ -148,11 +150,10 @@ class Members:
         """
         try:
             return function()
+        except PacelineError:
+            raise
         except RuntimeError as error:
-            raise CommunicationError(
-                f"{self.name}: the {what} with the other {self.size - 1} ranks failed, most likely because one of them "
-                f"ended or is stuck; look for the first error of another rank ({error})"
-            ) from error
+            raise failed(what, self.world_ranks, self.world_ranks[self.rank], error) from error
 
 
 def host_number(rank: int, size: int) -> int:
@@ -163,7 +164,3 @@ def host_number(rank: int, size: int) -> int:
         host = socket.gethostname()
     part = rank * int(os.environ.get(SPLIT, "1")) // size
     return int.from_bytes(hashlib.sha256(f"{host}/{part}".encode()).digest()[:7], "big")
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,63 @@
+"""Forked children, such as DataLoader workers: they leave what belongs to the rank alone.
+
+A child has copies of the rank's objects but not its threads. Gloo's destructor waits for such a thread for ever, and
+would say goodbye to the peers in the rank's name; so in a child no process group is ever destroyed, whoever lets go of
+it. Finalizers that concern the peers or the shared memory run in the process that made them alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.errors import CommunicationError
+
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Process groups that :func:`keep_in_children` was given."""
+
+
+def finalize(owner: Any, function: Callable[..., None], *arguments: Any) -> None:
+    """Call `function` when `owner` is collected in this process; neither in a forked child nor at exit."""
+    weakref.finalize(owner, _run_in, os.getpid(), function, arguments).atexit = False
+
+
+def _run_in(process: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    if os.getpid() == process:
+        function(*arguments)
+
+
+def expect_own_process(process: int) -> None:
+    """Refuse to go on in a child of `process`.
+
+    Raises:
+        CommunicationError: there.
+    """
+    if os.getpid() != process:
+        raise CommunicationError(
+            f"this process was forked from a rank (pid {process}), and only the rank itself belongs to its process "
+            "groups; communicate there, or initialize a group of the children's own in processes that are spawned"
+        )
+
+
+def keep_in_children(group: Any) -> None:
+    """Let forked children never destroy `group`, nor any group that torch knows at the time of the fork."""
+    _groups.add(group)
+    _register()
+
+
+@cache
+def _register() -> None:
+    os.register_at_fork(after_in_child=_keep_all)
+
+
+def _keep_all() -> None:
+    """In a child: take a reference to every group and its store that is never given back, not even at exit."""
+    known = dist.distributed_c10d._world.pg_map
+    for kept in (*_groups, *known, *known.values()):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
