@@ -19,7 +19,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.errors import CommunicationError
-from paceline.rollcall import REMEDY, missing_from, named_ranks
+from paceline.rollcall import REMEDY, missing_from, named_ranks, reason_of
 
 
 def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None) -> int:
@@ -28,14 +28,25 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence
     Called by all of them together. Messages call rank r ``names[r]``, by default r.
 
     Raises:
-        CommunicationError: if a rank does not come in time; names those that are missing.
+        CommunicationError: if a rank does not come in time; names those that are missing. Also if the store is lost.
     """
-    asked = PrefixStore("meeting/", store)
+    called = names or range(size)
+    try:
+        return _meet(PrefixStore("meeting/", store), rank, size, timeout, called)
+    except CommunicationError:
+        raise
+    except (RuntimeError, ValueError) as error:  # a ValueError is a key in which there is no number
+        raise CommunicationError(
+            f"rank {called[rank]}: the store in which ranks meet was lost ({reason_of(error)}); look for the first "
+            "error of another rank, or of the launcher; if there is none, a stranger has written into the store"
+        ) from error
+
+
+def _meet(asked: Store, rank: int, size: int, timeout: timedelta, called: Sequence[int]) -> int:
     turn = asked.add(f"asked/{rank}", 1)
     asked.set(f"asked/{rank}/{turn}", "")
     answer = f"answer/{rank}/{turn}"
     if (rank == 0 and not _answer(asked, size, timeout)) or missing_from(asked, [answer], timeout.total_seconds()):
-        called = names or range(size)
         missing = [called[other] for other in range(size) if not _is_waiting(asked, other)]
         who = f"{named_ranks(missing)} did not come" if missing else "not every rank came"
         raise CommunicationError(
