@@ -14,6 +14,8 @@ from paceline.nn import SyncBatchNorm
 from paceline.rng import set_seed
 from paceline.world import World, init
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Checkpointer",
     "DistributedDataParallel",

@@ -23,9 +23,22 @@ A message is one sentence: what happened, with values and rank; then the remedy.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound="PacelineError")
+
 
 class PacelineError(Exception):
     """Base of every error that Paceline raises on purpose."""
+
+    blamed: tuple[int, ...] | None = None
+    """None unless the error is a consequence of other ranks' failure; then these ranks, none if they are unknown."""
+
+    def because_of(self: _Error, ranks: Iterable[int]) -> _Error:
+        """Mark this error as a consequence of the failure of `ranks` of the world, for the launcher; returns it."""
+        self.blamed = tuple(ranks)
+        return self
 
 
 class UsageError(PacelineError, ValueError):
@@ -79,6 +92,8 @@ class DesyncError(PacelineError, RuntimeError):
 
 class CommunicationError(PacelineError, RuntimeError):
     """A collective failed: a peer ended, or did not come in time."""
+
+    blamed = ()
 
 
 class NonFiniteGradient(PacelineError, ArithmeticError):

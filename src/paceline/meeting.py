@@ -51,7 +51,7 @@ def _meet(asked: Store, rank: int, size: int, timeout: timedelta, called: Sequen
         who = f"{named_ranks(missing)} did not come" if missing else "not every rank came"
         raise CommunicationError(
             f"rank {called[rank]}: {who} to make the process group within {timeout.total_seconds():g} s; {REMEDY}"
-        )
+        ).because_of(missing)
     return int(asked.get(answer))
 
 

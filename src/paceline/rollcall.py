@@ -66,7 +66,7 @@ def failed(what: str, ranks: Sequence[int], me: int, error: BaseException) -> Co
         return CommunicationError(f"rank {me}: the {what} failed on {named_ranks(ranks)} alike ({reason}); {REMEDY}")
     return CommunicationError(
         f"rank {me}: the {what} failed, as {named_ranks(absent)} ended or did not come to it ({reason}); {REMEDY}"
-    )
+    ).because_of(absent)
 
 
 def failed_to_connect(me: int, size: int, error: BaseException) -> CommunicationError:
@@ -102,7 +102,7 @@ def called_by_all(call: str) -> Iterator[None]:
         message = re.sub(r"^rank \d+: ", "", str(error))
         raise CommunicationError(
             f"rank {dist.get_rank()}: in {call}, which every rank has to call: {message}"
-        ) from error
+        ).because_of(error.blamed or ()) from error
 
 
 def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store:

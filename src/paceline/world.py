@@ -89,7 +89,7 @@ class World:
             if failure:
                 raise WorldError(
                     f"rank {self.rank}: the main_first block failed on rank 0 ({failure}); see rank 0's error"
-                )
+                ).because_of([0])
             yield False
 
     def _announce(self, message: str) -> str:

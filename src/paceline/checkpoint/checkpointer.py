@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.checkpoint import capture, exchange
+from paceline.checkpoint import capture, exchange, restoring
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.compare import compare
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.registered import Registered, Stateful
 from paceline.checkpoint.saved import GENERATORS, RANK_ROLE, Saved
-from paceline.checkpoint.storage import Storage, reason, step_name
+from paceline.checkpoint.storage import Storage, reason
 from paceline.checkpoint.writer import Draft
-from paceline.errors import CheckpointError, CheckpointWarning, DesyncError, NoCheckpoint, UsageError
+from paceline.errors import CheckpointError, DesyncError, UsageError
 from paceline.rollcall import called_by_all
 from paceline.world import World
 
@@ -44,23 +43,25 @@ class Checkpointer:
     The random generators of every rank are always saved, without being registered.
 
     Args:
-        folder: where the checkpoints are; made if it is not there. It holds nothing else, and one run at a
-            time uses it.
+        folder: where the checkpoints are; made if it is not there, for this user alone (mode 0700, its files 0600,
+            less what the umask takes away). One run at a time uses it. Other files in it are left alone.
         keep: how many of the newest checkpoints stay; at least 1.
 
     Raises:
-        UsageError: on every rank, if `keep` is below 1, or the folder cannot be made or written to, is in use
-            by another run, or holds something that is no checkpoint.
+        UsageError: on every rank, if `keep` is below 1, or the folder cannot be made or written to, or is in use
+            by another run.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3) -> None:
+        world = exchange.here()
+        exchange.agree(world, exchange.error_of(_check_folder, folder))
         self._folder = Path(folder).absolute()
         self._keep = keep
         self._registered: dict[str, Registered] = {}
         self._storage: Storage | None = None  # rank 0's
         self._closed = False
         with called_by_all("Checkpointer(…)"):
-            exchange.decide(exchange.here(), self._open)
+            exchange.decide(world, self._open)
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
         """Let `object` be saved and restored as `name`; returns it.
@@ -71,7 +72,8 @@ class Checkpointer:
         Args:
             name: unique; lower-case letters, digits and underscores.
             object: anything with ``state_dict`` and ``load_state_dict``. Its state consists of tensors,
-                ``None``, booleans, numbers, strings, bytes, lists, tuples and dicts.
+                ``None``, booleans, numbers, strings, bytes, lists, tuples and dicts. With a method
+                ``check_state_dict`` it can refuse a state before anything is loaded.
             per_rank: whether each rank has a state of its own. If not, rank 0's is saved for all.
 
         Raises:
@@ -90,7 +92,7 @@ class Checkpointer:
                 f"the object to register as {name!r}, a {type(object).__qualname__}, does not have both "
                 "state_dict and load_state_dict; give it these methods"
             )
-        entry = Registered(name, object, per_rank)
+        entry = Registered.of(name, object, per_rank, self._registered)
         entry.capture(Encoder())
         self._registered[name] = entry
         return object
@@ -114,7 +116,7 @@ class Checkpointer:
         """
         world = self._world()
         captures: list[Capture] = []
-        exchange.agree(world, _error_of(self._capture, step, captures))
+        exchange.agree(world, exchange.error_of(self._capture, step, captures))
         self._expect_equal(world, step)
         *shared, own = captures
         if world.rank != 0:
@@ -137,13 +139,23 @@ class Checkpointer:
         return list(exchange.decide(self._world(), lambda: self._store.steps()))
 
     @called_by_all("Checkpointer.restore()")
-    def restore(self) -> int:
+    def restore(self, allow_changed_settings: bool = False) -> int:
         """Load the newest whole checkpoint into the registered objects; its step.
 
-        Everything is compared before anything is loaded. The states are on the CPU when the objects' own
-        ``load_state_dict`` gets them; modules and optimizers move them to their parameters' devices. The
-        random generators come back exactly if as many ranks run as when it was saved; else they stay as they
-        are, and rank 0 says so.
+        Everything is compared before anything is loaded, and if an object refuses its state all the same, every
+        registered object gets back the state that it had before, on every rank.
+
+        The states are on the CPU when the objects' own ``load_state_dict`` gets them; modules and optimizers move
+        them to their parameters' devices. The random generators come back exactly if as many ranks run as when it
+        was saved; else they stay as they are, and rank 0 says so.
+
+        Optimizers are compared by class, groups, parameters' names and shapes, and the settings that they had when
+        they were registered; register them before training.
+
+        Args:
+            allow_changed_settings: whether settings of optimizers (learning rate, momentum, weight decay, …) may
+                differ from the checkpoint's; then this run's are taken over, and rank 0 warns of each. The state comes
+                from the checkpoint all the same.
 
         Raises:
             NoCheckpoint: on every rank, if there is no checkpoint, or none that is whole.
@@ -152,20 +164,10 @@ class Checkpointer:
             UsageError: as an object's ``load_state_dict`` raises it.
         """
         world = self._world()
-        found: list[Manifest] = []  # rank 0's
-        path = Path(exchange.decide(world, lambda: self._choose(found)))
-        saved = Saved.open(world, path, found[0] if found else None)
-        exchange.agree(world, _error_of(compare, self._registered.values(), saved, world.size))
-        for entry in self._entries(per_rank=False):
-            tensors = saved.tensors(world, entry.name)
-            exchange.agree(world, _error_of(entry.load, saved.objects[entry.name], tensors, saved.step))
-        if saved.manifest.world_size == world.size:
-            tensors = saved.rank_tensors(world)
-            for entry in [*self._entries(per_rank=True), capture.generators()]:
-                node = saved.ranks[world.rank][entry.name]
-                exchange.agree(world, _error_of(entry.load, node, tensors, saved.step))
-        else:
-            exchange.decide(world, lambda: _warn_of_other_size(saved, world))
+        saved = Saved.open(world, lambda: restoring.choose(self._store))
+        entries = list(self._registered.values())
+        exchange.agree(world, exchange.error_of(compare, entries, saved, world, allow_changed_settings))
+        restoring.restore(world, saved, entries, allow_changed_settings)
         return saved.step
 
     def close(self) -> None:
@@ -235,8 +237,8 @@ class Checkpointer:
                     rank = waiting.pop(0)
                     draft.add_own(rank, capture.fetch(rank))
                 path = draft.commit()
-        except (OSError, ValueError) as error:
-            why = reason(error) if isinstance(error, OSError) else str(error)
+        except (OSError, ValueError, MemoryError) as error:
+            why = reason(error) if isinstance(error, OSError) else str(error) or type(error).__name__
             raise CheckpointError(
                 f"rank 0 could not save step {step} to {self._store.path(step)}: {why}; the checkpoints "
                 "before it are intact, remove the cause and save again"
@@ -247,40 +249,11 @@ class Checkpointer:
         self._store.prune(step, self._keep)
         return path
 
-    def _choose(self, found: list[Manifest]) -> str:
-        newest = self._store.newest()
-        if newest is not None:
-            found.append(newest[1])
-            return str(newest[0])
-        damaged = ", ".join(step_name(step) for step in self._store.steps())
-        if damaged:
-            raise NoCheckpoint(
-                f"no checkpoint in {self._folder} is whole (damaged: {damaged}); bring one back from a "
-                "copy, or start anew in another folder"
-            )
-        raise NoCheckpoint(
-            f"there is no checkpoint in {self._folder} to resume from; check the path, or start without resuming"
-        )
 
-
-def _error_of(function: Any, *arguments: Any) -> Exception | None:
-    """What `function` raises, if it does."""
-    try:
-        function(*arguments)
-    except Exception as error:
-        return error
-    return None
+def _check_folder(folder: Any) -> None:
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise UsageError(f"the checkpoint folder must be a path that is not empty, not {folder!r}; name a folder")
 
 
 def _path_of(found: tuple[Path, Manifest] | None) -> str | None:
     return None if found is None else str(found[0])
-
-
-def _warn_of_other_size(saved: Saved, world: World) -> None:
-    warnings.warn(
-        f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}, "
-        "so every rank keeps its random generators as they are seeded now instead of going on with the "
-        "saved ones",
-        CheckpointWarning,
-        stacklevel=2,
-    )

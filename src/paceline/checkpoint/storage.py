@@ -6,15 +6,20 @@
                               renames; brought back when the folder is opened, if the new one did not arrive
     .deleted-step-00000100/   being deleted
 
+Folders are made with mode 0700 and files with 0600, less what the umask takes away; a folder that is there already
+keeps its mode. Other entries are left alone.
+
 What is durable: a file after its fsync, a name after the fsync of its folder. Hence the order in
 :meth:`commit`.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import warnings
 from collections.abc import Iterable
@@ -28,7 +33,8 @@ from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _OURS = re.compile(r"\.(writing|replaced|deleted)-(step-\d{8,18})")
-_PROBE = ".probe"
+_PROBE = re.compile(r"\.probe-[0-9a-f]{16}")
+FOLDER_MODE, FILE_MODE = 0o700, 0o600  # weights and data positions are their owner's; the umask may take more away
 
 
 def step_name(step: int) -> str:
@@ -40,20 +46,18 @@ class Storage:
     """The checkpoint folder `folder`, opened for one run.
 
     Raises:
-        UsageError: if the folder cannot be made or written to, another run uses it, or it holds something
-            that is no checkpoint.
+        UsageError: if the folder cannot be made or written to, or another run uses it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._named: set[int] = set()  # damaged steps that were warned of
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            _make(folder)
             self._lock = FolderLock(folder)
         except OSError as error:
             raise self._unusable(error) from None
         try:
-            self._refuse_foreign()
             self._clean()
             self._probe()
         except OSError as error:
@@ -101,12 +105,19 @@ class Storage:
         """An empty temporary folder for `step`; hand it to :meth:`commit` or :meth:`abandon`.
 
         Raises:
-            OSError: if it cannot be made.
+            OSError: if it cannot be made, or something else has the checkpoint's name.
+            UsageError: if the folder was removed and made again, and another run uses the new one.
         """
+        if not self._lock.is_on(self.folder):
+            lock = FolderLock(self.folder)
+            self._lock.release()
+            self._lock = lock
+        self._clean()
+        final = self.path(step)
+        if os.path.lexists(final) and (final.is_symlink() or not final.is_dir()):
+            raise FileExistsError(errno.EEXIST, f"{final.name} is there and is no folder")
         draft = self.folder / f".writing-{step_name(step)}"
-        if draft.exists():
-            shutil.rmtree(draft)
-        draft.mkdir()
+        draft.mkdir(FOLDER_MODE)
         return draft
 
     def commit(self, draft: Path, step: int) -> Path:
@@ -119,8 +130,8 @@ class Storage:
         final, replaced = self.path(step), self.folder / f".replaced-{step_name(step)}"
         sync_folder(draft)
         self._named.discard(step)
-        if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+        again = final.exists()
+        if again:
             final.rename(replaced)
         try:
             draft.rename(final)
@@ -128,10 +139,10 @@ class Storage:
         except BaseException:
             if final.exists():
                 final.rename(draft)
-            if replaced.exists():
+            if again:
                 replaced.rename(final)
             raise
-        if replaced.exists():
+        if again:
             with suppress(OSError):  # removed when the folder is opened next
                 self._delete(replaced, step)
         return final
@@ -161,19 +172,12 @@ class Storage:
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
-    def _refuse_foreign(self) -> None:
-        for entry in sorted(os.scandir(self.folder), key=lambda entry: entry.name):
-            ours = _is_step(entry) or _OURS.fullmatch(entry.name) or entry.name == _PROBE
-            if not ours:
-                raise UsageError(
-                    f"the checkpoint folder {self.folder} holds {entry.name!r}, which is no checkpoint; "
-                    "choose a folder that is empty or holds checkpoints only"
-                )
-
     def _clean(self) -> None:
-        """Remove what a killed save left behind."""
+        """Remove what a killed or failed save left behind."""
         for entry in list(os.scandir(self.folder)):
-            if not (match := _OURS.fullmatch(entry.name)):
+            if _PROBE.fullmatch(entry.name):
+                Path(entry.path).unlink()
+            if not (match := _OURS.fullmatch(entry.name)) or not entry.is_dir(follow_symlinks=False):
                 continue
             kind, name = match.groups()
             if kind == "replaced" and not (self.folder / name).exists():
@@ -182,10 +186,8 @@ class Storage:
                 shutil.rmtree(entry.path)
 
     def _probe(self) -> None:
-        probe = self.folder / _PROBE
-        probe.unlink(missing_ok=True)
-        with probe.open("xb") as file:
-            file.write(b"can this folder be written to?")
+        probe = self.folder / f".probe-{secrets.token_hex(8)}"
+        write_file(probe, [b"can this folder be written to?"])
         probe.unlink()
 
     def _unusable(self, error: OSError) -> UsageError:
@@ -195,6 +197,15 @@ class Storage:
         )
 
 
+def _make(folder: Path) -> None:
+    """Make `folder` for this user alone; folders above it get the mode that is usual."""
+    try:
+        folder.mkdir(FOLDER_MODE, exist_ok=True)
+    except FileNotFoundError:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(FOLDER_MODE, exist_ok=True)
+
+
 def write_file(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """Write `content` to the new file `path` and fsync it; its size in bytes and its SHA-256.
 
@@ -202,7 +213,7 @@ def write_file(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, 
         OSError: if it cannot be written.
     """
     size, digest = 0, hashlib.sha256()
-    with path.open("xb") as file:
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as file:
         for piece in content:
             digest.update(piece)
             file.write(piece)

@@ -72,7 +72,7 @@ def _check_bytes(path: Path, file: File) -> None:
 def _check_tensors(path: Path, file: File) -> None:
     try:
         specs = tensorfile.read_specs(path)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise Damaged(f"{file.path}: {error}") from None
     if specs != dict(file.tensors):
         raise Damaged(f"{file.path} holds other tensors than the manifest says")

@@ -72,6 +72,7 @@ class Engine:
         self._posted = self._done = 0
         self._under_way: deque[Operation] = deque()
         self._broken = ""
+        self._blamed: list[int] = []
         self.reports_failures = False
         """Whether ranks of other hosts may wait for us over Gloo: then they have to learn that we came, and failed."""
         self._lock = threading.RLock()
@@ -223,7 +224,7 @@ class Engine:
         missing = [peer for peer in self.peers if self.signals.progress[peer.rank].done <= operation.number]
         for peer in missing:
             if peer.rank in self.signals.ended:
-                self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation)
+                self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation, [peer])
         nap = min(left, _NAP_S)
         began = time.monotonic()
         others = [engine for engine in _registered() if engine is not self and engine._under_way]
@@ -236,7 +237,7 @@ class Engine:
         if not woken and left <= 0:
             late = [peer for peer in missing if self.signals.progress[peer.rank].posted <= operation.number] or missing
             who = ", ".join(f"rank {peer.name} (pid {peer.pid}, {self._where(peer)})" for peer in late)
-            self._fail(f"{who} did not take part within {self.timeout.total_seconds():g} s", operation)
+            self._fail(f"{who} did not take part within {self.timeout.total_seconds():g} s", operation, late)
         return left
 
     def _where(self, peer: Peer) -> str:
@@ -244,18 +245,19 @@ class Engine:
 
     # -- failure and the end ------------------------------------------------------------------------------------
 
-    def _fail(self, what: str, operation: Operation) -> NoReturn:
+    def _fail(self, what: str, operation: Operation, blamed: Sequence[Peer] = ()) -> NoReturn:
         self._broken = f"{what} in {operation.header}, operation {operation.number} of this group"
         if self.reports_failures:
             with suppress(RuntimeError, ValueError):
                 report(self._broken)
-        raise CommunicationError(f"rank {self._name}: {self._broken}; {_REMEDY}")
+        self._blamed = [peer.name for peer in blamed]
+        raise CommunicationError(f"rank {self._name}: {self._broken}; {_REMEDY}").because_of(self._blamed)
 
     def _expect_whole(self) -> None:
         if self._broken:
             raise CommunicationError(
                 f"rank {self._name}: this process group cannot be used any more, since {self._broken}; {_REMEDY}"
-            )
+            ).because_of(self._blamed)
 
     def close(self) -> None:
         """Give descriptors and memory back; whoever waits in another thread gets an error."""

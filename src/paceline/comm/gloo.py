@@ -43,7 +43,7 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: 
             f"rank {names[rank]}: Gloo could not connect with {who} within {timeout.total_seconds():g} s, which {why} "
             f"({reason_of(error)}); look for the first error of another rank; if there is none, name a network "
             "interface through which the hosts reach each other in GLOO_SOCKET_IFNAME"
-        ) from error
+        ).because_of(absent) from error
 
 
 def _expect_no_stranger(sockets: set[int], name: int) -> None:

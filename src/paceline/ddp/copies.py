@@ -37,6 +37,9 @@ class Asleep:
         self._parameters, self._ledger, self._wake = parameters, ledger, wake
         self._accumulators = Accumulators(parameters)
 
+    def check_finite(self, enabled: bool) -> None:
+        """Nothing yet; the reducer that wakes up asks the wrapper's options."""
+
     def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward."""
         for output in outputs:
@@ -47,7 +50,7 @@ class Asleep:
         if not self._accumulators.are_meant():
             return
         if self.sync_enabled:
-            self._wake().backward_reached(on_local, gradient)
+            self._wake().backward_reached(on_local, None, gradient)
             return
         self._ledger.backward_began()
         self._ledger.forget_dropped(self._parameters, in_backward=True)
@@ -56,6 +59,10 @@ class Asleep:
     def synchronize(self) -> None:
         """Wake up, and average what ``p.grad`` holds."""
         self._wake().synchronize()
+
+    def expect_equal(self) -> None:
+        """Wake up, and compare the gradients of all ranks."""
+        self._wake().expect_equal()
 
     def settle_aborted(self) -> None:
         """Nobody waits for one that has not begun."""

@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, cast
 
@@ -34,6 +35,18 @@ INTERRUPT_GRACE_S = 1.0  # after Ctrl-C everything has to be gone within 2 s
 FAILURE_GRACE_S = 3.0  # after a failure the others have to be gone within 5 s
 SETTLE_S = 0.3  # how long other ranks may still fail by themselves
 CAUSE_S = 1.0  # the same, while only consequences have been seen
+LEAVE_S = 2.0  # the same, while a rank is on its way out, which may be the cause
+SLOW_S = 5.0  # a rank that raised and has not ended for so long is shown at once
+
+
+def _patience(ended: Sequence[End], running: Sequence[End]) -> float:
+    """For how many seconds after a failure the cause may still show."""
+    ends = [*ended, *running]
+    if any(end.suspicion == 0 for end in failure.failures(ends)):
+        return SETTLE_S
+    if any(end.has_left for end in running):
+        return LEAVE_S
+    return SETTLE_S if any(end.has_left for end in failure.missed(ends)) else CAUSE_S
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -124,12 +137,13 @@ class Agent(LocalElasticAgent):
         self._say = say
         self._watched: dict[int, int] = {}  # rank -> pidfd, readable when the rank has ended
         self._signalled: set[int] = set()  # ranks that the launcher itself told to end
+        self._shown: set[int] = set()  # ranks whose error was shown before they ended
 
     # start
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._close_watched()
-        self.ends, self._signalled = {}, set()
+        self.ends, self._signalled, self._shown = {}, set(), set()
         name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
         before = os.environ.get(name)
         os.environ[name] = SPARE.name
@@ -164,6 +178,7 @@ class Agent(LocalElasticAgent):
         size = worker_group.spec.local_world_size
         if not any(end.code for end in self.ends.values()):
             if len(self.ends) < size:
+                self._show_slow()
                 return RunResult(state=WorkerState.HEALTHY)
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(range(size)))
         self._settle()
@@ -176,7 +191,8 @@ class Agent(LocalElasticAgent):
         elif self._remaining_restarts > 0:
             limit = worker_group.spec.max_restarts
             number = limit - self._remaining_restarts + 1
-            self._say(f"{failure.headline(ends)}; starting all ranks again (restart {number} of {limit})")
+            text = "\n".join([*failure.details(ends), failure.headline(ends)])
+            self._say(f"{text}; starting all ranks again (restart {number} of {limit})")
         return RunResult(
             state=WorkerState.FAILED,
             failures={end.rank: ProcessFailure(end.rank, 0, end.code, "") for end in failure.failures(ends)},
@@ -184,10 +200,11 @@ class Agent(LocalElasticAgent):
 
     def outcome(self) -> list[End]:
         """How each rank that has ended did so, with what it told."""
-        return [End(end.rank, end.code, end.at, end.stopped, self._told(end.rank)) for end in self.ends.values()]
+        return [self._with_told(end) for end in self.ends.values()]
 
-    def _told(self, rank: int) -> record.Record | None:
-        return record.read(self._files.errors[rank])
+    def _with_told(self, end: End) -> End:
+        path = self._files.errors[end.rank]
+        return replace(end, record=record.read(path), leaving=record.read_leaving(path))
 
     def _look(self, timeout: float) -> None:
         """Note which ranks have ended; wait up to `timeout` seconds for the next one."""
@@ -205,14 +222,22 @@ class Agent(LocalElasticAgent):
         """Let ranks that fail together fail, and wait for the cause while only consequences have shown."""
         begin = time.monotonic()
         while self._running() and not self._caught.received:
-            failed = failure.failures(self.outcome())
-            raised = [self._told(rank) for rank in self._running()]
-            if failure.usage(self.outcome()) is not None or any(note and note.usage for note in raised):
+            # What running ranks have told counts as well: they may need long to end, or never do.
+            running = [self._with_told(End(rank, 1, time.time(), stopped=True)) for rank in self._running()]
+            if failure.usage([*self.outcome(), *running]) is not None:
                 return
-            known = any(end.suspicion == 0 for end in failed) or any(raised)
-            if time.monotonic() - begin > (SETTLE_S if known else CAUSE_S):
+            if time.monotonic() - begin > _patience(self.outcome(), running):
                 return
             self._look(0.02)
+
+    def _show_slow(self) -> None:
+        """Show what a rank raised that has not ended since: it keeps the others waiting, and nobody else says so."""
+        for rank in self._running():
+            note = record.read(self._files.errors[rank]) if rank not in self._shown else None
+            if note is not None and time.time() - note.at > SLOW_S:
+                self._shown.add(rank)
+                trace = "\n".join(failure.traced(rank, note))
+                self._say(f"{trace}\nrank {rank} raised this {SLOW_S:.0f} s ago and still runs")
 
     def _running(self) -> list[int]:
         return [rank for rank in self._handlers() if rank not in self.ends]

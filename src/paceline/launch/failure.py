@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.launch.record import Record
 
-# How torch's backends, and we, say that another rank is gone. A rank that says so is not the cause.
-PEER_LOST = re.compile(
-    r"connection (was likely )?closed|connection reset|connection refused|broken pipe|got 0 bytes"
-    r"|remote process exited|socket closed|rank \d+ is gone|failed on rank 0",
-    re.IGNORECASE,
-)
 MAYBE, LOST_A_PEER = 1, 2
+NOTICE_S = 0.05  # the launcher notices an end later than it happens; ranks tell theirs at once
 
 
 @dataclass(frozen=True)
 class End:
     """How a rank ended: exit code, negative for a signal; when it was noticed, in seconds since the epoch.
 
-    ``stopped`` says that the launcher ended it, because of another rank's failure.
+    ``stopped`` says that the launcher ended it, because of another rank's failure; ``leaving``, when it came to the
+    end of its script, or called ``sys.exit``.
     """
 
     rank: int
@@ -30,34 +25,70 @@ class End:
     at: float
     stopped: bool = False
     record: Record | None = None
+    leaving: float | None = None
 
     @property
     def when(self) -> float:
-        """When the rank failed: when it raised, if it told."""
-        return self.record.at if self.record else self.at
+        """When the rank failed or left: when it said so, if it did."""
+        if self.record:
+            return self.record.at
+        return self.at - NOTICE_S if self.leaving is None else self.leaving
 
     @property
     def how(self) -> str:
-        """In words: "exit code 1" or "signal SIGSEGV"."""
-        if self.code < 0:
-            try:
-                return f"signal {signal.Signals(-self.code).name}"
-            except ValueError:
-                return f"signal {-self.code}"
-        return f"exit code {self.code}"
+        """In words: "exit code 1" or "signal SIGSEGV"; empty if the launcher ended it."""
+        if self.stopped:
+            return ""
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        if self.code == -signal.SIGKILL:
+            return "signal SIGKILL, which the kernel sends when memory runs out"
+        try:
+            return f"signal {signal.Signals(-self.code).name}"
+        except ValueError:
+            return f"signal {-self.code}"
 
     @property
     def suspicion(self) -> int:
-        """How likely this is a consequence only: torch aborts some ranks that lost a peer, others say so."""
+        """How likely this is a consequence only: some ranks that lost a peer say so, torch aborts others."""
         if self.record:
-            return LOST_A_PEER if PEER_LOST.search(self.record.message) else 0
+            return 0 if self.record.blamed is None else LOST_A_PEER
         return MAYBE if self.code == -signal.SIGABRT else 0
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it ended by itself and without an error, or was about to."""
+        return self.record is None and (self.code == 0 or (self.stopped and self.leaving is not None))
+
+    @property
+    def detail(self) -> str:
+        """How it ended, and the first line of what it raised."""
+        message = self.record.message.strip() if self.record else ""
+        return ": ".join(part for part in (self.how, message.partition("\n")[0]) if part)
 
 
 def failures(ends: Sequence[End]) -> list[End]:
     """The ranks that failed by themselves, the cause first."""
     own = [end for end in ends if end.code != 0 and (not end.stopped or end.record is not None)]
     return sorted(own, key=lambda end: (end.suspicion, end.when, end.rank))
+
+
+def missed(ends: Sequence[End]) -> list[End]:
+    """The ranks without an error of their own that failures are the consequence of, the first to leave first.
+
+    These are ranks that left while the others needed them, or else ranks that kept the others waiting.
+    """
+    failed = failures(ends)
+    complaints = [end.record for end in failed if end.suspicion == LOST_A_PEER and end.record]
+    if not complaints or failed[0].suspicion == 0:
+        return []
+    named = {rank for record in complaints for rank in record.blamed or ()}
+    left = [end for end in ends if end.has_left and (end.rank in named or not named)]
+    if failed[0].suspicion == MAYBE:  # an abort before they left is no consequence of it
+        left = [end for end in left if end.when < failed[0].when]
+    elif not left:
+        left = [end for end in ends if end.rank in named and end.stopped and end.record is None]
+    return sorted(left, key=lambda end: (end.when, end.rank))
 
 
 def usage(ends: Sequence[End]) -> str | None:
@@ -71,35 +102,69 @@ def headline(ends: Sequence[End]) -> str:
     failed = failures(ends)
     if not failed:
         return "a rank failed"
-    first = failed[0]
-    left = [end for end in ends if end.code == 0 and not end.stopped]
-    if first.suspicion == LOST_A_PEER and left:
-        early = min(left, key=lambda end: end.at)
-        return (
-            f"rank {early.rank} ended with exit code 0 while the others still needed it, "
-            f"so rank {first.rank} failed ({_detail(first)}); all ranks must do the same number of steps"
-        )
-    return f"rank {first.rank} failed first ({_detail(first)})"
+    culprits = missed(ends)
+    if not culprits:
+        text = f"rank {failed[0].rank} failed first ({failed[0].detail})"
+        before = [end.rank for end in ends if end.has_left and end.when < failed[0].when]
+        # It may have handled an error about a rank that it missed, and have told nobody.
+        untold = failed[0].record is None and failed[0].code > 0
+        return f"{text}, after {_named(before)} had ended with exit code 0" if before and untold else text
+    who, victim = _named(end.rank for end in culprits), _complaint(failed)
+    so = f"so rank {victim.rank} failed ({victim.detail})"
+    if not culprits[0].has_left:
+        return f"{who} kept the others waiting, {so}"
+    did = "was about to end" if any(end.code for end in culprits) else "ended with exit code 0"
+    return f"{who} {did} while the others still needed it, {so}; all ranks must do the same number of steps"
 
 
 def report(ends: Sequence[End]) -> str:
-    """Everything that is known about a failed run, the cause first, with its traceback."""
+    """All that is known of a failed run; the headline comes last, where people look."""
+    return "\n".join([*details(ends), f"error: {headline(ends)}"])
+
+
+def details(ends: Sequence[End]) -> list[str]:
+    """What became of the other ranks, and then the traceback of the one that the headline is about."""
     failed = failures(ends)
-    lines = [f"error: {headline(ends)}"]
+    shown = _complaint(failed) if missed(ends) else failed[0] if failed else None
+    return remarks(ends) + (traced(shown.rank, shown.record) if shown and shown.record else [])
+
+
+def raised(ends: Sequence[End]) -> list[str]:
+    """The tracebacks of errors that are no consequences, for a job that was stopped before anyone failed."""
+    notes = [(end.rank, end.record) for end in ends if end.record and end.record.blamed is None]
+    return [line for rank, note in notes for line in traced(rank, note)]
+
+
+def traced(rank: int, record: Record) -> list[str]:
+    """The traceback that `rank` left."""
+    return [f"  rank {rank} | {line}" for line in record.trace.rstrip().splitlines()]
+
+
+def remarks(ends: Sequence[End]) -> list[str]:
+    """What became of the ranks that the headline does not name: a line for each kind of end."""
+    failed = failures(ends)
+    culprits = missed(ends) or failed[:1]
+    others = [end for end in ends if end not in culprits]
+    consequences = [end for end in others if end in failed and end.suspicion]
+    lines = []
+    by_detail: dict[str, list[int]] = {}
     for end in failed:
-        if end.suspicion and end is not failed[0]:
-            lines.append(f"rank {end.rank} ended because of that ({end.how})")
-            continue
-        if end is not failed[0]:
-            lines.append(f"rank {end.rank} failed too ({_detail(end)})")
-        if end.record:
-            lines += [f"  rank {end.rank} | {line}" for line in end.record.trace.rstrip().splitlines()]
-    stopped = [end.rank for end in ends if end not in failed and end.stopped]
-    if stopped:
-        lines.append(f"stopped because of that: rank {', '.join(map(str, sorted(stopped)))}")
-    return "\n".join(lines)
+        if end in others and end not in consequences:
+            by_detail.setdefault(end.detail, []).append(end.rank)
+    lines += [f"{_named(ranks)} failed, too ({detail})" for detail, ranks in by_detail.items()]
+    if consequences:
+        lines.append(f"{_named(end.rank for end in consequences)} failed because of {_named(e.rank for e in culprits)}")
+    if stopped := [end.rank for end in others if end.stopped and end not in failed]:
+        lines.append(f"stopped because of that: {_named(stopped)}")
+    return lines
 
 
-def _detail(end: End) -> str:
-    message = end.record.message.strip().splitlines()[0] if end.record and end.record.message.strip() else ""
-    return f"{end.how}: {message}" if message else end.how
+def _complaint(failed: Sequence[End]) -> End:
+    """The first of `failed` that said that it lost a peer."""
+    return next(end for end in failed if end.suspicion == LOST_A_PEER)
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """«rank 1», «ranks 0, 2»."""
+    listed = sorted(ranks)
+    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"

@@ -13,7 +13,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 
-from paceline.launch.failure import End, report
+from paceline.launch.failure import End, headline, remarks
 from paceline.launch.job import cores, escaped, farewell, hooked, say, tied
 from paceline.launch.record import read
 
@@ -46,7 +46,8 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
         return 0
     except ChildFailedError as error:
         failed = error.failures.items()
-        say(report([End(rank, one.exitcode, one.timestamp, False, read(one.error_file)) for rank, one in failed]))
+        ends = [End(rank, one.exitcode, one.timestamp, False, read(one.error_file)) for rank, one in failed]
+        say("\n".join([*remarks(ends), f"error: {headline(ends)}"]))  # each rank has shown its own traceback
         return 1
     except SignalException as stop:
         return farewell(stop.sigval)

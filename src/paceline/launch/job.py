@@ -18,10 +18,15 @@ from paceline.errors import UsageError
 from paceline.launch import failure
 from paceline.launch.agent import Agent, LoopbackRendezvous
 from paceline.launch.files import Logs, RankFiles
-from paceline.launch.report import LAUNCHER
+from paceline.launch.record import LAUNCHER
 from paceline.launch.signals import FORWARDED, Caught, Stopped
 
 HERE = Path(__file__).parent
+TIMEOUT = (
+    "PACELINE_TIMEOUT"  # how long a collective waits for a rank, in seconds: what paceline.init() takes by default
+)
+TIMEOUT_S = 600
+LONGEST_S = 2_000_000  # 23 days; the kernel waits for at most 2**31 ms at a time
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,8 @@ def launch(job: Job) -> int:
         try:
             result = agent.run()
         except Stopped as stop:
+            if raised := failure.raised(agent.outcome()):
+                say("\n".join(raised))
             return farewell(stop.number)
         ends = agent.outcome()
     if not result.is_failed():
@@ -130,6 +137,24 @@ def rank_environment(job: Job) -> dict[str, str]:
     environment[LAUNCHER] = str(os.getpid())
     environment["PYTHONPATH"] = hooked(environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
     return environment
+
+
+def timeout_environment(timeout: str | None) -> dict[str, str]:
+    """What tells ranks how long a collective waits: `timeout`, else the user's own environment, else ten minutes.
+
+    Raises:
+        UsageError: if it is no positive number of seconds, or longer than the kernel can wait.
+    """
+    name, value = ("--timeout", timeout) if timeout is not None else (TIMEOUT, os.environ.get(TIMEOUT, str(TIMEOUT_S)))
+    try:
+        number = float(value)
+    except ValueError:
+        raise UsageError(f"{name}={value!r} is not a number of seconds; give one such as {TIMEOUT_S}") from None
+    if not 0 < number <= LONGEST_S:
+        raise UsageError(
+            f"{name}={value} must be above 0 and at most {LONGEST_S:,} seconds; give one such as {TIMEOUT_S}"
+        )
+    return {TIMEOUT: value}
 
 
 def hooked(path: str) -> str:

@@ -6,20 +6,27 @@ import os
 import shutil
 import signal
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from glob import glob
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from paceline.errors import UsageError
 from paceline.launch.files import Logs
-from paceline.launch.job import Job, launch, resolve_nproc, say
+from paceline.launch.job import TIMEOUT, TIMEOUT_S, Job, launch, resolve_nproc, say, timeout_environment
 
+USAGE = "paceline run [options] script.py [the script's arguments]"
 ABOUT = """Start a script as N ranks that train together, as torchrun does.
 
-On one host nothing listens beyond loopback, ranks end with the launcher however it dies, and the rank that
-failed first is named. All of torchrun's options are understood; what comes after the script is the script's.
-With --nnodes, or a rendezvous on another host, torchrun's own launcher does the work."""
+    paceline run --nproc 2 train.py --lr 0.1      two ranks of 'python train.py --lr 0.1'
+    paceline run --nproc 2 -m package.train       the same for 'python -m package.train'
+
+Options go before the script; what follows the script is the script's. On one host nothing listens beyond loopback,
+ranks end with the launcher however it dies, and the rank that failed first is named."""
+TORCHRUNS = """All of torchrun's options are understood. With --nnodes, or a rendezvous on another host, torchrun's own
+launcher does the work."""
 
 LOOPBACKS = ("", "localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1")
 # What one host has no use for: the store is ours, on a free port, and ranks are commands, not functions.
@@ -27,26 +34,79 @@ UNUSED = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port", "local_ad
 
 
 def parser() -> ArgumentParser:
-    """torchrun's parser, with ``--nproc``, and mistakes as :class:`UsageError`."""
+    """torchrun's parser, with options of our own in front, and mistakes as :class:`UsageError`."""
     from torch.distributed.run import get_args_parser
 
     made: ArgumentParser = get_args_parser()
-    made.prog, made.description, made.formatter_class = "paceline run", ABOUT, RawDescriptionHelpFormatter
-    made.add_argument(
+    made.prog, made.usage = "paceline run", USAGE
+    made.description, made.formatter_class = ABOUT, RawDescriptionHelpFormatter
+    ours = made.add_argument_group("options")
+    ours.add_argument(
         "--nproc",
         dest="nproc_per_node",
         default=SUPPRESS,
         metavar="N",
-        help="Number of ranks on this host: a number, gpu, cpu, or auto (GPUs if there are any, else cores).",
+        help="Number of ranks on this host: a number, gpu, cpu or auto (GPUs if there are any, else cores). Default 1.",
     )
+    ours.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        help="How long a collective waits for a rank, unless the script says otherwise; ranks get it as "
+        f"{TIMEOUT}, which paceline.init() reads. Default {TIMEOUT_S}, which is 10 minutes.",
+    )
+    # argparse shows groups in this order: what most people need first.
+    made._action_groups.sort(key=lambda group: group is not ours)
+    made._optionals.title, made._optionals.description = "torchrun's options", TORCHRUNS
+    for action in made._positionals._group_actions:
+        action.help = SUPPRESS
 
     def refuse(message: str) -> NoReturn:
         if "training_script" in message:
             message = "there is no script to run; use: paceline run [options] script.py [its arguments]"
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        if unknown:
+            message = f"paceline run has no option {unknown[0]}{_or_near(unknown[0], made._option_string_actions)}"
         raise UsageError(message)
 
     made.error = refuse  # type: ignore[method-assign]
     return made
+
+
+def parse(arguments: Sequence[str]) -> Namespace:
+    """The options that stand before the script, the script, and what follows it, which is not looked at.
+
+    Raises:
+        UsageError: for an option that does not exist or has no value, or if there is no script.
+    """
+    made = parser()
+    own, rest = split(arguments, made._option_string_actions)
+    options = made.parse_args(own)
+    options.training_script_args = rest
+    return options
+
+
+def split(arguments: Sequence[str], known: Mapping[str, Action]) -> tuple[list[str], list[str]]:
+    """`arguments` up to the script, and those after it.
+
+    argparse looks at all of them, and takes a script's ``--log x`` for an ambiguous option of the launcher's.
+    """
+    index = 0
+    while index < len(arguments) and arguments[index].startswith("-") and arguments[index] not in ("-", "--"):
+        name, _, _ = arguments[index].partition("=")
+        abbreviated = {full for full in known if name.startswith("--") and full.startswith(name)}
+        actions = {known[full] for full in ({name} if name in known else abbreviated)}
+        # argparse refuses those that are unknown or ambiguous; "-t3" is "-t" with its value.
+        takes_next = "=" not in arguments[index] and len(actions) == 1 and actions.pop().nargs is None
+        index += 2 if takes_next else 1
+    if arguments[index : index + 1] == ["--"]:
+        index += 1
+    return list(arguments[: index + 1]), list(arguments[index + 1 :])
+
+
+def _or_near(name: str, known: Iterable[str]) -> str:
+    """«; did you mean --nproc?», if something `known` is near to `name`."""
+    near = get_close_matches(name.partition("=")[0], list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def start(arguments: Sequence[str]) -> int:
@@ -55,12 +115,13 @@ def start(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: for a mistake in the arguments, before anything is started.
     """
-    options = parser().parse_args(list(arguments))
+    options = parse(arguments)
     nproc, note = resolve_nproc(options.nproc_per_node)
     command = rank_command(options)
     if several_hosts(options):
         from paceline.launch.hosts import launch_hosts
 
+        os.environ.update(timeout_environment(options.timeout))
         return launch_hosts(options, command, nproc)
     job = single_host(options, command, nproc)
     for remark in (note, unused(options)):
@@ -89,7 +150,8 @@ def rank_command(options: Namespace) -> list[str]:
             raise UsageError(f"there is no module {top!r} to run; is it installed, or in this folder?")
         return [interpreter, "-u", "-m", script, *options.training_script_args]
     if not os.path.exists(script):
-        raise UsageError(f"the script {script!r} does not exist")
+        near = _or_near(script, glob("*.py"))
+        raise UsageError(f"the script {script!r} does not exist{near}")
     return [interpreter, "-u", script, *options.training_script_args]
 
 
@@ -141,6 +203,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         run_id="" if options.rdzv_id == "none" or options.standalone else options.rdzv_id,
         logs=logs,
         signals=[_signal(name.strip()) for name in options.signals_to_handle.split(",")],
+        env=timeout_environment(options.timeout),
         worker_spec=_worker_spec(options),
     )
 

@@ -1,7 +1,7 @@
 """The note that a failing rank leaves for its launcher: what it raised, and when, to the microsecond.
 
 Standard library only, because ranks of plain scripts load this file by path (``hook/sitecustomize.py``). The
-note is torchelastic's error file, so that torchrun and ``@record`` understand it, with two keys more.
+note is torchelastic's error file, so that torchrun and ``@record`` understand it, with three keys more.
 """
 
 from __future__ import annotations
@@ -9,13 +9,25 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import sys
 import time
 import traceback
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 FILE = "TORCHELASTIC_ERROR_FILE"
+LAUNCHER = "PACELINE_LAUNCHER"  # the process id of our launcher on one host, which reports for all ranks
+
+# How Gloo and NCCL say that another rank is gone: in a RuntimeError of no class of its own. What else a script talks to
+# may say the same, but has no such address, and names neither.
+TRANSPORT = re.compile(r"gloo|nccl|\[[0-9a-f.:]+\]:\d+", re.IGNORECASE)
+PEER_LOST = re.compile(
+    r"connection (was likely )?closed|connection reset|connection refused|broken pipe|got 0 bytes|socket closed"
+    r"|remote process exited|timed out waiting \d+ ?ms|caused pair closure|connectFullMesh",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -23,12 +35,14 @@ class Record:
     """What a rank raised: ``ValueError: …``, the whole traceback, and when, in seconds since the epoch.
 
     ``usage`` says that it is a mistake of the caller's, of which the message is all that has to be shown.
+    ``blamed`` is None unless the error is a consequence of another rank's failure; then those ranks, as far as known.
     """
 
     message: str
     trace: str
     at: float
     usage: bool = False
+    blamed: tuple[int, ...] | None = None
 
 
 def write(path: str, record: Record) -> None:
@@ -40,7 +54,12 @@ def write(path: str, record: Record) -> None:
         },
         "at": record.at,
         "usage": record.usage,
+        "blamed": record.blamed,
     }
+    _write(path, note)
+
+
+def _write(path: str, note: object) -> None:
     try:
         with open(path, "w") as file:
             json.dump(note, file)
@@ -50,28 +69,81 @@ def write(path: str, record: Record) -> None:
 
 def read(path: str) -> Record | None:
     """The record in the file `path`, by us or by torch's ``@record``; None if there is no whole one."""
+    note = _read(path)
     try:
-        with open(path) as file:
-            note = json.load(file)
         message = note["message"]
         if isinstance(message, str):  # what C++ and other writers leave
-            return Record(message, message, float(note.get("at", note.get("timestamp", 0))))
+            return Record(message, message, float(note.get("at", note.get("timestamp", 0))), blamed=blamed_by(message))
         more = message["extraInfo"]
         at = float(note.get("at", more["timestamp"]))
-        return Record(message["message"], more["py_callstack"], at, bool(note.get("usage", False)))
-    except (OSError, ValueError, KeyError, TypeError):
+        blamed = note["blamed"] if "blamed" in note else blamed_by(message["message"])
+        usage = bool(note.get("usage", False))
+        return Record(message["message"], more["py_callstack"], at, usage, None if blamed is None else tuple(blamed))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def read_leaving(path: str) -> float | None:
+    """When the rank whose file is `path` began to leave without an error that it told; None if it did not."""
+    try:
+        return float(_read(path)["leaving"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _read(path: str) -> Any:
+    try:
+        with open(path) as file:
+            return json.load(file)
+    except (OSError, ValueError):
         return None
 
 
 def of(error: BaseException, usage: bool = False) -> Record:
     """The record of `error`, raised just now."""
+    blamed = consequence(error)
+    usage = usage and blamed is None
     text = str(error) if usage else f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return Record(text, trace, time.time(), usage)
+    return Record(text, trace, time.time(), usage, blamed)
+
+
+def consequence(error: BaseException | None) -> tuple[int, ...] | None:
+    """The ranks whose failure led to `error`, as far as it names them; None if it is no consequence.
+
+    An error that was raised from another one, or while another one was handled, is a consequence if that one is.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        blamed = getattr(error, "blamed", None)
+        if isinstance(blamed, tuple):
+            return blamed
+        # torch's classes for sockets and stores: they fail when a rank does not come, or the one that serves is gone.
+        if type(error).__name__ in ("DistNetworkError", "DistStoreError"):
+            return ()
+        if type(error).__name__ in ("RuntimeError", "DistBackendError") and blamed_by(str(error)) is not None:
+            return ()
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def blamed_by(message: str) -> tuple[int, ...] | None:
+    """What :func:`consequence` says of an error of which only the text is known."""
+    return () if PEER_LOST.search(message) and TRANSPORT.search(message) else None
+
+
+def is_shown_by_launcher() -> bool:
+    """Whether a launcher shows this rank's error where the rank itself would: then the rank does not."""
+    try:
+        theirs, ours = os.stat(f"/proc/{int(os.environ[LAUNCHER])}/fd/2"), os.fstat(2)
+    except (KeyError, ValueError, OSError):
+        return False
+    return (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino)
 
 
 def install() -> None:
-    """Record what this process fails to catch, before anything else is done about it.
+    """Record what this process fails to catch, before anything else is done about it, and when it leaves.
 
     Before: a peer can lose its connection to this rank only after the interpreter began to shut down, so the
     order of the records is the order of cause and effect.
@@ -81,12 +153,20 @@ def install() -> None:
         return
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() == process and not issubclass(kind, KeyboardInterrupt):
+        mine = os.getpid() == process and not issubclass(kind, KeyboardInterrupt)
+        if mine:
             write(path, of(error))
             atexit.register(_leave_gloo)
-        shown(kind, error, trace)
+        if not mine or not is_shown_by_launcher():
+            shown(kind, error, trace)
+
+    def leave() -> None:
+        if os.getpid() == process and _read(path) is None:
+            _write(path, {"leaving": time.time()})
 
     sys.excepthook = note
+    if LAUNCHER in os.environ:  # torchelastic's own launcher would take it for an error
+        atexit.register(leave)
 
 
 def _leave_gloo() -> None:

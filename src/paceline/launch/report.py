@@ -11,8 +11,6 @@ from contextlib import suppress
 from paceline.errors import UsageError
 from paceline.launch import record
 
-LAUNCHER = "PACELINE_LAUNCHER"  # set for ranks by our launcher, which prints usage errors for all of them
-
 
 def rank_main(function: Callable[[], None]) -> None:
     """Run `function` as a rank's whole work; returns only if it succeeds.
@@ -35,7 +33,7 @@ def rank_main(function: Callable[[], None]) -> None:
             print(stop.code, file=sys.stderr)
     except BaseException as error:
         _tell(record.of(error))
-        if LAUNCHER not in os.environ:  # the launcher shows the first rank's
+        if not record.is_shown_by_launcher():
             traceback.print_exc()
         code = 1
     else:
@@ -44,10 +42,11 @@ def rank_main(function: Callable[[], None]) -> None:
 
 
 def _usage(error: UsageError) -> int:
-    _tell(record.of(error, usage=True))
-    if LAUNCHER not in os.environ:
+    note = record.of(error, usage=True)
+    _tell(note)
+    if not record.is_shown_by_launcher():
         print(f"error: {error}", file=sys.stderr)
-    return 2
+    return 2 if note.usage else 1
 
 
 def _tell(note: record.Record) -> None:

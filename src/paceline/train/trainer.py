@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from paceline.checkpoint import Checkpointer, exchange
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
-from paceline.errors import NoCheckpoint, UsageError
+from paceline.errors import CheckpointError, CheckpointWarning, NoCheckpoint, UsageError
 from paceline.modules import unwrap
 from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, all_sum, evaluate
@@ -43,6 +44,8 @@ class Result:
     """Of ``seconds``, time this rank waited for communication at the end of backwards."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The last evaluation."""
+    failed_saves: list[int] = field(default_factory=list)
+    """Steps whose checkpoint could not be written, by a full disk, say; every rank has warned of each."""
 
     @property
     def samples_per_second(self) -> float:
@@ -102,6 +105,7 @@ class Trainer:
         factor = partial(lr_factor, warmup_steps=config.warmup_steps, decay=config.decay, total_steps=total)
         self.scheduler = LambdaLR(optimizer, factor)
         model.watch(loader.progress)
+        model.check_finite = model.check_finite or config.check_finite
         self._checkpointer = self._open_checkpoints() if config.checkpoint_dir else None
 
     def _refuse_what_cannot_work(self) -> None:
@@ -126,14 +130,18 @@ class Trainer:
     def fit(self) -> Result:
         """Train to the end of the last epoch, from the newest checkpoint if the config says so.
 
+        A checkpoint that cannot be written does not end the training: every rank warns, and the next save tries
+        again (:attr:`Result.failed_saves`).
+
         Raises:
             NoCheckpoint: if there is nothing to resume from.
             CheckpointMismatch: if the checkpoint is of another model, other data or other settings.
-            NonFiniteGradient: if the wrapper checks for it and a gradient holds NaN or Inf.
+            NonFiniteGradient: if a gradient holds NaN or Inf, unless neither the config nor the wrapper checks for it.
         """
         try:
             if self.config.resume and self._checkpointer is not None:
-                self.result.steps = self.result.resumed_from_step = self._checkpointer.restore()
+                step = self._checkpointer.restore(allow_changed_settings=self.config.allow_changed_settings)
+                self.result.steps = self.result.resumed_from_step = step
             self._train_and_log()
         finally:
             if self._checkpointer is not None:
@@ -282,4 +290,15 @@ class Trainer:
         at_end = self.loader.at_last and (every is None or self.loader.progress.epoch == self.config.epochs - 1)
         if at_end or (every is not None and self.result.steps % every == 0):
             self.model.sync_buffers()  # rank 0's are saved, and a resumed run goes on with them on every rank
-            self._checkpointer.save(self.result.steps)
+            self._save()
+
+    def _save(self) -> None:
+        """Save, or say on every rank that it failed: what was learnt is worth more than the checkpoint."""
+        assert self._checkpointer is not None
+        step, last = self.result.steps, self._steps_per_epoch * self.config.epochs
+        try:
+            self._checkpointer.save(step)
+        except CheckpointError as error:
+            self.result.failed_saves.append(step)
+            goes_on = "training goes on, and the next save tries again" if step < last else "training has ended with it"
+            warnings.warn(f"{error}; {goes_on}", CheckpointWarning, stacklevel=2)

@@ -125,7 +125,9 @@ class Members:
         if call.refused:
             return calls
         if refusing := [rank for rank, one in zip(self.world_ranks, calls, strict=True) if one.refused]:
-            raise DesyncError(f"{named_ranks(refusing)} refused its tensor or argument; see the error there")
+            raise DesyncError(
+                f"{named_ranks(refusing)} refused its tensor or argument; see the error there"
+            ).because_of(refusing)
         for field in _EQUAL:
             values = [getattr(one, field) for one in calls]
             if len(set(values)) > 1:
