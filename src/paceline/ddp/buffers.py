@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from paceline.ddp.channel import Channel
-from paceline.ddp.sharded import local_of
+from paceline.shards import local_of
 
 
 class Buffers:

@@ -7,7 +7,9 @@ own.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -34,13 +36,16 @@ class Channel:
 
     scales = False
     """Whether reductions with a note come out scaled; if not, they are plain sums."""
+    blocks = False
+    """Whether a launch returns only when every rank has taken part."""
 
     def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.group = own
         self.name: str = own.group_name
-        self._is_numbered = len(dist.get_process_group_ranks(group)) == dist.get_world_size()
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        self._is_numbered = len(self.ranks) == dist.get_world_size()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """A zeroed flat tensor that reductions take best."""
@@ -75,6 +80,14 @@ class Channel:
             CommunicationError: if it failed; names `what` and this rank.
         """
         self.run(what, launched.wait)
+
+    def linger(self, launched: Any, seconds: float) -> None:
+        """Carry `launched` on until it is finished or failed, for at most so many seconds, without raising."""
+        end = time.monotonic() + seconds
+        with suppress(Exception):
+            while not launched.is_completed() and time.monotonic() < end:
+                self.progress()
+                time.sleep(0.001)
 
     def run(self, what: str, function: Any, *arguments: Any, **options: Any) -> None:
         """Call a collective, with a failure turned into an error that says what it was doing."""
@@ -129,6 +142,11 @@ class _InSharedMemory:
         factor = scale_of if note is not None else None
         self._operation = channel.group.launch_all_reduce(shared, note, factor)
 
+    def is_completed(self) -> bool:
+        """Whether it is finished."""
+        finished: bool = self._operation.finished
+        return finished
+
     def wait(self) -> None:
         """Return when it is finished."""
         self._channel.group.finish(self._operation)
@@ -150,13 +168,13 @@ def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     # Hence only groups of the whole world, which are numbered, are given back.
     whole = len(ranks) == dist.get_world_size()
     own: Any = dist.new_group(
-        ranks, timeout=_timeout(group, device), backend=backend, use_local_synchronization=not whole
+        ranks, timeout=timeout_of(group, device), backend=backend, use_local_synchronization=not whole
     )
     shared = device.type == "cpu" and isinstance(own, PacelineProcessGroup) and own.native
     return SharedChannel(group, own) if shared else Channel(group, own)
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """The group's own timeout, which a group made from it does not inherit by itself."""
     if isinstance(group, PacelineProcessGroup):
         return group.timeout

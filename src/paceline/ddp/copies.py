@@ -47,7 +47,7 @@ class Asleep:
         if not self._accumulators.are_meant():
             return
         if self.sync_enabled:
-            self._wake().backward_reached(on_local, gradient)
+            self._wake().backward_reached(on_local, None, gradient)
             return
         self._ledger.backward_began()
         self._ledger.forget_dropped(self._parameters, in_backward=True)

@@ -32,10 +32,10 @@ from paceline.ddp.guard import StepGuard
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.shadowing import Event, Message, Stage, decode, encode, number_of
-from paceline.ddp.sharded import local_of
 from paceline.ddp.solo import SoloReducer
 from paceline.errors import UsageError
 from paceline.modules import Communicates
+from paceline.shards import local_of
 
 
 class Joining(Joinable):
@@ -109,11 +109,23 @@ class Joining(Joinable):
         if isinstance(self._reducer, Asleep):
             self._wake()  # all ranks come here, which may not be so in the copy's first backward
         if isinstance(self._reducer, Reducer):
+            self._layers = self._layers_to_shadow()
             self._reducer.tell = self._tell
-            self._layers = [layer for layer in self.module.modules() if isinstance(layer, Communicates)]
             for index, layer in enumerate(self._layers):
                 layer.announce = partial(self._tell, Event.LAYER, index)
         return _Hook(self)
+
+    def _layers_to_shadow(self) -> list[Communicates]:
+        own = set(dist.get_process_group_ranks(self.process_group))
+        layers = {name: layer for name, layer in self.module.named_modules() if isinstance(layer, Communicates)}
+        for name, layer in layers.items():
+            if strangers := sorted(set(layer.ranks()) - own):
+                raise UsageError(
+                    f"{type(layer).__name__} {name!r} computes together with ranks {strangers}, which do not average "
+                    f"with ranks {sorted(own)} and so would not be told when data runs out inside join(); give it "
+                    "a process_group of ranks of the wrapper's group"
+                )
+        return list(layers.values())
 
     @property
     def join_device(self) -> torch.device:
@@ -139,19 +151,20 @@ class Joining(Joinable):
         self._exchange(Message(Event.FORWARD))
         self._stage = Stage.ALONE if len(self._present) == dist.get_world_size(self.process_group) else Stage.FOLLOWED
 
-    def _tell(self, event: Event, layer: int = 0, code: int = 0) -> None:
-        """Before a collective: tell it to the ranks that ran out, if there are any."""
+    def _tell(self, event: Event, layer: int = 0, code: int = 0) -> bool:
+        """Before a collective: tell it to the ranks that ran out; returns whether there are any."""
         if not self._join_config.enable or self._stage is Stage.SHADOWING:
-            return
+            return self._stage is Stage.SHADOWING
         ends = event in (Event.END, Event.LOCAL)
         if self._stage is Stage.IDLE:
             if ends:
-                return
+                return False
             self._open_step()
-        if self._stage is Stage.FOLLOWED:
+        if is_followed := self._stage is Stage.FOLLOWED:
             self._exchange(Message(event, layer, code))
         if ends:
             self._stage = Stage.IDLE
+        return is_followed
 
     def _expect_layers_that_can_be_shadowed(self) -> None:
         for name, layer in self.module.named_modules():
@@ -166,9 +179,9 @@ class Joining(Joinable):
         channel = self._channel
         assert channel is not None
         vector = torch.tensor(encode(message, number_of(channel.name), channel.rank, channel.size), device=self.device)
-        # The collectives of a communication hook come on the process group, at moments of their own.
-        group = channel.group if self._comm_hooks else self.process_group
-        dist.all_reduce(vector, dist.ReduceOp.MAX, group=group)
+        # On the group of Join's own messages, where a wrapper whose turn it is not meets them, too. Collectives of
+        # layers and of communication hooks, which may be on it as well, come before or after it on all ranks alike.
+        dist.all_reduce(vector, dist.ReduceOp.MAX, group=self.process_group)
         message, self._present = decode(vector)
         if message is not None and message.event is Event.FORWARD and len(self._present) < channel.size:
             self._expect_layers_that_can_be_shadowed()

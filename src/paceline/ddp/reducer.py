@@ -14,7 +14,7 @@ Experiences on Accelerating Data Parallel Training", VLDB 2020.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -29,7 +29,7 @@ from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
 from paceline.ddp.by_algorithm import Algorithms
-from paceline.ddp.channel import Channel, Launched
+from paceline.ddp.channel import Channel
 from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
 from paceline.ddp.in_backward import InBackward
@@ -38,8 +38,10 @@ from paceline.ddp.options import Options
 from paceline.ddp.replica_check import ReplicaCheck
 from paceline.ddp.shadowing import Event
 from paceline.ddp.sharded import as_local, release
+from paceline.ddp.sharing import Share, Sharing
 from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
+from paceline.ddp.together import begin_others, enter, settle_all
 from paceline.ddp.unused import UnusedReport
 from paceline.errors import CommunicationError, ReplicaMismatch, UsageError
 from paceline.events import Recorder
@@ -55,6 +57,10 @@ class Phase(Enum):
     BROKEN = "a collective failed"
 
 
+class Forward:
+    """Lives as long as the graph of a forward does, whose hooks hold the only reference."""
+
+
 @class_never_compiled
 class Reducer:
     """Owns the buckets of one wrapper and carries each synchronized backward from its start to its end."""
@@ -63,8 +69,8 @@ class Reducer:
     """False inside ``no_sync``: a backward that starts now stays local."""
     exposed_seconds: float
     """Time waited for communication at the end of backwards, in seconds, since the wrapper was made."""
-    tell: Callable[[Event], None] | None
-    """Inside ``join``, tells ranks that ran out of data how this rank's backward goes."""
+    tell: Callable[[Event], bool] | None
+    """Inside ``join``, tells ranks that ran out of data how this backward goes; returns whether there are any."""
 
     def __init__(
         self,
@@ -86,6 +92,7 @@ class Reducer:
         self.tell = None
         self._channel, self._ledger = channel, ledger
         self._in_backward = InBackward(given)
+        self.sharing = Sharing(self.names, given, self.parameters, ledger, channel.ranks)
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
             self.names,
@@ -97,11 +104,15 @@ class Reducer:
             recorder,
             options.check_finite,
             AllReduce(Algorithms(channel, options.algorithm) if options.algorithm else channel, ledger),
+            self.sharing,
         )
         self._unused = UnusedReport(options.unused, self.names, self.parameters, channel)
         self.replica_check: ReplicaCheck | None = None
         self._phase = Phase.IDLE
-        self._aborted = self._owes_launch = False
+        self._aborted = self._owes_launch = self._is_settling_abort = False
+        # Forwards whose backward has not come yet; and whether one showed no output that could be hooked.
+        self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self._has_unseen_forward = False
         self._task: weakref.ref[GraphTask] | None = None
         self._backward = Backward(self._gear, clear=True)
         self._finishing: Iterator[bool] = iter(())
@@ -112,6 +123,7 @@ class Reducer:
         self._arrivals = Arrivals(self.parameters, self._hooked)
         self._arrivals.use_layout(self.storage.layout, order_known=False)
         self._arrivals.begin(clear=True)
+        enter(self)
 
     def restore_layout(self, layout: list[list[str]]) -> None:
         """Take over a checkpoint's layout, by parameter names, instead of observing the order of arrival.
@@ -122,6 +134,7 @@ class Reducer:
         self.settle_aborted()
         self.storage.use_named(layout)
         self._order_known = True
+        self._control.forget_order()
         self._arrivals.observed = []
         self._arrivals.use_layout(self.storage.layout, order_known=True)
 
@@ -138,35 +151,67 @@ class Reducer:
         `on_local` is called if that backward turns out to be local, inside ``no_sync``.
         """
         self._in_backward.take_over()
+        forward, is_unseen = Forward(), True
         for output in outputs:
             if output.grad_fn is not None:
-                output.register_hook(partial(self.backward_reached, on_local))
+                output.register_hook(partial(self.backward_reached, on_local, forward))
+                is_unseen = False
+        if is_unseen:
+            self._has_unseen_forward = True
+        else:
+            self._forwards.add(forward)
 
-    def backward_reached(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
+    def backward_reached(self, on_local: Callable[[], None], forward: Forward | None, _gradient: Tensor) -> None:
         """A backward has reached an output of the wrapper."""
         expect_eager_backward(self._channel.rank)
-        if self._phase in (Phase.BACKWARD, Phase.SETTLING) or not self._accumulators.are_meant():
-            return
-        self.settle_aborted()
+        if self._phase not in (Phase.BACKWARD, Phase.SETTLING) and self._accumulators.are_meant():
+            self.settle_aborted()
+            try:
+                self._ledger.backward_began()
+                self._ledger.forget_dropped(self.parameters, in_backward=True)
+                if self.sync_enabled:
+                    self._begin_in_task()
+                else:
+                    self._stay_local(on_local)
+            finally:
+                begin_others(self)
+        if forward is not None:
+            self._forwards.discard(forward)
+
+    def _stay_local(self, on_local: Callable[[], None]) -> None:
+        self.sharing.expect_no_average()
+        self._ledger.local_backwards += 1
+        on_local()
+        if self.tell is not None:
+            queue_callback(partial(self.tell, Event.LOCAL))
+
+    def is_expected(self) -> bool:
+        """Whether the backward under way is going to reach a forward of this wrapper, and to be synchronized."""
+        if self._phase is not Phase.IDLE or not self.sync_enabled or not self._forwards:
+            return False
+        return self._accumulators.are_reached(self.sharing.common)
+
+    def begin_early(self) -> None:
+        """Begin in a backward that has reached another wrapper first, so that an exception ends both alike."""
         self._ledger.backward_began()
         self._ledger.forget_dropped(self.parameters, in_backward=True)
-        if not self.sync_enabled:
-            self._ledger.local_backwards += 1
-            on_local()
-            if self.tell is not None:
-                queue_callback(partial(self.tell, Event.LOCAL))
-            return
+        self._begin_in_task()
+
+    def _begin_in_task(self) -> None:
         self._begin()
         self._queue_finish()
 
     def _begin(self) -> None:
-        if self.tell is not None:
-            self.tell(Event.BACKWARD)
+        share = self.sharing.begin()
+        self._expect_no_optimizer_inside(share)
+        shadowed = self.tell is not None and self.tell(Event.BACKWARD)
         self._phase = Phase.BACKWARD
+        self._has_unseen_forward = False
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
         clear = all(parameter.grad is None for parameter in self.parameters)
-        self._backward = Backward(self._gear, clear)
-        self._arrivals.begin(clear=clear)
+        at_end = self._gear.finisher.launches_at_end(shadowed=shadowed)
+        self._backward = Backward(self._gear, clear, share, at_end)
+        self._arrivals.begin(clear=clear and not share.elsewhere)
         self._finishing = self._finish()
 
     def _queue_finish(self) -> None:
@@ -194,15 +239,18 @@ class Reducer:
         if not self.sync_enabled:
             return
         if self._phase not in (Phase.BACKWARD, Phase.SETTLING):
-            # Forward went past the wrapper (model.module.loss(…)): begin here. Gradients that came unnoticed
-            # before are found at the end, as nothing is launched that has not been seen.
+            # A backward of something else than this wrapper's outputs. It is meant if a forward waits for it, whose
+            # loss was left on the module, say. Gradients that came unnoticed before are found at the end, as nothing
+            # is launched that has not been seen.
+            is_meant = self._has_unseen_forward or (self._forwards and index not in self.sharing.common)
+            if not is_meant or self.sharing.is_partner_active:
+                return
             expect_eager_backward(self._channel.rank)
             self.settle_aborted()
-            self._begin()
-            self._queue_finish()
+            self._begin_in_task()
         self._arrivals.arrived(index)
         backward, buckets = self._backward, self.storage.buckets
-        while backward.next < len(buckets) and self._arrivals.complete(backward.next):
+        while not backward.at_end and backward.next < len(buckets) and self._arrivals.complete(backward.next):
             backward.launch(buckets[backward.next])
         self._channel.progress()
 
@@ -212,29 +260,29 @@ class Reducer:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
         backward = self._backward
         try:
-            mine = backward.launch_rest(aborted=self._aborted)
             if self.tell is not None:
                 self.tell(Event.END)
+            mine = backward.launch_rest(aborted=self._aborted, order=self._observed_order())
+            self.sharing.launched(backward.absent)
             self._phase = Phase.SETTLING
             yield True
             statuses = backward.wait()
             self.exposed_seconds += backward.exposed_seconds
             scale = scale_of([one.note for one in statuses])
-            order = None if self._order_known else self._launch_order()
-            if order:
-                yield True
             apart = yield from average_apart(self._gear, mine, scale)
             unused = yield from self._unused.look(self._control.missing_somewhere(statuses), backward.absent)
             drift = None
             if self.replica_check is not None:
                 drift = yield from self.replica_check.run(statuses)
             self._publish(apart)
-            if order:
-                self._adopt_order(*order)
+            self._adopt_order(self._control.order())
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
             self._phase = Phase.BROKEN
             raise
         self._phase = Phase.IDLE
+        self.sharing.end()
+        if self._is_settling_abort:  # the exception that ended this backward has been seen
+            return
         self._control.check(statuses)
         self._unused.say(unused)
         if drift is not None:
@@ -242,31 +290,32 @@ class Reducer:
         if not any(one.aborted for one in statuses):
             self._in_backward.step(self._ledger)
 
-    def _launch_order(self) -> tuple[Tensor, Launched]:
-        """Send rank 0's order of arrival to all, as a sum to which only rank 0 contributes."""
-        order = torch.zeros(len(self.parameters), dtype=torch.int64)
-        if self._channel.rank == 0 and self._arrivals.observed and not self._aborted:
-            order += torch.tensor(arrival_order(self._arrivals.observed, len(order))) + 1
-        return order, self._channel.all_reduce(order)
+    def _observed_order(self) -> list[int]:
+        """Rank 0's order of arrival, for the first backward's control block; empty if there is none to tell."""
+        if self._channel.rank != 0 or self._order_known or self._aborted or not self._arrivals.observed:
+            return []
+        return arrival_order(self._arrivals.observed, len(self.parameters))
 
-    def _adopt_order(self, order: Tensor, launched: Launched) -> None:
-        """Rebuild the buckets in rank 0's order; all zeros say that it had no data, so try again next time."""
-        self._channel.wait(launched, "exchange of the order of arrival")
-        if order.any():
+    def _adopt_order(self, order: list[int]) -> None:
+        """Rebuild the buckets in rank 0's order; an empty one says that it had no data, so try again next time."""
+        if order:
             self._order_known = True
-            self.storage.assign_in((order - 1).tolist())
+            self._control.forget_order()
+            self.storage.assign_in(order)
             self._arrivals.use_layout(self.storage.layout, order_known=True)
 
     def _publish(self, apart: dict[int, Tensor]) -> None:
         """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
         self._apart = {index: weakref.ref(average) for index, average in apart.items()}
-        for index, average in enumerate(self.storage.averages()):
-            if index not in self.storage.outside:
-                self.parameters[index].grad = average
-        for index, average in apart.items():
+        shown: dict[int, Tensor | None] = {
+            index: average for index, average in enumerate(self.storage.averages()) if index not in self.storage.outside
+        }
+        shown |= apart
+        shown |= dict.fromkeys(self._control.absent_everywhere())
+        if self.sharing:
+            self.sharing.show({index: shown.pop(index, None) for index in self.sharing.common}, self._backward.share)
+        for index, average in shown.items():
             self.parameters[index].grad = average
-        for index in self._control.absent_everywhere():
-            self.parameters[index].grad = None
         if not self._ledger.status.joined:  # else nothing was to be expected
             self._arrivals.end(self._backward.absent)
         self._backward = Backward(self._gear, clear=True)  # what was launched, and what hooks returned, is let go
@@ -282,9 +331,10 @@ class Reducer:
         self.finish()
 
     def launch_all(self) -> None:
-        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later."""
+        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later, and launches what is to wait."""
         self._begin()
-        self._advance()
+        if not self._backward.at_end:
+            self._advance()
 
     def finish(self) -> None:
         """Carry a synchronization to its end."""
@@ -298,15 +348,23 @@ class Reducer:
         self._owes_launch = self._phase is Phase.BACKWARD
         self._phase = Phase.ABORTED
         for index, parameter in enumerate(self.parameters):
+            if index in self._backward.share.elsewhere:
+                continue
             if self._backward.clear:
                 parameter.grad = None
             elif index in self._backward.held:
                 parameter.grad = self._backward.held[index]
+        self.sharing.abort(self._backward.share)
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether an exception ended a backward, of which peers still wait for this rank's part."""
+        return self._phase is Phase.ABORTED
 
     def settle_aborted(self) -> None:
         """Take part in what the other ranks wait for since this rank's backward was ended by an exception.
 
-        They learn of it from the control block, and raise; here the exception has been seen already.
+        So do all wrappers that it ran through. The other ranks learn of it from the control block, and raise.
 
         Raises:
             CommunicationError: if a collective has failed before, or fails now.
@@ -316,20 +374,35 @@ class Reducer:
                 f"rank {self._channel.rank}: a step of this model has failed in the middle before, so ranks no longer "
                 "agree on where they are; start again from the last checkpoint"
             )
-        if self._phase is not Phase.ABORTED:
-            return
+        settle_all()
+
+    def settle(self) -> Generator[None, None, None]:
+        """Carry the backward that an exception ended to its end: launch what is owed, pause, then wait."""
         gradients = [parameter.grad for parameter in self.parameters]
         self._phase = Phase.BACKWARD if self._owes_launch else Phase.SETTLING
-        self._aborted = self._owes_launch
+        self._aborted, self._is_settling_abort = self._owes_launch, True
         try:
             for parameter in self.parameters:
                 parameter.grad = None
-            while self._advance():
-                pass
+            if self._owes_launch:
+                self._advance()
+            yield  # the other wrappers launch, too
+            self.finish()
+            yield  # the gradients stay away until the others have finished, too
         finally:
-            self._aborted = False
+            self._aborted = self._is_settling_abort = False
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
+
+    def _expect_no_optimizer_inside(self, share: Share) -> None:
+        inside = bool(self._in_backward) or self._gear.finisher.steps_inside
+        if inside and share.elsewhere:
+            self.sharing.abort(share)
+            name = self.names[min(share.elsewhere)]
+            raise UsageError(
+                f"one backward runs through two DistributedDataParallel that share {name!r}, and an optimizer steps "
+                "inside it, which would see only one's part; use an optimizer outside of backward"
+            )
 
     def expect_idle(self) -> None:
         """Refuse to go on where a backward has not come to its end.
@@ -347,7 +420,7 @@ class Reducer:
         """
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
             gradient = parameter.grad
-            if gradient is None or self.storage.is_average(index, gradient):
+            if gradient is None or index in self.sharing.left_to_others or self.storage.is_average(index, gradient):
                 continue
             if index in self._apart and gradient is self._apart[index]():
                 continue
@@ -358,6 +431,7 @@ class Reducer:
     def close(self) -> None:
         """Take the hooks off the parameters, and let go of what refers back to the reducer."""
         self._arrivals.close()
+        self.sharing.close()
         for parameter in self.parameters:
             release(parameter)
         self._task = self.tell = None

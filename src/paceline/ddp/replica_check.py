@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from paceline.ddp.channel import Channel
 from paceline.ddp.control import Status, named_ranks
 from paceline.ddp.ledger import Ledger
-from paceline.ddp.sharded import local_of
 from paceline.errors import UsageError
 from paceline.fingerprint import quick_digest
 from paceline.modules import plain_name
+from paceline.shards import local_of
 
 
 def check_interval(every: int | None) -> int:

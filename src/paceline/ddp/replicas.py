@@ -8,9 +8,9 @@ from typing import Literal
 from torch import Tensor
 
 from paceline.ddp.channel import Channel
-from paceline.ddp.sharded import is_sharded, local_of
 from paceline.errors import ReplicaMismatch, UsageError
 from paceline.fingerprint import tensor_digest
+from paceline.shards import is_sharded, local_of
 
 InitSync = Literal[True, False, "verify"]
 Named = Sequence[tuple[str, Tensor]]

@@ -15,6 +15,7 @@ from paceline.ddp.control import UNWEIGHTED, WEIGHTED, non_finite, scale_of
 from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.sharded import as_local, release
+from paceline.ddp.sharing import Share, Sharing
 from paceline.ddp.sparse import elements_of
 from paceline.errors import DesyncError
 
@@ -30,6 +31,7 @@ class SoloReducer:
         self._names = [name for name, _ in trained]
         given = [parameter for _, parameter in trained]
         self._parameters, self._ledger = [as_local(parameter) for parameter in given], ledger
+        self._sharing, self._share = Sharing(self._names, given, self._parameters, ledger, ranks=[0]), Share()
         self._check_finite, self._in_backward = check_finite, InBackward(given)
         self._accumulators = Accumulators(given)
         self._task: weakref.ref[GraphTask] | None = None
@@ -48,20 +50,37 @@ class SoloReducer:
         self._ledger.backward_began()
         self._ledger.forget_dropped(self._parameters, in_backward=True)
         if not self.sync_enabled:
+            self._sharing.expect_no_average()
             self._ledger.local_backwards += 1
-        elif self._check_finite or self._ledger.status.weighting or self._ledger.local_backwards or self._in_backward:
+        elif self._is_end_needed():
             expect_eager_backward(0)
+            self._share = self._sharing.begin()
             task = GraphTask()
-            self._task = weakref.ref(task)
+            self._task = weakref.ref(task, self._task_gone)
             queue_callback(partial(self._end, task))
+
+    def _is_end_needed(self) -> bool:
+        ledger = self._ledger
+        is_plain = not (self._check_finite or ledger.status.weighting or ledger.local_backwards or self._in_backward)
+        return not is_plain or bool(self._sharing)
 
     def _end(self, _task: GraphTask) -> None:
         self._task = None
-        self.synchronize()
+        self._finish()
+
+    def _task_gone(self, _: object) -> None:
+        """Autograd dropped the graph task; if backward has not come to its end, an exception ended it."""
+        if self._task is not None:
+            self._task = None
+            self._sharing.abort(self._share)
+
+    def synchronize(self) -> None:
+        """Scale the gradients to the mean over the weights, without a backward."""
+        self._share = self._sharing.begin()
+        self._finish()
 
     @torch.no_grad()
-    def synchronize(self) -> None:
-        """Scale the gradients to the mean over the weights."""
+    def _finish(self) -> None:
         weighting = self._ledger.status.weighting
         if weighting == WEIGHTED | UNWEIGHTED:
             raise DesyncError(
@@ -70,15 +89,18 @@ class SoloReducer:
         if weighting & WEIGHTED:
             self._scale(scale_of([self._ledger.status.note]))
         self._ledger.synchronized()
+        self._sharing.show(dict.fromkeys(self._share.aside), self._share)
+        self._sharing.end()
         if self._check_finite:
             self._expect_finite()
         self._in_backward.step(self._ledger)
 
     def _scale(self, scale: float) -> None:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        mine = [one for index, one in enumerate(self._parameters) if index not in self._share.elsewhere]
+        gradients = [parameter.grad for parameter in mine if parameter.grad is not None]
         if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
             torch._foreach_mul_(dense, scale)
-        for parameter in self._parameters:
+        for parameter in mine:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad * scale  # its values may be expanded, so not in place
 
@@ -93,5 +115,6 @@ class SoloReducer:
 
     def close(self) -> None:
         """Take off what was put on the parameters."""
+        self._sharing.close()
         for parameter in self._parameters:
             release(parameter)

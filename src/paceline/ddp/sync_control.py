@@ -25,6 +25,9 @@ class SyncControl:
         def sync_buffers(self) -> bool:
             """Broadcast buffers."""
 
+        def will_sync_module_buffers(self) -> bool:
+            """Tell whether a training forward broadcasts buffers."""
+
         def _join_forward(self) -> None:
             """Tell ranks that ran out of data that a forward begins."""
 
@@ -79,7 +82,7 @@ class SyncControl:
             self._reducer.settle_aborted()
             if self.training and self._ledger.forwards_since_sync == 0:
                 self._join_forward()
-                self._ledger.forward()
+                self._ledger.forward(broadcasts=self.will_sync_module_buffers())
                 self.sync_buffers()
         self._reducer.synchronize()
 

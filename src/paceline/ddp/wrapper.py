@@ -68,9 +68,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     for slices of any size with :meth:`weight` around a summed loss. A parameter for which no rank has a gradient keeps
     ``grad is None``.
 
-    Call the wrapper, not ``model.module``: a backward through a part of the module that was called by itself is
-    synchronized only if it reaches a parameter that still has a hook. An optimizer step over gradients of which none
-    was averaged is refused.
+    Call the wrapper, not ``model.module``: only backwards through a forward of the wrapper are synchronized. An
+    optimizer step over gradients of which none was averaged is refused. Several wrappers may share parameters, whose
+    gradient is the sum of what each of them averages.
 
     Args:
         module: the module to replicate, on its device already; the same on every rank.
@@ -283,7 +283,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._join_forward()
         if not self.do_sync:
             return _nothing
-        self._ledger.forward()
+        self._ledger.forward(broadcasts=self.will_sync_module_buffers())
         if self.sync_buffers():
             return _nothing  # the broadcast has happened, so this forward counts whatever its backward does
         return self._ledger.take_back_forward()
