@@ -48,7 +48,8 @@ class TrainConfig:
     resume: bool = False
     """Go on from the newest checkpoint in ``checkpoint_dir``."""
     metrics_file: str | None = None
-    """JSON Lines file to which rank 0 writes a line for every ``log_every`` steps and every evaluation."""
+    """JSON Lines file to which rank 0 writes a line for every ``log_every`` steps and every evaluation, behind those
+    of earlier runs. It may lie in ``checkpoint_dir``."""
     tensorboard_dir: str | None = None
     """Folder to which rank 0 writes the same for TensorBoard."""
     log_every: int = 10
