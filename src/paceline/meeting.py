@@ -8,11 +8,13 @@ as ranks need not have counted the same.
     asked/r += 1, say so             ──►            wait until every rank has asked more often than was answered
     wait for the answer to that      ◄──            answer each rank's latest question with a new number
 
-So a question that nobody answered in time does no harm: the next one is answered instead.
+So a question that nobody answered in time does no harm: the next one is answered instead. If ranks do not come, rank 0
+answers the others with their names.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -20,6 +22,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.errors import CommunicationError
 from paceline.rollcall import REMEDY, missing_from, named_ranks, reason_of
+
+_FAREWELL_S = 0.2
+"""Time for the others to read who is missing, before rank 0 ends, and with it the store if it serves it."""
 
 
 def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None) -> int:
@@ -32,41 +37,50 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence
     """
     called = names or range(size)
     try:
-        return _meet(PrefixStore("meeting/", store), rank, size, timeout, called)
-    except CommunicationError:
-        raise
+        answer, missing = _ask(PrefixStore("meeting/", store), rank, size, timeout)
+        number = int(answer or 0)
     except (RuntimeError, ValueError) as error:  # a ValueError is a key in which there is no number
         raise CommunicationError(
-            f"rank {called[rank]}: the store in which ranks meet was lost ({reason_of(error)}); look for the first "
-            "error of another rank, or of the launcher; if there is none, a stranger has written into the store"
+            f"rank {called[rank]}: the store through which ranks meet was lost ({reason_of(error)}); it goes with the "
+            f"launcher, or with rank {called[0]} where that serves it, so look for the first error there; if there is "
+            "none, a stranger has written into the store"
         ) from error
-
-
-def _meet(asked: Store, rank: int, size: int, timeout: timedelta, called: Sequence[int]) -> int:
-    turn = asked.add(f"asked/{rank}", 1)
-    asked.set(f"asked/{rank}/{turn}", "")
-    answer = f"answer/{rank}/{turn}"
-    if (rank == 0 and not _answer(asked, size, timeout)) or missing_from(asked, [answer], timeout.total_seconds()):
-        missing = [called[other] for other in range(size) if not _is_waiting(asked, other)]
-        who = f"{named_ranks(missing)} did not come" if missing else "not every rank came"
+    if missing or not answer:
+        who = f"{named_ranks([called[other] for other in missing])} did not come" if missing else "not every rank came"
         raise CommunicationError(
             f"rank {called[rank]}: {who} to make the process group within {timeout.total_seconds():g} s; {REMEDY}"
-        ).because_of(missing)
-    return int(asked.get(answer))
+        ).because_of(called[other] for other in missing)
+    return number
 
 
-def _answer(asked: Store, size: int, timeout: timedelta) -> bool:
-    """Rank 0's part: wait until everybody has asked, then tell all the same new number; whether all came."""
+def _ask(asked: Store, rank: int, size: int, timeout: timedelta) -> tuple[str, list[int]]:
+    """This rank's part: the number, if all came in time, and else who did not."""
+    turn = asked.add(f"asked/{rank}", 1)
+    asked.set(f"asked/{rank}/{turn}", "")
+    if rank == 0:
+        _answer(asked, size, timeout)
+    key = f"answer/{rank}/{turn}"
+    if missing_from(asked, [key], timeout.total_seconds()):  # rank 0 itself is late
+        return "", [other for other in range(size) if not _is_waiting(asked, other)]
+    number, _, missing = asked.get(key).decode().partition(" missing ")
+    if missing and rank == 0:
+        time.sleep(_FAREWELL_S)
+    return number, [int(other) for other in missing.split()]
+
+
+def _answer(asked: Store, size: int, timeout: timedelta) -> None:
+    """Rank 0's part: wait until everybody has asked, then tell all the same new number; in the end, who is missing."""
     answered = [asked.add(f"answered/{other}", 0) for other in range(size)]
     questions = [f"asked/{other}/{turn + 1}" for other, turn in enumerate(answered)]
-    if missing_from(asked, questions, timeout.total_seconds()):
-        return False
-    number = asked.add("meetings", 1)
+    missing = missing_from(asked, questions, timeout.total_seconds())
+    number = str(asked.add("meetings", 1))
+    if missing:
+        number += " missing " + " ".join(map(str, missing))
     for other, before in enumerate(answered):
-        latest = asked.add(f"asked/{other}", 0)
-        asked.add(f"answered/{other}", latest - before)
-        asked.set(f"answer/{other}/{latest}", str(number))
-    return True
+        if other not in missing:
+            latest = asked.add(f"asked/{other}", 0)
+            asked.add(f"answered/{other}", latest - before)
+            asked.set(f"answer/{other}/{latest}", number)
 
 
 def _is_waiting(asked: Store, rank: int) -> bool:

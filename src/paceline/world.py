@@ -158,7 +158,6 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     try:
         if "RANK" in os.environ:
             rank, size = place["RANK"], place["WORLD_SIZE"]
-            rank, size = place["RANK"], place["WORLD_SIZE"]
             store = _unused_store(rank, size, one_host, patience or default_pg_timeout)
             dist.init_process_group(chosen, timeout=patience, store=store, rank=rank, world_size=size)
         else:

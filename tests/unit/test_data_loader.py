@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
 import sys
+import time
 from typing import Any
 
 import numpy
@@ -202,8 +204,43 @@ def test_an_error_in_collate_names_the_samples() -> None:
 def test_a_killed_worker_is_named_with_rank_and_batch() -> None:
     sampler = GlobalBatchSampler(23, 4, shuffle=False, rank=0, world_size=1)
     loader = DataLoader(Broken(5, kill=True), batch_sampler=sampler, num_workers=2)
-    with pytest.raises(DataError, match=r"rank 0: lost worker 1 \(exit code -9\) while batch [01] of epoch 0"):
+    with pytest.raises(
+        DataError, match=r"rank 0: lost DataLoader worker 1 \(pid \d+, killed by SIGKILL\) before batch [01] of epoch 0"
+    ):
         list(loader)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("ending", "said", "cause"),
+    [
+        (signal.SIGKILL, "killed by SIGKILL", "memory ran out"),
+        (signal.SIGBUS, "killed by SIGBUS", "shared memory ran out; enlarge /dev/shm"),
+        (signal.SIGSEGV, "killed by SIGSEGV", "num_workers=0"),
+    ],
+)
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_worker_killed_at_any_time_is_named(ending: signal.Signals, said: str, cause: str, elsewhere: bool) -> None:
+    """torch raises where the main thread happens to be, in the step or in the loader, or a batch cannot be opened."""
+    loader = loader_of(num_workers=2, batch_size=2)
+
+    def train() -> None:
+        for number, _ in enumerate(loader):
+            if number == 1:
+                os.kill(multiprocessing.active_children()[0].pid or 0, ending)
+                while elsewhere:
+                    time.sleep(0.01)
+
+    with pytest.raises(DataError, match=rf"rank 0: lost DataLoader worker \d \(pid \d+, {said}\) .*{cause}"):
+        train()
+
+
+def test_an_error_of_a_worker_that_is_not_ours_stays_torchs() -> None:
+    list(loader_of(num_workers=1))  # our handler is there
+    loader: Any = torch.utils.data.DataLoader(Broken(0, kill=True), num_workers=1)
+    with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
+        list(loader)
+    assert not isinstance(caught.value, DataError)
 
 
 def test_batch_size_makes_a_sampler_of_global_batches() -> None:

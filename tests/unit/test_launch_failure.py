@@ -142,7 +142,7 @@ def test_the_report_ends_with_the_headline_below_the_only_traceback() -> None:
     assert report(ends).splitlines() == [
         "rank 1 failed, too (exit code 1: KeyError: y)",
         "ranks 2, 4 failed because of rank 0",
-        "stopped because of that: rank 3",
+        "rank 3 was stopped because of rank 0",
         "  rank 0 | Traceback",
         "  rank 0 | ValueError: x",
         "error: rank 0 failed first (exit code 1: ValueError: x)",

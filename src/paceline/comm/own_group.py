@@ -35,6 +35,7 @@ def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | 
     )
     _forget(own, name)
     keep_in_children(own)
+    keep_in_children(group)  # torch does not know it any more once it is destroyed
     return own
 
 

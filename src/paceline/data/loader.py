@@ -17,6 +17,7 @@ from paceline.data.fetch import Collate, Failure, Fetch
 from paceline.data.position import Position, find_place
 from paceline.data.sampler import GlobalBatchSampler
 from paceline.data.stream import End, GlobalBatchStream, Reader
+from paceline.data.workers import lost_worker, watch
 from paceline.errors import CheckpointMismatch, DataError, UsageError
 from paceline.rng import derive_seed
 
@@ -174,18 +175,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """What torch's DataLoader brings, with failures raised."""
         awaited = self.progress.position
         iterator = iter(self._torch_loader)
+        watch(iterator, self.progress)
         while True:
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
-            except RuntimeError as error:
-                if not str(error).startswith("DataLoader"):
+            except (RuntimeError, OSError, EOFError) as error:
+                lost = error if isinstance(error, DataError) else lost_worker(iterator, self.progress, awaited, error)
+                if lost is None:
                     raise
-                message = _worker_lost(self.progress, iterator, awaited, error)
                 with suppress(RuntimeError):  # the same again, for the other workers; left to __del__ it is noise
                     getattr(iterator, "_shutdown_workers", lambda: None)()
-                raise DataError(message) from error
+                raise lost from error.__cause__ or error
             if isinstance(batch, End):
                 return
             if isinstance(batch, Failure):
@@ -275,14 +277,4 @@ def _ended_early(stream: GlobalBatchStream) -> UsageError:
     return CheckpointMismatch(
         f"rank {stream.rank}: {name} ended before batch {start} of epoch {stream.epoch}, where this run left "
         "off; the data has changed, so bring it back or start the epoch anew with restart()"
-    )
-
-
-def _worker_lost(progress: Position, iterator: Any, awaited: int, error: Exception) -> str:
-    workers = enumerate(getattr(iterator, "_workers", ()))
-    dead = [f"worker {number} (exit code {worker.exitcode})" for number, worker in workers if worker.exitcode]
-    return (
-        f"rank {progress.rank}: lost {', '.join(dead) or 'a worker'} while batch {awaited} of epoch "
-        f"{progress.epoch} was awaited: {str(error).splitlines()[0]}; a worker killed by signal 9 ran out of "
-        "memory as a rule, a crash can be traced with num_workers=0"
     )

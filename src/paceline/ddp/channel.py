@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -182,6 +182,20 @@ class _InSharedMemory:
             self._tensor.view(-1).copy_(self._copy)
             self._channel.free(self._copy)
             self._copy = None
+
+
+def gather_numbers(channel: Channel, numbers: Sequence[int], what: str) -> Generator[bool, None, list[list[int]]]:
+    """Every rank's `numbers`, of which all have as many, as a sum to which each rank contributes its own row.
+
+    Pauses, by yielding ``True``, after the launch: other wrappers may go first.
+    """
+    table = torch.zeros(channel.size, len(numbers), dtype=torch.int64)
+    table[channel.rank] = torch.tensor(numbers, dtype=torch.int64)
+    launched = channel.all_reduce(table)
+    yield True
+    channel.wait(launched, what)
+    rows: list[list[int]] = table.tolist()
+    return rows
 
 
 def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:

@@ -229,7 +229,7 @@ def _expect_none(failed: Sequence[int], rank: int) -> None:
         raise DesyncError(
             f"rank {rank}: the communication hook failed on {named_ranks(failed)}, so the gradients of this step are "
             "not whole; see that rank's own error, and start again from the last checkpoint"
-        )
+        ).because_of(())  # that rank itself tells why
 
 
 class _Answer:

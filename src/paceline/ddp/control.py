@@ -53,6 +53,8 @@ class Status:
     """Whether this rank has run out of data inside ``join``; what must be equal then leaves it out."""
     hook_failed: bool = False
     """Whether a communication hook raised on this rank, or returned no future."""
+    changed: bool = False
+    """Whether this rank has a gradient of a parameter that came into the module after it was wrapped."""
 
     @property
     def note(self) -> tuple[float, float]:
@@ -142,8 +144,11 @@ class ControlBlock:
         return [Status(*(kind(value) for kind, value in zip(_KINDS, row, strict=True))) for row in rows]
 
     def missing_somewhere(self, statuses: Sequence[Status]) -> list[int]:
-        """Parameters without a gradient on a rank that has others, unless a backward was ended by an exception."""
-        if any(status.aborted for status in statuses):
+        """Parameters without a gradient on a rank that has others.
+
+        None are named where a backward was ended by an exception, nor where the module has other parameters now.
+        """
+        if any(status.aborted or status.changed for status in statuses):
             return []
         working = self.size - sum(status.idle for status in statuses)
         return (self.vector[: self.count] < working).nonzero().flatten().tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -29,10 +29,14 @@ class StepGuard:
         self, parameters: Sequence[nn.Parameter], ledger: Ledger, local_gradient: Callable[[], str | None]
     ) -> None:
         self._ledger, self._local_gradient = ledger, local_gradient
-        self._ours = {id(parameter) for parameter in parameters}
+        self.watch(parameters)
         self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._outermost: tuple[int, int] | None = None
         _guards().add(self)
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take `parameters` for those that are averaged."""
+        self._ours = {id(parameter) for parameter in parameters}
 
     def before(self, optimizer: Optimizer) -> None:
         """The optimizer is about to step. Raises what :meth:`expect_whole` raises."""

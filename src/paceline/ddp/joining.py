@@ -29,11 +29,11 @@ from paceline.ddp.buffers import Buffers
 from paceline.ddp.channel import Channel
 from paceline.ddp.copies import Asleep
 from paceline.ddp.guard import StepGuard
+from paceline.ddp.layers import expect_shadowable, layers_to_shadow
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.shadowing import Event, Message, Stage, decode, encode, number_of
 from paceline.ddp.solo import SoloReducer
-from paceline.errors import UsageError
 from paceline.modules import Communicates
 from paceline.shards import local_of
 
@@ -109,23 +109,11 @@ class Joining(Joinable):
         if isinstance(self._reducer, Asleep):
             self._wake()  # all ranks come here, which may not be so in the copy's first backward
         if isinstance(self._reducer, Reducer):
-            self._layers = self._layers_to_shadow()
+            self._layers = layers_to_shadow(self.module, self.process_group)
             self._reducer.tell = self._tell
             for index, layer in enumerate(self._layers):
                 layer.announce = partial(self._tell, Event.LAYER, index)
         return _Hook(self)
-
-    def _layers_to_shadow(self) -> list[Communicates]:
-        own = set(dist.get_process_group_ranks(self.process_group))
-        layers = {name: layer for name, layer in self.module.named_modules() if isinstance(layer, Communicates)}
-        for name, layer in layers.items():
-            if strangers := sorted(set(layer.ranks()) - own):
-                raise UsageError(
-                    f"{type(layer).__name__} {name!r} computes together with ranks {strangers}, which do not average "
-                    f"with ranks {sorted(own)} and so would not be told when data runs out inside join(); give it "
-                    "a process_group of ranks of the wrapper's group"
-                )
-        return list(layers.values())
 
     @property
     def join_device(self) -> torch.device:
@@ -166,14 +154,6 @@ class Joining(Joinable):
             self._stage = Stage.IDLE
         return is_followed
 
-    def _expect_layers_that_can_be_shadowed(self) -> None:
-        for name, layer in self.module.named_modules():
-            if isinstance(layer, nn.SyncBatchNorm) and layer.training and not isinstance(layer, Communicates):
-                raise UsageError(
-                    f"a rank ran out of data inside join(), and cannot take part in torch's SyncBatchNorm {name!r}; "
-                    "use paceline.SyncBatchNorm.convert_sync_batchnorm(model)"
-                )
-
     def _exchange(self, message: Message | None) -> Message | None:
         """Collective: what the ranks that have data do next, and which these are."""
         channel = self._channel
@@ -184,7 +164,7 @@ class Joining(Joinable):
         dist.all_reduce(vector, dist.ReduceOp.MAX, group=self.process_group)
         message, self._present = decode(vector)
         if message is not None and message.event is Event.FORWARD and len(self._present) < channel.size:
-            self._expect_layers_that_can_be_shadowed()
+            expect_shadowable(self.module)
         return message
 
     # -- a rank that ran out ------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
 from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.newcomers import Newcomers, Settled
 from paceline.ddp.options import Options
 from paceline.ddp.replica_check import ReplicaCheck
 from paceline.ddp.shadowing import Event
@@ -80,20 +81,23 @@ class Reducer:
         ledger: Ledger,
         options: Options,
         recorder: Recorder,
+        newcomers: Newcomers,
     ) -> None:
-        given = [parameter for _, parameter in named_parameters]
-        self.parameters = [as_local(parameter) for parameter in given]
-        self.names = [name for name, _ in named_parameters]
-        outside = frozenset(index for index, one in enumerate(given) if id(one) in options.sparse)
+        self._name(named_parameters)
         self.storage = BucketSet(
-            self.names, self.parameters, options.capacities, channel, outside, options.reduce_dtype
+            self.names,
+            self.parameters,
+            options.capacities,
+            channel,
+            newcomers.watch.sparse(self._given),
+            options.reduce_dtype,
         )
         self.sync_enabled = True
         self.exposed_seconds = 0.0
         self.tell = None
         self._channel, self._ledger = channel, ledger
-        self._in_backward = InBackward(given)
-        self.sharing = Sharing(self.names, given, self.parameters, ledger, channel.members)
+        self._options, self._newcomers = options, newcomers
+        self.sharing = Sharing(self.names, self._given, self.parameters, ledger, channel.members)
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
             self.names,
@@ -107,7 +111,6 @@ class Reducer:
             AllReduce(Algorithms(channel, options.algorithm) if options.algorithm else channel, ledger),
             self.sharing,
         )
-        self._unused = UnusedReport(options.unused, self.names, self.parameters, channel)
         self.replica_check: ReplicaCheck | None = None
         self._phase = Phase.IDLE
         self._aborted = self._owes_launch = self._is_settling_abort = False
@@ -119,12 +122,23 @@ class Reducer:
         self._finishing: Iterator[bool] = iter(())
         # Averages that are no bucket's view; weak, as a gradient's memory goes when the user drops it.
         self._apart: dict[int, weakref.ref[Tensor]] = {}
+        self._expect_all()
+        enter(self)
+
+    def _name(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._given = [parameter for _, parameter in named_parameters]
+        self._local = [as_local(parameter) for parameter in self._given]
+        self.parameters = list(self._local)
+        self.names = [name for name, _ in named_parameters]
+
+    def _expect_all(self) -> None:
+        """Wait for the gradients of all parameters, in an order of arrival that is not known yet."""
+        self._unused = UnusedReport(self._options.unused, self.names, self.parameters, self._channel)
+        self._in_backward, self._accumulators = InBackward(self._given), Accumulators(self._given)
         self._order_known = False
-        self._accumulators = Accumulators(given)
         self._arrivals = Arrivals(self.parameters, self._hooked)
         self._arrivals.use_layout(self.storage.layout, order_known=False)
         self._arrivals.begin(clear=True)
-        enter(self)
 
     def restore_layout(self, layout: list[list[str]]) -> None:
         """Take over a checkpoint's layout, by parameter names, instead of observing the order of arrival.
@@ -169,7 +183,7 @@ class Reducer:
     def backward_reached(self, on_local: Callable[[], None], forward: Forward | None, _gradient: Tensor) -> None:
         """A backward has reached an output of the wrapper."""
         expect_eager_backward(self._channel.rank)
-        if self._phase not in (Phase.BACKWARD, Phase.SETTLING) and self._accumulators.are_meant():
+        if self._phase not in (Phase.BACKWARD, Phase.SETTLING) and self._is_meant():
             self.settle_aborted()
             try:
                 self._ledger.backward_began()
@@ -194,6 +208,7 @@ class Reducer:
         """Whether the backward under way is going to reach a forward of this wrapper, and to be synchronized."""
         if self._phase is not Phase.IDLE or not self.sync_enabled or not self._forwards:
             return False
+        self._look_for_newcomers()
         return self._accumulators.are_reached(self.sharing.common)
 
     def begin_early(self) -> None:
@@ -211,6 +226,8 @@ class Reducer:
         share = self.sharing.begin()
         self._expect_no_optimizer_inside(share)
         shadowed = self.tell is not None and self.tell(Event.BACKWARD)
+        self._look_for_newcomers()
+        self._newcomers.begin()
         self._phase = Phase.BACKWARD
         self._has_unseen_forward = False
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
@@ -268,6 +285,7 @@ class Reducer:
         try:
             if self.tell is not None:
                 self.tell(Event.END)
+            self._ledger.status.changed = self._newcomers.have_gradients()
             mine = backward.launch_rest(aborted=self._aborted, order=self._observed_order())
             self.sharing.launched(backward.absent)
             self._phase = Phase.SETTLING
@@ -276,6 +294,7 @@ class Reducer:
             self.exposed_seconds += backward.exposed_seconds
             scale = scale_of([one.note for one in statuses])
             apart = yield from average_apart(self._gear, mine, scale)
+            new = yield from self._newcomers.settle(statuses, scale, self._gear)
             unused = yield from self._unused.look(self._control.missing_somewhere(statuses), backward.absent)
             drift = None
             if self.replica_check is not None:
@@ -293,6 +312,8 @@ class Reducer:
         self._unused.say(unused)
         if drift is not None:
             raise ReplicaMismatch(drift)
+        if new is not None:
+            self._take_in(new)
         if not any(one.aborted for one in statuses):
             self._in_backward.step(self._ledger)
 
@@ -328,6 +349,38 @@ class Reducer:
         self._backward = Backward(self._gear, clear=True)  # what was launched, and what hooks returned, is let go
         self._ledger.synchronized()
 
+    # -- parameters that the module got after it was wrapped, see paceline.ddp.module_changes -----------------------
+
+    def _is_meant(self) -> bool:
+        self._look_for_newcomers()  # first, as all that trains may be new
+        return self._accumulators.are_meant()
+
+    def _look_for_newcomers(self) -> None:
+        if self._newcomers.look():
+            together = [*self._given, *self._newcomers.parameters()]
+            self._in_backward, self._accumulators = InBackward(together), Accumulators(together)
+            pairs = zip(self._given, self._local, strict=True)
+            self.parameters[:] = [self._newcomers.stand_in(given, local) for given, local in pairs]
+
+    def _take_in(self, new: Settled) -> None:
+        """Average from now on what the module has now."""
+        named = self._newcomers.accept(new)
+        self._phase = Phase.BROKEN  # until all is in its place
+        self._release()
+        self._name(named)
+        self.storage.use_parameters(self.names, self.parameters, self._newcomers.watch.sparse(self._given))
+        shown = [(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
+        self._apart = {index: weakref.ref(gradient) for index, gradient in shown if gradient is not None}
+        self._channel.free(self._control.vector)
+        self._control = ControlBlock(self.names, self._channel.rank, self._channel.size, self._channel.allocate)
+        self.sharing = self.sharing.renewed(self.names, self._given, self.parameters)
+        self._gear = replace(
+            self._gear, names=self.names, parameters=self.parameters, control=self._control, sharing=self.sharing
+        )
+        self._backward = Backward(self._gear, clear=True)
+        self._expect_all()
+        self._phase = Phase.IDLE
+
     # -- without a backward, and after one that failed ----------------------------------------------------------
 
     def synchronize(self) -> None:
@@ -361,6 +414,7 @@ class Reducer:
                 parameter.grad = None
             elif index in self._backward.held:
                 parameter.grad = self._backward.held[index]
+        self._newcomers.restore()
         self._backward.held.clear()  # these keep their values while the others' collectives are met
         self.sharing.abort(self._backward.share)
 
@@ -448,8 +502,12 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters, and let go of what refers back to the reducer."""
-        self._arrivals.close()
+        self._release()
+        self._newcomers.close()
         self.sharing.close()
-        for parameter in self.parameters:
-            release(parameter)
         self._task = self.tell = None
+
+    def _release(self) -> None:
+        self._arrivals.close()
+        for parameter in self._local:
+            release(parameter)

@@ -154,6 +154,15 @@ class Sharing:
         for index, gradient in share.aside.items():
             self._parameters[index].grad = gradient
 
+    def renewed(
+        self, names: Sequence[str], identities: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+    ) -> Sharing:
+        """What takes this one's place at the end of a backward, when its wrapper has got other parameters."""
+        self.close()
+        renewed = Sharing(names, identities, parameters, self._ledger, self._ranks)
+        renewed.end()
+        return renewed
+
     def close(self) -> None:
         """The wrapper is gone, and nobody has anything in common with it any more."""
         self.is_active = False

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.compiling import class_never_compiled, expect_eager_backward
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED, non_finite, scale_of
 from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.module_changes import ModuleWatch, Named
+from paceline.ddp.newcomers import OnChange
 from paceline.ddp.sharded import as_local, release
 from paceline.ddp.sharing import Share, Sharing
 from paceline.ddp.sparse import elements_of
@@ -26,15 +28,35 @@ class SoloReducer:
 
     exposed_seconds = 0.0
 
-    def __init__(self, trained: Sequence[tuple[str, nn.Parameter]], ledger: Ledger, check_finite: bool) -> None:
+    def __init__(
+        self,
+        trained: Named,
+        ledger: Ledger,
+        check_finite: bool,
+        watch: ModuleWatch,
+        on_change: OnChange,
+    ) -> None:
         self.sync_enabled = True
-        self._names = [name for name, _ in trained]
-        given = [parameter for _, parameter in trained]
-        self._parameters, self._ledger = [as_local(parameter) for parameter in given], ledger
-        self._sharing, self._share = Sharing(self._names, given, self._parameters, ledger, ranks=[0]), Share()
-        self._check_finite, self._in_backward = check_finite, InBackward(given)
-        self._accumulators = Accumulators(given)
+        self._ledger, self._check_finite, self._watch, self._on_change = ledger, check_finite, watch, on_change
         self._task: weakref.ref[GraphTask] | None = None
+        self._share = Share()
+        self._follow(trained)
+
+    def _follow(self, named: Named) -> None:
+        self._names = [name for name, _ in named]
+        given = [parameter for _, parameter in named]
+        self._parameters = [as_local(parameter) for parameter in given]
+        self._in_backward, self._accumulators = InBackward(given), Accumulators(given)
+        self._sharing = Sharing(self._names, given, self._parameters, self._ledger, ranks=[0])
+
+    def _look_at_module(self) -> None:
+        """Take in parameters that the module got after it was wrapped."""
+        if (change := self._watch.look()) is not None:
+            change.close()
+            self.close()
+            self._follow(change.named)
+            self._watch.follow(change.named)
+            self._on_change(change.named, True)
 
     def check_finite(self, enabled: bool) -> None:
         """Look for NaN and Inf in gradients, or not, from the next backward on."""
@@ -48,8 +70,10 @@ class SoloReducer:
                 output.register_hook(self._output_hook)
 
     def _output_hook(self, _gradient: Tensor) -> None:
-        under_way = self._task is not None and self._task() is not None
-        if under_way or not self._accumulators.are_meant():
+        if self._task is not None and self._task() is not None:  # under way
+            return
+        self._look_at_module()
+        if not self._accumulators.are_meant():
             return
         self._ledger.backward_began()
         self._ledger.forget_dropped(self._parameters, in_backward=True)
@@ -80,6 +104,7 @@ class SoloReducer:
 
     def synchronize(self) -> None:
         """Scale the gradients to the mean over the weights, without a backward."""
+        self._look_at_module()
         self._share = self._sharing.begin()
         self._finish()
 

@@ -75,6 +75,17 @@ class BucketSet:
         sizes = [p.numel() * dtype.itemsize for p, (dtype, _) in zip(self._parameters, kinds, strict=True)]
         self._use(assign(sizes, kinds, inside, self._capacities))
 
+    def use_parameters(self, names: Sequence[str], parameters: Sequence[nn.Parameter], outside: frozenset[int]) -> None:
+        """Make the buckets anew for other parameters; gradients stay in the old memory for as long as they are used."""
+        before = list(zip(self.buckets, self._windows, strict=True))
+        self.buckets, self._windows = [], []
+        self._names, self._parameters, self.outside = names, parameters, outside
+        self._copies = {}
+        self.assign_in(range(len(parameters) - 1, -1, -1))
+        for bucket, window in before:
+            self._leave(bucket.flat, window)
+        self._free_unused()
+
     def named_layout(self) -> list[list[str]]:
         """The layout with names for indices."""
         return [[self._names[index] for index in indices] for indices in self.layout]

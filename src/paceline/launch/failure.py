@@ -152,10 +152,11 @@ def remarks(ends: Sequence[End]) -> list[str]:
         if end in others and end not in consequences:
             by_detail.setdefault(end.detail, []).append(end.rank)
     lines += [f"{_named(ranks)} failed, too ({detail})" for detail, ranks in by_detail.items()]
+    because = f"because of {_named(end.rank for end in culprits)}"
     if consequences:
-        lines.append(f"{_named(end.rank for end in consequences)} failed because of {_named(e.rank for e in culprits)}")
+        lines.append(f"{_named(end.rank for end in consequences)} failed {because}")
     if stopped := [end.rank for end in others if end.stopped and end not in failed]:
-        lines.append(f"stopped because of that: {_named(stopped)}")
+        lines.append(f"{_named(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped {because}")
     return lines
 
 

@@ -37,7 +37,8 @@ class TrainConfig:
     clip_norm: float | None = None
     """Largest norm of the gradient; None for no clipping."""
     check_finite: bool = True
-    """Whether a gradient that holds NaN or Inf ends training on every rank, before the optimizer steps."""
+    """Whether a gradient that holds NaN or Inf ends training on every rank, before the optimizer steps. On a GPU
+    the CPU waits for that in every step."""
     checkpoint_dir: str | None = None
     """Folder of checkpoints; None to keep none."""
     checkpoint_every: int | None = None
@@ -47,7 +48,8 @@ class TrainConfig:
     resume: bool = False
     """Go on from the newest checkpoint in ``checkpoint_dir``."""
     metrics_file: str | None = None
-    """JSON Lines file to which rank 0 writes a line for every ``log_every`` steps and every evaluation."""
+    """JSON Lines file to which rank 0 writes a line for every ``log_every`` steps and every evaluation, behind those
+    of earlier runs. It may lie in ``checkpoint_dir``."""
     tensorboard_dir: str | None = None
     """Folder to which rank 0 writes the same for TensorBoard."""
     log_every: int = 10

@@ -1,0 +1,114 @@
+"""DataLoader workers that died: named with rank and number, wherever the rank is when it learns of it.
+
+torch learns of it in three ways, none of which names the rank: its handler of SIGCHLD raises a ``RuntimeError`` in the
+midst of whatever the main thread does; its wait for a batch raises one; or a batch that is there cannot be opened, as
+its memory was to be handed over by the dead worker.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from types import FrameType
+from typing import Any
+
+from paceline.data.position import Position
+from paceline.errors import DataError
+
+_CAUSES = {
+    signal.SIGKILL: "as a rule because memory ran out (see dmesg); use fewer workers, a smaller prefetch_factor or "
+    "smaller batches",
+    signal.SIGBUS: "as a rule because shared memory ran out; enlarge /dev/shm (docker run --shm-size=8g), or call "
+    "torch.multiprocessing.set_sharing_strategy('file_system')",
+}
+_CRASH = "look above for its own message, or run with num_workers=0 to see where it ends"
+_REAP_S = 1.0
+"""Time for the kernel to tell of a worker's end, after its connection has broken."""
+_watched: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
+"""torch's iterators that have workers, and what their loaders are at."""
+
+
+def watch(iterator: Any, progress: Position) -> None:
+    """Let the end of a worker of `iterator`, torch's, be an error that names it, from now on."""
+    if workers_of(iterator):
+        _watched[iterator] = progress
+        if threading.current_thread() is threading.main_thread():
+            _name_in_signal_handler()
+
+
+def workers_of(iterator: Any) -> Sequence[Any]:
+    """The worker processes of torch's `iterator`."""
+    workers: Sequence[Any] = getattr(iterator, "_workers", ())
+    return workers
+
+
+def lost_worker(iterator: Any, progress: Position, batch: int, error: BaseException) -> DataError | None:
+    """Return the error to raise where `error` came instead of `batch`; None if no worker of `iterator` died of it."""
+    of_torch = isinstance(error, RuntimeError) and str(error).startswith("DataLoader")
+    if not of_torch and (isinstance(error, RuntimeError) or not workers_of(iterator)):
+        return None
+    deadline = time.monotonic() + _REAP_S
+    while not (ended := _ended(iterator)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not ended and not of_torch:
+        return None
+    return DataError(_message(progress, batch, ended, error))
+
+
+def _ended(iterator: Any) -> list[tuple[int, Any]]:
+    """Workers that ended by themselves, with their numbers; one that exits with 0 counts if no other is there."""
+    ended = [(number, worker) for number, worker in enumerate(workers_of(iterator)) if worker.exitcode is not None]
+    return [(number, worker) for number, worker in ended if worker.exitcode] or ended
+
+
+def _message(progress: Position, batch: int, ended: Sequence[tuple[int, Any]], error: BaseException) -> str:
+    who = ", ".join(f"worker {number} (pid {worker.pid}, {_end(worker.exitcode)})" for number, worker in ended)
+    code = ended[0][1].exitcode if ended else 0
+    cause = _CAUSES.get(signal.Signals(-code), _CRASH) if code < 0 and -code in set(signal.Signals) else _CRASH
+    detail = "" if ended else f": {str(error).splitlines()[0]}"
+    return (
+        f"rank {progress.rank}: lost DataLoader {who or 'a worker'} before batch {batch} of epoch {progress.epoch} was "
+        f"there{detail}; {cause}"
+    )
+
+
+def _end(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    known = -code in set(signal.Signals)
+    return f"killed by {signal.Signals(-code).name}" if known else f"killed by signal {-code}"
+
+
+@cache
+def _name_in_signal_handler() -> None:
+    """Put a handler of SIGCHLD around torch's, which stays the one that finds the dead worker."""
+    of_torch = signal.getsignal(signal.SIGCHLD)
+    if not callable(of_torch):
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        try:
+            of_torch(number, frame)
+        except RuntimeError as error:
+            named = _named(error)
+            if named is None:
+                raise
+            raise named from error
+
+    signal.signal(signal.SIGCHLD, handle)
+
+
+def _named(error: RuntimeError) -> DataError | None:
+    """Return the error of the worker of which torch's `error` tells the process; None if it is no loader's of ours."""
+    # «DataLoader worker (pid 7) is killed by …», «DataLoader worker (pid(s) 7, 8) exited unexpectedly»
+    pids = {int(pid) for pid in re.findall(r"\d+", str(error).partition("(pid")[2])}
+    for iterator, progress in list(_watched.items()):
+        ended = [(number, worker) for number, worker in enumerate(workers_of(iterator)) if worker.pid in pids]
+        if ended:
+            return DataError(_message(progress, progress.position, ended, error))
+    return None

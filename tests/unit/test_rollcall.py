@@ -1,0 +1,284 @@
+"""Who did not come: constructions and collectives that only some ranks enter end by the timeout and name the others."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline
+from paceline import rollcall
+from paceline.comm.process_group import PacelineProcessGroup
+from paceline.errors import CommunicationError, PacelineError, UsageError, WorldError
+from paceline.launch.store import LOOPBACK, loopback_store
+from paceline.world import TIMEOUT, World, current, init
+from ranks import Ranks, _context, run_ranks
+
+PATIENCE_S = 0.7
+ABSENT = 2
+
+
+def impatient() -> dist.ProcessGroup:
+    """A group of all ranks that waits for a moment only; so does the world, for what takes no group."""
+    patience = timedelta(seconds=PATIENCE_S)
+    rollcall.GRACE_S = 0.5
+    group: Any = dist.new_group(timeout=patience)
+    world: Any = dist.group.WORLD
+    if isinstance(world, PacelineProcessGroup):
+        world.timeout = world._engine.timeout = patience  # type: ignore[union-attr]
+    else:
+        dist.distributed_c10d._set_pg_timeout(patience, world)
+    return group  # type: ignore[no-any-return]
+
+
+def wrap(group: Any, folder: str) -> Callable[[], Any]:
+    return lambda: paceline.DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+
+
+def train(group: Any, folder: str) -> Callable[[], Any]:
+    model = paceline.DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    return lambda: model(torch.ones(1, 2)).sum().backward()
+
+
+def sync_buffers(group: Any, folder: str) -> Callable[[], Any]:
+    model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), process_group=group)
+    return lambda: model(torch.ones(2, 2)).sum().backward()  # rank 0's broadcast may reach rank 1 all the same
+
+
+def normalize(group: Any, folder: str) -> Callable[[], Any]:
+    layer = paceline.SyncBatchNorm(2)
+    layer(torch.ones(2, 2))
+    return lambda: layer(torch.ones(2, 2))
+
+
+def open_folder(group: Any, folder: str) -> Callable[[], Any]:
+    return lambda: paceline.Checkpointer(folder)
+
+
+def save(group: Any, folder: str) -> Callable[[], Any]:
+    checkpointer = paceline.Checkpointer(folder)
+    checkpointer.register("model", nn.Linear(2, 2))
+    return lambda: checkpointer.save(1)
+
+
+def meet(group: Any, folder: str) -> Callable[[], Any]:
+    return current().barrier
+
+
+def gather(group: Any, folder: str) -> Callable[[], Any]:
+    return lambda: paceline.gather_for_metrics(torch.ones(2))
+
+
+def stay_away(world: World, prepare: Callable[..., Callable[[], Any]], folder: str) -> str:
+    """Rank 2 does not come; what the others are told, and it comes in time."""
+    call = prepare(impatient(), folder)
+    dist.barrier()
+    if world.rank == ABSENT:
+        time.sleep(PATIENCE_S + 1.5)  # alive, and elsewhere
+        return ""
+    start = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        call()
+    assert time.monotonic() - start < PATIENCE_S + 8, "later than the timeout, also for a machine that is busy"
+    assert caught.value.blamed == (ABSENT,)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+@pytest.mark.parametrize(
+    ("prepare", "doing"),
+    [
+        (wrap, r"in DistributedDataParallel\(…\), which every rank has to call: rank 2 did not come .* within 0\.7 s"),
+        (train, "all-reduce of gradient bucket 0|launched_all_reduce"),
+        (sync_buffers, "broadcast|all-reduce"),
+        (normalize, "SyncBatchNorm|all_gather"),
+        (open_folder, r"in Checkpointer\(…\), which every rank has to call"),
+        (save, r"in Checkpointer\.save\(\), which every rank has to call"),
+        (meet, r"in World\.barrier\(\), which every rank has to call"),
+        (gather, r"in gather_for_metrics\(\), which every rank has to call"),
+    ],
+)
+def test_a_rank_that_does_not_come_is_named_with_what_was_done(
+    backend: str, prepare: Callable[..., Any], doing: str, tmp_path: Path
+) -> None:
+    """Gloo's own errors name nobody: «Timed out waiting 700ms for recv operation to complete»."""
+    told = run_ranks(3, stay_away, prepare, str(tmp_path), backend=backend, timeout=60)
+    for rank in (0, 1):
+        assert told[rank].startswith(f"rank {rank}: ")
+        assert "rank 2" in told[rank]
+        assert "look for that rank's own error" in told[rank]
+        assert re.search(doing, told[rank]), told[rank]
+
+
+def freeze(world: World) -> str:
+    model = nn.Linear(2, 2).requires_grad_(world.rank != 1)
+    group = dist.new_group(timeout=timedelta(seconds=PATIENCE_S))
+    with pytest.raises(PacelineError) as caught:
+        paceline.DistributedDataParallel(model, process_group=group)
+    # Nobody has used the group: once the rank is mended, the next attempt works.
+    model.requires_grad_(True)
+    dist.barrier()
+    wrapped = paceline.DistributedDataParallel(model)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_a_rank_on_which_all_is_frozen_is_missed_by_name(backend: str) -> None:
+    told = run_ranks(2, freeze, backend=backend, timeout=60)
+    assert "no parameter that requires a gradient" in told[1]
+    assert "rank 1 did not come" in told[0]
+
+
+def die(world: World) -> str:
+    model = paceline.DistributedDataParallel(nn.Linear(2, 2))
+    rollcall.GRACE_S = 0.5
+    dist.barrier()
+    if world.rank == 1:
+        os._exit(3)
+    with pytest.raises(
+        CommunicationError, match="the all-reduce of gradient bucket 0 failed, as rank 1 ended"
+    ) as caught:
+        model(torch.ones(1, 2)).sum().backward()
+    assert caught.value.blamed == (1,)
+    return "named"
+
+
+def test_a_rank_that_dies_on_gloo_is_named_by_all_others() -> None:
+    with Ranks(3, 30, "gloo") as ranks:
+        for pipe in ranks._pipes:
+            pipe.send((die, ()))
+        for rank in (0, 2):
+            assert ranks._pipes[rank].poll(20)
+            assert ranks._pipes[rank].recv() == (True, "named")
+
+
+def refuse_together(world: World) -> str:
+    with pytest.raises(CommunicationError) as caught, rollcall.collective("sum"):
+        raise RuntimeError("Invalid scalar type")
+    return str(caught.value)
+
+
+def test_a_failure_of_all_ranks_alike_blames_none() -> None:
+    for told in run_ranks(2, refuse_together, backend="gloo"):
+        assert "the sum failed on ranks 0, 1 alike (Invalid scalar type)" in told
+
+
+# -- joining the world -------------------------------------------------------------------------------------------------
+
+
+def join(rank: int, environment: dict[str, str], backend: str, pipe: Any) -> None:
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    try:
+        init(backend)
+    except Exception as error:
+        pipe.send(f"{type(error).__name__} {error}")
+
+
+def told_to(ranks: list[int], size: int, backend: str, served_by: str, patience: str) -> list[str]:
+    """What these ranks of `size` are told when they join alone."""
+    store = loopback_store() if served_by == "launcher" else None
+    with socket.socket() as free:
+        free.bind((LOOPBACK, 0))
+        port = free.getsockname()[1] if store is None else store.port
+    environment = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(store is not None),
+        TIMEOUT: patience,
+    }
+    told, processes = [], []
+    for rank in ranks:
+        ours, theirs = _context.Pipe()
+        processes.append(_context.Process(target=join, args=(rank, environment, backend, theirs)))
+        processes[-1].start()
+        told.append(ours)
+    try:
+        assert all(pipe.poll(60) for pipe in told), "a rank hangs"
+        return [pipe.recv() for pipe in told]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+@pytest.mark.parametrize("served_by", ["launcher", "rank 0"])
+def test_a_rank_that_never_joins_is_named_whoever_serves_the_store(backend: str, served_by: str) -> None:
+    """torch says «2/3 clients joined», or which key is missing. `PACELINE_TIMEOUT` is the patience, here."""
+    told = told_to([0, 1], 3, backend, served_by, patience="1.5")
+    for rank, said in enumerate(told):
+        assert said.startswith(f"CommunicationError rank {rank}: rank 2 did not come to make the process group"), said
+        assert "within 1.5 s" in said
+
+
+def test_a_store_that_rank_0_does_not_serve_is_said_so() -> None:
+    (told,) = told_to([1], 2, "gloo", "rank 0", patience="0.5")
+    assert "rank 1: the store at 127.0.0.1:" in told
+    assert "which rank 0 serves, was not reached within 0.5 s" in told
+
+
+@pytest.mark.parametrize("value", ["", "soon", "0", "-3", "nan", "inf", "1e300"])
+def test_a_bad_timeout_in_the_environment_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT, value)
+    with pytest.raises(UsageError, match=r"PACELINE_TIMEOUT=.* is not a time to wait for a rank"):
+        init()
+
+
+@pytest.mark.parametrize("value", [0, -1.0, True, float("nan"), timedelta(0), "10 minutes"])
+def test_a_bad_timeout_argument_is_refused(value: Any) -> None:
+    with pytest.raises(WorldError, match=r"timeout=.* is not a time to wait for a rank"):
+        init(timeout=value)
+
+
+def test_an_explicit_timeout_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT, "never")
+    with init(timeout=5):
+        assert dist.group.WORLD.timeout == timedelta(seconds=5)  # type: ignore[union-attr]
+    monkeypatch.setenv(TIMEOUT, "7.5")
+    with init():
+        assert dist.group.WORLD.timeout == timedelta(seconds=7.5)  # type: ignore[union-attr]
+
+
+# -- descriptors -------------------------------------------------------------------------------------------------------
+
+
+def with_few(world: World, free: int) -> str:
+    """Rank 1 has only so many descriptors left when a model is wrapped."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if world.rank == 1:
+        # The lowest free numbers count, so that a gap in those in use gives no more.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1 + free, limits[1]))
+    try:
+        paceline.DistributedDataParallel(nn.Linear(2, 2))
+        return "enough"
+    except UsageError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("free", [0, 3, 9, 20])
+def test_too_few_descriptors_are_refused_by_every_rank_at_once(free: int) -> None:
+    """Otherwise that rank ends somewhere in Gloo or the handshake, and the others wait for it until their timeout."""
+    for rank, told in enumerate(run_ranks(2, with_few, free, timeout=60)):
+        assert told.startswith(f"rank {rank}: a process group of 2 ranks takes up to 21 file descriptors"), told
+        assert f"but rank 1 has {free} of its" in told
+        assert "raise its limit with 'ulimit -n 1024'" in told
+
+
+def test_as_many_descriptors_as_the_message_asks_for_are_enough() -> None:
+    assert run_ranks(2, with_few, 21, timeout=60) == ["enough", "enough"]
