@@ -28,6 +28,7 @@ from paceline.ddp.apart import average_apart
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
+from paceline.ddp.buffers_at_rest import BuffersAtRest
 from paceline.ddp.by_algorithm import Algorithms
 from paceline.ddp.by_hand import expect_equal_gradients
 from paceline.ddp.channel import Channel
@@ -79,6 +80,7 @@ class Reducer:
         options: Options,
         recorder: Recorder,
         newcomers: Newcomers,
+        buffers: BuffersAtRest,
     ) -> None:
         self._name(named_parameters)
         self.storage = BucketSet(
@@ -93,7 +95,7 @@ class Reducer:
         self.exposed_seconds = 0.0
         self.tell = None
         self._channel, self._ledger = channel, ledger
-        self._options, self._newcomers = options, newcomers
+        self._options, self._newcomers, self._buffers = options, newcomers, buffers
         self.sharing = Sharing(self.names, self._given, self.parameters, ledger, channel.members)
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
@@ -271,10 +273,14 @@ class Reducer:
                 self.tell(Event.END)
             self._ledger.status.changed = self._newcomers.have_gradients()
             mine = backward.launch_rest(aborted=self._aborted, order=self._observed_order())
+            if self.tell is None:  # inside join, every forward tells of a broadcast of its own
+                self._buffers.launch()
             self.sharing.launched(backward.absent)
             self._phase = Phase.SETTLING
             yield True
             statuses = backward.wait()
+            if self._buffers.settle() and self.replica_check is not None:
+                self.replica_check.note_buffers(self._buffers.named())
             self.exposed_seconds += backward.exposed_seconds
             scale = scale_of([one.note for one in statuses])
             apart = yield from average_apart(self._gear, mine, scale)
