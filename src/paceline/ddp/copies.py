@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from paceline.compiling import class_never_compiled
 from paceline.ddp.arguments import choose_group
 from paceline.ddp.autograd import Accumulators
+from paceline.ddp.forwards import Forward
 from paceline.ddp.guard import StepGuard
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.module_changes import ModuleWatch, Named
@@ -42,18 +43,19 @@ class Asleep:
 
     def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward."""
+        forward = Forward(self._ledger.forward_in_block())
         for output in outputs:
             if output.grad_fn is not None:
-                output.register_hook(partial(self._output_hook, on_local))
+                output.register_hook(partial(self._output_hook, on_local, forward))
 
-    def _output_hook(self, on_local: Callable[[], None], gradient: Tensor) -> None:
+    def _output_hook(self, on_local: Callable[[], None], forward: Forward, gradient: Tensor) -> None:
         parameters = [parameter for _, parameter in self._watch.named_parameters() if parameter.requires_grad]
         if not Accumulators(parameters).are_meant():
             return
         if self.sync_enabled:
-            self._wake().backward_reached(on_local, None, gradient)
+            self._wake().backward_reached(on_local, forward, gradient)
             return
-        self._ledger.backward_began()
+        self._ledger.backward_began(forward.block)
         self._ledger.forget_dropped(parameters, in_backward=True)
         self._ledger.local_backwards += 1
 
@@ -126,6 +128,7 @@ class Copyable:
             "_reducer",
             "_guard",
             "_ledger",
+            "_mean_losses",
             "_trained",
             "_watch",
             "_buffers_to_sync",

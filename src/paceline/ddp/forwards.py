@@ -8,9 +8,18 @@ from weakref import WeakSet
 
 from torch import Tensor
 
+from paceline.ddp.ledger import Block
+
 
 class Forward:
-    """Lives as long as the graph of a forward does, whose hooks hold the only reference."""
+    """Lives as long as the graph of a forward does, whose hooks hold the only reference.
+
+    Args:
+        block: the ``model.weight()`` block that it ran in.
+    """
+
+    def __init__(self, block: Block | None) -> None:
+        self.block = block
 
 
 class Forwards:
@@ -32,9 +41,9 @@ class Forwards:
         """Whether one waits whose outputs are hooked."""
         return bool(self._waiting)
 
-    def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
-        """Hook the outputs of a forward; `on_local` is handed on."""
-        forward, hooked = Forward(), False
+    def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None], block: Block | None) -> None:
+        """Hook the outputs of a forward that ran in `block`; `on_local` is handed on."""
+        forward, hooked = Forward(block), False
         for output in outputs:
             if output.grad_fn is not None:
                 output.register_hook(partial(self._reached, on_local, forward))

@@ -166,15 +166,18 @@ class Reducer:
         `on_local` is called if that backward turns out to be local, inside ``no_sync``.
         """
         self._in_backward.take_over()
-        self._forwards.watch(outputs, on_local)
+        self._forwards.watch(outputs, on_local, self._ledger.forward_in_block())
 
     def backward_reached(self, on_local: Callable[[], None], forward: Forward | None, _gradient: Tensor) -> None:
         """A backward has reached an output of the wrapper."""
         expect_eager_backward(self._channel.rank)
-        if self._phase not in (Phase.BACKWARD, Phase.SETTLING) and self._is_meant():
+        block = forward.block if forward is not None else None
+        if self._phase in (Phase.BACKWARD, Phase.SETTLING):
+            self._ledger.expect_one_mean(block)
+        elif self._is_meant():
             self.settle_aborted()
             try:
-                self._ledger.backward_began()
+                self._ledger.backward_began(block)
                 self._ledger.forget_dropped(self.parameters, in_backward=True)
                 if self.sync_enabled:
                     self._begin_in_task()

@@ -232,6 +232,12 @@ def _sum(total: Tensor, more: Tensor) -> Tensor:
     return total + more
 
 
+def partners_of(parameter: Tensor, ledger: Ledger) -> list[Ledger]:
+    """The ledgers of the other live wrappers that train `parameter`, too."""
+    sharings = (one for one in list(_everyone()) if id(parameter) in one._index_of)
+    return [one._ledger for one in sharings if one._ledger is not ledger]
+
+
 @cache
 def _everyone() -> WeakSet[Sharing]:
     """The wrappers of this process."""

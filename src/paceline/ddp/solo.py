@@ -13,7 +13,7 @@ from paceline.compiling import class_never_compiled, expect_eager_backward
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.control import UNWEIGHTED, WEIGHTED, non_finite, scale_of
 from paceline.ddp.in_backward import InBackward
-from paceline.ddp.ledger import Ledger
+from paceline.ddp.ledger import Block, Ledger
 from paceline.ddp.module_changes import ModuleWatch, Named
 from paceline.ddp.newcomers import OnChange
 from paceline.ddp.sharded import as_local, release
@@ -65,17 +65,19 @@ class SoloReducer:
     def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward, in case its micro-batch is weighted."""
         self._in_backward.take_over()
+        block = self._ledger.forward_in_block()
         for output in outputs:
             if output.grad_fn is not None:
-                output.register_hook(self._output_hook)
+                output.register_hook(partial(self._output_hook, block))
 
-    def _output_hook(self, _gradient: Tensor) -> None:
+    def _output_hook(self, block: Block | None, _gradient: Tensor) -> None:
         if self._task is not None and self._task() is not None:  # under way
+            self._ledger.expect_one_mean(block)
             return
         self._look_at_module()
         if not self._accumulators.are_meant():
             return
-        self._ledger.backward_began()
+        self._ledger.backward_began(block)
         self._ledger.forget_dropped(self._parameters, in_backward=True)
         if not self.sync_enabled:
             self._sharing.expect_no_average()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.ddp.channel import Channel
 from paceline.ddp.guard import StepGuard
 from paceline.ddp.ledger import Ledger, Positioned
+from paceline.ddp.mean_losses import MeanLosses
 from paceline.ddp.options import Options
+from paceline.errors import UsageError
 
 
 class SyncControl:
@@ -21,6 +23,7 @@ class SyncControl:
     _options: Options
     _guard: StepGuard
     _ledger: Ledger
+    _mean_losses: MeanLosses
     _reducer: Any
 
     if TYPE_CHECKING:  # the wrapper's own
@@ -112,7 +115,7 @@ class SyncControl:
         self._reducer.expect_equal()
         self._ledger.synchronized()
 
-    def weight(self, weight: float) -> AbstractContextManager[None]:
+    def weight(self, weight: float, reduction: Literal["sum", "mean"] = "sum") -> AbstractContextManager[None]:
         """Surround a micro-batch whose loss is a *sum*, with the number of samples or tokens it sums over.
 
         The gradient becomes Σ gradient / Σ weight over all ranks and micro-batches since the last synchronization,
@@ -121,13 +124,33 @@ class SyncControl:
             with model.weight(len(y)):
                 F.cross_entropy(model(x), y, reduction="sum").backward()
 
+        With ``reduction="mean"`` the loss inside is a *mean* over that number, as loss functions return by default.
+        Gradients of the wrapper's parameters are multiplied by it as they arrive, so the result is the same; one over
+        no items, which is NaN, counts as zero::
+
+            with model.weight(len(y), reduction="mean"):
+                F.cross_entropy(model(x), y).backward()
+
+        A mean without it would give gradients that are too small; the first backwards of a wrapper are looked at, and a
+        warning names the line if they start from one.
+
         Set gradients to None (or zero) between weighted steps, as usual; an average that is kept is summed again.
 
+        Args:
+            weight: a count, or any number >= 0.
+            reduction: how the loss inside was made of its items.
+
         Raises:
-            UsageError: if `weight` is negative or no finite number.
+            UsageError: if `weight` is negative or no finite number, or `reduction` neither of the two. In backward:
+                if one runs through the mean losses of several blocks, or through two wrappers that share parameters
+                and of which one has a mean.
         """
+        if reduction not in ("sum", "mean"):
+            raise UsageError(f'model.weight(reduction=…) takes "sum" or "mean", not {reduction!r}')
         self._reducer.settle_aborted()  # which uses up the weights counted so far, so before this one is
-        return self._ledger.weigh(weight)
+        if reduction == "mean":
+            self._mean_losses.follow()
+        return self._ledger.weigh(weight, is_mean=reduction == "mean")
 
     def expect_averaged(self, caller: str) -> None:
         """Refuse, on behalf of `caller`, gradients that are not averages over the ranks.

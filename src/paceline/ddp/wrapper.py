@@ -42,6 +42,7 @@ from paceline.ddp.guard import StepGuard
 from paceline.ddp.joining import Joining
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.low_precision import LowPrecision
+from paceline.ddp.mean_losses import MeanLosses
 from paceline.ddp.module_changes import ModuleWatch, Named
 from paceline.ddp.newcomers import Newcomers, OnChange
 from paceline.ddp.options import Options
@@ -205,6 +206,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._buffers_to_sync = Buffers(module, ignored)
         self.device = trained[0][1].device
         self._ledger = Ledger()
+        self._mean_losses = MeanLosses(self._watch, self._ledger)
         self._channel: Channel | None = None
         self._reducer: Reducer | SoloReducer | Asleep
         self._comm_hooks = []
