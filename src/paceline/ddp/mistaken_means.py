@@ -26,8 +26,8 @@ MEAN = 1
 """ATen's number for ``reduction="mean"``."""
 _FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 # What leaves a mean a mean. The name is followed by a number.
-_SAME = tuple(["ToCopy", "Neg", "Div", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "UnsafeView", "ReshapeAlias"])
-_SAME = tuple(f"{name}Backward" for name in _SAME)
+_KEEPS = ("ToCopy", "Neg", "Div", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "UnsafeView", "ReshapeAlias")
+_SAME = tuple(f"{name}Backward" for name in _KEEPS)
 
 
 class Origin(Enum):
