@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
@@ -12,7 +13,7 @@ from torch import nn
 from paceline.checkpoint import optimizers
 from paceline.checkpoint.codec import Encoder, Unencodable, decode
 from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
-from paceline.modules import HasBucketLayout, unwrap
+from paceline.modules import HasBucketLayout, plain_name, unwrap
 
 
 class Stateful(Protocol):
@@ -58,6 +59,8 @@ class Registered:
         """
         state = self._target.state_dict()
         metadata = getattr(state, "_metadata", None)
+        if isinstance(self.object, nn.Module):
+            state, metadata = _without_compile(state), _without_compile(metadata)
         try:
             node = {
                 "state": encoder.encode(state, prefix),
@@ -83,7 +86,7 @@ class Registered:
                 unless `allow_changed`.
         """
         if isinstance(self.object, nn.Module):
-            _check_module(self.name, self._target.state_dict(), saved.state, step)
+            _check_module(self.name, _without_compile(self._target.state_dict()), _without_compile(saved.state), step)
         elif _is_optimizer(self.object):
             _check_optimizer(self.name, self.object.state_dict(), saved.state, step)
             if saved.optimizer is not None:
@@ -119,6 +122,10 @@ class Registered:
         except ValueError as error:
             raise self._malformed(step, error) from None
         try:
+            if isinstance(self.object, nn.Module):
+                own = self._target.state_dict()
+                state = _as_in(own, state)
+                metadata = _as_in(getattr(own, "_metadata", None), metadata)
             if metadata is not None:
                 state._metadata = metadata
             self._target.load_state_dict(state)
@@ -165,6 +172,29 @@ class Registered:
 
 def _is_optimizer(object: Any) -> TypeGuard[torch.optim.Optimizer]:
     return isinstance(object, torch.optim.Optimizer)
+
+
+def _without_compile(state: Any) -> Any:
+    """`state` with keys that do not say which sub-modules are compiled; other kinds of state as they are."""
+    if not isinstance(state, dict) or not any("_orig_mod" in str(key) for key in state):
+        return state
+    return OrderedDict((_plain_path(key), value) for key, value in state.items())
+
+
+def _as_in(own: Any, state: Any) -> Any:
+    """`state` with the keys of `own`, which may be compiled in other places."""
+    plain = _without_compile(state)
+    if not isinstance(own, dict) or not isinstance(plain, dict) or not any("_orig_mod" in str(key) for key in own):
+        return plain
+    renamed = OrderedDict((key, plain[_plain_path(key)]) for key in own if _plain_path(key) in plain)
+    known = {_plain_path(key) for key in own}
+    renamed.update((key, value) for key, value in plain.items() if key not in known)
+    return renamed
+
+
+def _plain_path(name: str) -> str:
+    """The name of a parameter or module without what ``torch.compile`` puts into it."""
+    return plain_name(f"{name}.").removesuffix(".")
 
 
 def _check_module(name: str, own: Mapping[str, Any], saved: Any, step: int) -> None:

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.checkpoint import exchange
+from paceline.checkpoint import exchange, notes
 from paceline.checkpoint.capture import generators
 from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.notes import Notes
 from paceline.checkpoint.optimizers import follow
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.saved import Saved
 from paceline.checkpoint.storage import Storage, step_name
 from paceline.checkpoint.tensorfile import stored
+from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointWarning, NoCheckpoint
 from paceline.world import World
 
+Result = TypeVar("Result")
 
-def choose(store: Storage) -> tuple[Path, Manifest]:
-    """The newest checkpoint that is whole, and its manifest; on rank 0.
+
+def choose(store: Storage, step: int | None) -> tuple[Path, Manifest]:
+    """The checkpoint of `step`, or the newest that is whole, and its manifest; on rank 0.
 
     Raises:
-        NoCheckpoint: if there is none; names the damaged ones.
+        NoCheckpoint: if there is none, or that of `step` is damaged; names the damaged ones.
     """
+    if step is not None:
+        return _choose_step(store, step)
     newest = store.newest()
     if newest is not None:
         return newest
@@ -42,6 +48,33 @@ def choose(store: Storage) -> tuple[Path, Manifest]:
     raise NoCheckpoint(
         f"there is no checkpoint in {store.folder} to resume from; check the path, or start without resuming"
     )
+
+
+def _choose_step(store: Storage, step: int) -> tuple[Path, Manifest]:
+    return store.path(step), _unless_damaged(store, step, read_whole)
+
+
+def read_notes(store: Storage, step: int) -> Notes:
+    """The notes of `step`, on rank 0; its other files are not looked at.
+
+    Raises:
+        NoCheckpoint: if there is no such checkpoint, or they are damaged.
+    """
+    return _unless_damaged(store, step, notes.read_verified)
+
+
+def _unless_damaged(store: Storage, step: int, read: Callable[[Path, int], Result]) -> Result:
+    if step not in (steps := store.steps()):
+        raise NoCheckpoint(
+            f"there is no checkpoint of step {step} in {store.folder}, which has {steps}; choose one of them"
+        )
+    try:
+        return read(store.path(step), step)
+    except Damaged as damage:
+        raise NoCheckpoint(
+            f"the checkpoint {store.path(step)} is damaged: {damage}; choose another step, or none for the newest that "
+            "is whole"
+        ) from None
 
 
 def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_changed: bool) -> None:

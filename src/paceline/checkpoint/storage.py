@@ -26,8 +26,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.checkpoint import notes
 from paceline.checkpoint.lock import FolderLock
 from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.notes import Keep, Notes
 from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 
@@ -40,6 +42,47 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600  # weights and data positions are their ow
 def step_name(step: int) -> str:
     """The folder's name for `step`."""
     return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of the folder called `name`; None if that is no checkpoint's name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps that have a folder in `folder`, whole or damaged, in ascending order.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    try:
+        folders = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint folder {folder} cannot be read: {reason(error)}; bring it back"
+        ) from error
+    return sorted(step for step in map(step_of, folders) if step is not None)
+
+
+def newest(folder: Path, named: set[int]) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint in `folder` that is whole, None if there is none.
+
+    Warns of each damaged one, unless its step is in `named`, and adds it there.
+    """
+    for step in reversed(steps_in(folder)):
+        path = folder / step_name(step)
+        try:
+            return path, read_whole(path, step)
+        except Damaged as damage:
+            if step not in named:
+                named.add(step)
+                warnings.warn(
+                    f"the checkpoint {path} is damaged and skipped: {damage}",
+                    CheckpointWarning,
+                    stacklevel=2,
+                )
+    return None
 
 
 class Storage:
@@ -73,29 +116,11 @@ class Storage:
         Raises:
             CheckpointError: if the folder cannot be read.
         """
-        try:
-            names = [entry.name for entry in os.scandir(self.folder) if _is_step(entry)]
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint folder {self.folder} cannot be read: {reason(error)}; bring it back"
-            ) from error
-        return sorted(int(name.removeprefix("step-")) for name in names)
+        return steps_in(self.folder)
 
     def newest(self) -> tuple[Path, Manifest] | None:
         """The newest checkpoint that is whole, None if there is none. Warns of each damaged one, once."""
-        for step in reversed(self.steps()):
-            path = self.path(step)
-            try:
-                return path, read_whole(path, step)
-            except Damaged as damage:
-                if step not in self._named:
-                    self._named.add(step)
-                    warnings.warn(
-                        f"the checkpoint {path} is damaged and skipped: {damage}",
-                        CheckpointWarning,
-                        stacklevel=2,
-                    )
-        return None
+        return newest(self.folder, self._named)
 
     def path(self, step: int) -> Path:
         """The folder of `step`."""
@@ -151,15 +176,16 @@ class Storage:
         """Remove what :meth:`start` made and what was written into it, as far as that is possible."""
         shutil.rmtree(draft, ignore_errors=True)
 
-    def prune(self, step: int, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints up to `step`, which was just saved.
+    def notes(self) -> dict[int, Notes]:
+        """The notes of every step."""
+        return {step: notes.read(self.path(step)) for step in self.steps()}
 
-        Later ones, of a run that went further and was resumed from an earlier step, are left alone: they are
-        not older. Failures are left to the next time.
-        """
+    def prune(self, step: int, keep: Keep) -> None:
+        """Delete what need not stay now that `step` was saved. Failures are left to the next time."""
         with suppress(OSError, CheckpointError):
-            for present in [present for present in self.steps() if present <= step][:-keep]:
-                self._delete(self.path(present), present)
+            found = self.notes()
+            for doomed in keep.doomed(sorted(found), step, found):
+                self._delete(self.path(doomed), doomed)
 
     def close(self) -> None:
         """Let other runs use the folder."""
@@ -239,9 +265,3 @@ def sync_folder(folder: Path) -> None:
 def reason(error: OSError) -> str:
     """Why, without Python's number: ``No space left on device``."""
     return error.strerror or str(error)
-
-
-def _is_step(entry: os.DirEntry[str]) -> bool:
-    if not (match := _STEP.fullmatch(entry.name)):
-        return False
-    return entry.is_dir(follow_symlinks=False) and step_name(int(match[1])) == entry.name

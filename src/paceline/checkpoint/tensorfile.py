@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,13 @@ def spec_of(tensor: torch.Tensor) -> Spec:
     return Spec(shape, str(dtype).removeprefix("torch."))
 
 
-def pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+def pieces(
+    tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file with `tensors`, in pieces; one tensor at a time is copied to the CPU.
+
+    The metadata of the file map each of `aliases`, further names of tensors that are tied, to the name that is
+    stored, as ``safetensors.torch.save_model`` does.
 
     Raises:
         ValueError: if there are more tensors than a header may name.
@@ -84,7 +89,7 @@ def pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
     specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
     # Wide dtypes first, as the library does, so that every tensor is aligned when the file is mapped.
     names = sorted(specs, key=lambda name: (-getattr(torch, specs[name].dtype).itemsize, name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {**(aliases or {}), "format": "pt"}}
     offset = 0
     for name in names:
         spec = specs[name]
@@ -118,6 +123,40 @@ def read_specs(path: Path) -> dict[str, Spec]:
             checkpoints do not use.
         OSError: if it cannot be read.
     """
+    header, data = _read_header(path)
+    header.pop("__metadata__", None)
+    try:
+        found = {name: _entry_in(entry) for name, entry in header.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"it is no safetensors file ({type(error).__name__}: {str(error)[:80]})") from None
+    end = 0
+    for spec, offsets in sorted(found.values(), key=lambda entry: entry[1]):
+        if offsets != (end, end + spec.nbytes):
+            raise ValueError(f"it is no safetensors file (a tensor's bytes are at {offsets}, not from {end} on)")
+        end = offsets[1]
+    if end != data:
+        raise ValueError(f"it is no safetensors file (it has {data} bytes for {end} bytes of tensors)")
+    return {name: spec for name, (spec, _) in found.items()}
+
+
+def read_aliases(path: Path, names: Container[str]) -> dict[str, str]:
+    """Further names of tied tensors in the file `path`, each with the one of `names` that is stored.
+
+    Raises:
+        ValueError: if it is no safetensors file.
+        OSError: if it cannot be read.
+    """
+    metadata = _read_header(path)[0].get("__metadata__")
+    pairs = metadata.items() if isinstance(metadata, dict) else ()
+    return {
+        alias: target
+        for alias, target in pairs
+        if isinstance(target, str) and target in names and alias not in names and alias != "format"
+    }
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of the file `path`, and the number of bytes after it."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size - 8
         length = int.from_bytes(file.read(8), "little")
@@ -126,18 +165,11 @@ def read_specs(path: Path) -> dict[str, Spec]:
         raw = file.read(length)
     try:
         header = documents.parse(raw)
-        header.pop("__metadata__", None)
-        found = {name: _entry_in(entry) for name, entry in header.items()}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"it is no safetensors file ({type(error).__name__}: {str(error)[:80]})") from None
-    end = 0
-    for spec, offsets in sorted(found.values(), key=lambda entry: entry[1]):
-        if offsets != (end, end + spec.nbytes):
-            raise ValueError(f"it is no safetensors file (a tensor's bytes are at {offsets}, not from {end} on)")
-        end = offsets[1]
-    if end != size - length:
-        raise ValueError(f"it is no safetensors file (it has {size - length} bytes for {end} bytes of tensors)")
-    return {name: spec for name, (spec, _) in found.items()}
+    except ValueError as error:
+        raise ValueError(f"it is no safetensors file ({error})") from None
+    if not isinstance(header, dict):
+        raise ValueError("it is no safetensors file (its header is no JSON object)")
+    return header, size - length
 
 
 def _entry_in(entry: Mapping[str, Any]) -> tuple[Spec, tuple[int, int]]:

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
-from paceline.comm.visitors import connections, own_sockets, stranger
+from paceline.comm.visitors import find_stranger, own_sockets
 from paceline.errors import CommunicationError
 from paceline.rendezvous import is_private
 from paceline.rollcall import GRACE_S, missing_from, named_ranks, reason_of
@@ -47,7 +47,7 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: 
 
 
 def _expect_no_stranger(sockets: set[int], name: int) -> None:
-    found = stranger(connections(), sockets, os.geteuid())
+    found = find_stranger(sockets, os.geteuid())
     if found is not None:
         port, user = found
         who = f"by user {user}" if user >= 0 else "by a process that has ended"

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store
 from paceline.comm.introduction import Introduction, Peer, Rejected, credentials
 from paceline.comm.shared_memory import Arena
 from paceline.errors import CommunicationError
-from paceline.rollcall import REMEDY
+from paceline.rollcall import REMEDY, missing_from
 
 SPLIT = "PACELINE_HOSTS"
 """Environment variable that makes one host count as several, for tests: ranks are dealt to so many in blocks."""
@@ -200,8 +200,11 @@ def _accept(listener: socket.socket) -> socket.socket | None:
 
 def _get(store: Store, key: str, rank: int, other: int, timeout: timedelta) -> Any:
     try:
-        store.wait([key], timeout)
+        if missing_from(store, [key], timeout.total_seconds()):  # a FileStore's own wait looks every 10 ms
+            raise _late(rank, {other}, timeout)
         return store.get(key)
+    except CommunicationError:
+        raise
     except RuntimeError as error:
         raise _late(rank, {other}, timeout) from error
 

@@ -7,10 +7,13 @@ get what is sent to that rank, and what he sends may be unpickled. So each rank 
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+_LINE = re.compile(r"^ *\d+: (\S+) (\S+) (?!06)(\S+) \S+ \S+ \S+ +(\d+) +\d+ (\d+) ", re.MULTILINE)
+"""A socket in ``/proc/net/tcp``, unless it is in TIME_WAIT, which no process holds any more."""
 _LISTENING = "0A"
 _ROOT = 0
 
@@ -42,15 +45,26 @@ def own_sockets() -> set[int]:
     return inodes
 
 
-def connections() -> list[Connection]:
-    """Every TCP socket of this network namespace."""
+def connections(*tables: str) -> list[Connection]:
+    """Every TCP socket of this network namespace that a process has had a hand in lately, from ``tcp``, ``tcp6``."""
     found = []
-    for table in ("tcp", "tcp6"):
+    for table in tables or ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # a kernel without IPv6
-            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-                fields = line.split()
-                found.append(Connection(fields[1], fields[2], fields[3], int(fields[7]), int(fields[9])))
+            for line in _LINE.finditer(Path("/proc/net", table).read_text()):
+                local, remote, state, user, inode = line.groups()
+                found.append(Connection(local, remote, state, int(user), int(inode)))
     return found
+
+
+def find_stranger(sockets: set[int], user: int) -> tuple[int, int] | None:
+    """As :func:`stranger`, in the kernel's tables as they are now; reading one takes milliseconds."""
+    table = connections("tcp")
+    found = stranger(table, sockets, user)
+    if (found is None and any(one.state == _LISTENING and one.inode in sockets for one in table)) or (
+        found is not None and found[1] >= 0
+    ):
+        return found
+    return stranger(table + connections("tcp6"), sockets, user)
 
 
 def stranger(table: list[Connection], sockets: set[int], user: int) -> tuple[int, int] | None:
