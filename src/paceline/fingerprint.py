@@ -163,8 +163,10 @@ def _outline(dataset: Any) -> Iterator[bytes]:
 
 def _is_sequence(value: Any) -> bool:
     """Whether it has elements that can be looked at by number, at no cost."""
-    return isinstance(value, list | tuple | range) or (getattr(value, "ndim", 0) > 0 and hasattr(value, "tobytes")) or (
-        isinstance(value, Tensor) and value.dim() > 0
+    return (
+        isinstance(value, list | tuple | range)
+        or (getattr(value, "ndim", 0) > 0 and hasattr(value, "tobytes"))
+        or (isinstance(value, Tensor) and value.dim() > 0)
     )
 
 

@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -77,12 +78,13 @@ _DIFFERENCES = {
     ),
     "position": ("batches taken from the loader", "consume the same number of batches on all ranks"),
 }
-DIGEST_BITS = 52
+LIMIT = 2**52
+"""Numbers of an :class:`Origin` are below."""
 
 
 def short(number: int) -> int:
     """`number`, cut to what an :class:`Origin` may hold."""
-    return number & (2**DIGEST_BITS - 1)
+    return number % LIMIT
 
 
 def difference(origins: Mapping[int, Origin]) -> str | None:
@@ -95,7 +97,9 @@ def difference(origins: Mapping[int, Origin]) -> str | None:
     for name, (noun, remedy) in _DIFFERENCES.items():
         values = {rank: getattr(origin, name) for rank, origin in origins.items()}
         if len(set(values.values())) > 1:
-            shown = {rank: f"{value:013x}" if name in ("data", "order") else str(value) for rank, value in values.items()}
+            shown = {
+                rank: f"{value:013x}" if name in ("data", "order") else str(value) for rank, value in values.items()
+            }
             return f"ranks differ in their data: {who_has(shown, noun)}; {remedy}"
     return None
 
@@ -181,10 +185,11 @@ def key_of_caller() -> int:
 
 
 def _calls() -> Sequence[str]:
-    frame, calls = sys._getframe(2), []
+    calls = []
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if not frame.f_globals.get("__name__", "").startswith("paceline."):
             calls.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno}:{code.co_name}")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return calls

@@ -52,6 +52,11 @@ class Consumption:
         self.look()
         self._open = False
 
+    def position(self) -> int:
+        """Where to go on after a restart; without a sign of steps, everything handed over counts as consumed."""
+        self.look()
+        return self.consumed if self.sees_steps else self.handed
+
     def left_over(self, position: int, length: int | None) -> int | None:
         """Where a pass that was left at `position` begins again; None if it goes on there, or was read to its end."""
         is_current = position == self.handed > self.consumed

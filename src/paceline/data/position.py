@@ -170,8 +170,8 @@ class Position:
         epoch, position = self.epoch, self.position
         if consumed is not None:
             epoch, position = self._started[0], self._started[1] + at_least("consumed", consumed, 0)
-        elif self.position == self._consumption.handed and self._consumption.sees_steps:
-            position = self._consumption.consumed
+        elif self.position == self._consumption.handed:
+            position = self._consumption.position()
         return {"epoch": epoch, "position": position, **self._identity(), **self._mark(epoch, position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ class Position:
             samples=self._samples(),
             batch_size=self.batch_size,
             drop_last=bool(self.drop_last),
-            seed=self.seed if self.seed < 2**sources.DIGEST_BITS else sources.short(derive_seed(self.seed)),
+            seed=self.seed if self.seed < sources.LIMIT else sources.short(derive_seed(self.seed)),
             data=self._data,
             order=-1 if epoch is None else self._order_digest(epoch),
             epoch=-1 if epoch is None else epoch,

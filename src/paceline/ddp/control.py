@@ -24,6 +24,7 @@ from paceline.sources import Origin, difference, who_has
 
 Allocate = Callable[..., Tensor]
 """``allocate(numel, dtype=…)``: a zeroed tensor on the CPU."""
+NO_DATA = Origin()
 UNWEIGHTED, WEIGHTED, UNCOUNTED = 1, 2, 4  # bits of Status.weighting
 
 
@@ -56,7 +57,7 @@ class Status:
     """Whether a communication hook raised on this rank, or returned no future."""
     changed: bool = False
     """Whether this rank has a gradient of a parameter that came into the module after it was wrapped."""
-    data: Origin = Origin()
+    data: Origin = NO_DATA
     """Where the batches since the last synchronization came from."""
 
     @property
@@ -227,4 +228,4 @@ def scale_of(notes: Sequence[tuple[float, float]]) -> float:
 def _status_of(row: Sequence[float]) -> Status:
     kinds = _KINDS.values()
     plain = [kind(value) for kind, value in zip(kinds, row[: len(_KINDS)], strict=True)]
-    return Status(*plain, data=Origin(*map(int, row[len(_KINDS) :])))
+    return replace(Status(*plain), data=Origin(*map(int, row[len(_KINDS) :])))
