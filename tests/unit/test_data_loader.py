@@ -176,7 +176,7 @@ def test_the_batch_that_zip_takes_in_vain_comes_again() -> None:
 
 def test_one_loader_twice_in_a_zip_is_refused_by_name() -> None:
     loader = loader_of()
-    with pytest.raises(UsageError, match="another pass over the same loader or sampler has begun .*a loader for each"):
+    with pytest.raises(UsageError, match=r"another pass over the same loader or sampler has begun .*a loader for each"):
         list(zip(loader, loader, strict=True))
 
 
