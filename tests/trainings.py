@@ -145,7 +145,7 @@ def train(world: World, run: Run) -> Outcome:
     """Train on this rank; the error, if there is one, is part of the outcome."""
     seen: list[list[int]] = []
     module = net(run)
-    model = DistributedDataParallel(module, check_finite=True, bucket_cap_mb=run.bucket_cap_mb)
+    model = DistributedDataParallel(module, bucket_cap_mb=run.bucket_cap_mb)
     if run.compress:
         model.register_comm_hook(compression.TopK(model, 0.2), compression.hook)
     optimizer = optimizer_of(run, model)

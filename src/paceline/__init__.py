@@ -4,7 +4,7 @@ Importing it makes the process group backend ``"paceline"`` known to torch.distr
 """
 
 from paceline import checkpoint, compression, data, ddp, errors, nn, train
-from paceline.checkpoint import Checkpointer
+from paceline.checkpoint import Checkpointer, load_weights
 from paceline.comm.process_group import register as _register
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics
 from paceline.errors import PacelineError, UsageError
@@ -33,6 +33,7 @@ __all__ = [
     "gather_for_metrics",
     "get",
     "init",
+    "load_weights",
     "nn",
     "set_seed",
     "train",

@@ -120,16 +120,20 @@ class Bucket:
 
         ``allocate(numel, dtype=…, device=…)`` gives its memory.
         """
-        first = parameters[indices[0]]
-        total = sum(parameters[i].numel() for i in indices)
-        flat = allocate(total, dtype=dtype or first.dtype, device=first.device)
-        views, offset = [], 0
-        for i in indices:
-            parameter = parameters[i]
-            piece = flat[offset : offset + parameter.numel()]
-            views.append(shaped_like(parameter, piece))
-            offset += parameter.numel()
-        return cls(indices, flat, views)
+        members = [parameters[index] for index in indices]
+        total = sum(parameter.numel() for parameter in members)
+        flat = allocate(total, dtype=dtype or members[0].dtype, device=members[0].device)
+        return cls(indices, flat, views_of(flat, members))
+
+
+def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """`flat` seen as the gradients of `parameters`, one after the other, without gaps."""
+    views, offset = [], 0
+    for parameter in parameters:
+        piece = flat[offset : offset + parameter.numel()]
+        views.append(shaped_like(parameter, piece))
+        offset += parameter.numel()
+    return views
 
 
 def shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:

@@ -105,6 +105,10 @@ def digits(
     checkpoint_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Where checkpoints go.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between two checkpoints.")] = None,
     resume: Annotated[bool | None, typer.Option("--resume", help="Go on from the newest checkpoint.")] = None,
+    allow_changed_settings: Annotated[
+        bool | None,
+        typer.Option("--allow-changed-settings", help="Resume although settings differ: this run's are taken over."),
+    ] = None,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
     backend: Annotated[str | None, typer.Option(help="Process group: paceline, gloo, nccl, …")] = None,
 ) -> None:

@@ -4,6 +4,7 @@ paceline.get("rank")                        among all ranks
 paceline.get("rank", mesh["dp"])            along a mesh's dimension, given as a 1-D mesh
 paceline.get.register_mesh(mesh)
 paceline.get("rank", "dp")                  along that dimension of the registered mesh
+paceline.get("rank")                        in the registered mesh, if that has one dimension and no names
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ class Get:
     | ``rank``   | rank among all                          | rank in its process group           |
     | ``pg``     | the process group of all ranks          | that of the ranks along it          |
     | ``grank``  | rank among all                          | the same                            |
-    | ``lrank``  | rank on this host                       | the same                            |
+    | ``lrank``  | rank on this host                       | the same; in a mesh without names this rank's place |
     | ``device`` | where this rank's replica belongs       | this rank's device of the mesh's type |
 
     ``mesh`` is a ``DeviceMesh`` of one dimension, such as a slice ``mesh["dp"]``, or the name of a dimension of the
-    mesh given to :meth:`register_mesh`, which lasts as long as the process group. Rank and process group go together:
-    torch sorts ranks in some groups, so where a mesh is not in the order of ranks, its coordinates are another thing.
+    mesh given to :meth:`register_mesh`, which lasts as long as the process group. A mesh is of one dimension also if
+    all others have size 1, as ``DeviceMesh("cpu", [[0, 1]])``. Once one without names is registered, it is taken where
+    no mesh is given. Rank and process group go together: torch sorts ranks in some groups, so where a mesh is not in
+    the order of ranks, its coordinates are another thing.
 
     Raises:
         WorldError: before :func:`paceline.init`, if this rank is not part of the mesh, or if a name is given and no
@@ -66,6 +69,8 @@ class Get:
         if what not in (*GROUPED, *EVERYWHERE):
             raise UsageError(f"get({what!r}) is unknown; ask for one of {', '.join((*GROUPED, *EVERYWHERE))}")
         world = current()
+        if mesh is None and what != "grank":
+            mesh = self._default()
         if mesh is None:
             values = {"ws": world.size, "rank": world.rank, "pg": dist.group.WORLD}
         else:
@@ -76,39 +81,54 @@ class Get:
                     "ask on those ranks only"
                 )
             if what in GROUPED:
-                _expect_one_dimension(mesh, what)
-                values = {"ws": mesh.size(), "rank": mesh.get_local_rank(), "pg": mesh.get_group()}
+                at = _dimension(mesh, what)
+                values = {"ws": mesh.size(at), "rank": mesh.get_local_rank(at), "pg": mesh.get_group(at)}
+            if what == "lrank" and not mesh.mesh_dim_names:
+                return mesh.get_local_rank(_dimension(mesh, what))
         if what in GROUPED:
             return values[what]
         if what == "device":
             return world.device if mesh is None else _device(mesh)
         return world.rank if what == "grank" else world.local_rank
 
-    def register_mesh(self, mesh: DeviceMesh) -> None:
+    def register_mesh(self, mesh: DeviceMesh) -> Get:
         """Let dimensions of `mesh` be named in later calls, until another one is registered or the group ends.
 
+        One of a single dimension without a name is from then on what calls without a mesh are about.
+
         Raises:
-            UsageError: if it is no ``DeviceMesh``, or its dimensions have no names.
+            UsageError: if it is no ``DeviceMesh``, or has several dimensions without names.
             WorldError: before :func:`paceline.init`.
         """
         current()
-        if not _expect_mesh(mesh).mesh_dim_names:
+        if not _expect_mesh(mesh).mesh_dim_names and len(_dimensions(mesh)) > 1:
             raise UsageError(
                 "the mesh has no names to ask for; make it with "
                 f"init_device_mesh({mesh.device_type!r}, {tuple(mesh.mesh.shape)}, mesh_dim_names=(…))"
             )
         self._mesh, self._group = mesh, weakref.ref(dist.group.WORLD)
+        return self
+
+    def _registered(self) -> DeviceMesh | None:
+        return None if self._mesh is None or self._group() is not dist.group.WORLD else self._mesh
+
+    def _default(self) -> DeviceMesh | None:
+        """The mesh for calls without one."""
+        mesh = self._registered()
+        return None if mesh is None or mesh.mesh_dim_names else mesh
 
     def _named(self, name: str) -> DeviceMesh:
-        if self._mesh is None or self._group() is not dist.group.WORLD:
+        if (mesh := self._registered()) is None:
             raise WorldError(
                 f"dimension {name!r} was asked for, but no mesh is registered in this process group; call "
                 "paceline.get.register_mesh(mesh) first, or give the mesh itself"
             )
+        if not mesh.mesh_dim_names:
+            raise UsageError(f"dimension {name!r} was asked for, but the registered mesh has no names; leave it out")
         try:
-            return self._mesh[name]
+            return mesh[name]
         except KeyError:
-            known = ", ".join(map(repr, self._mesh.mesh_dim_names or ()))
+            known = ", ".join(map(repr, mesh.mesh_dim_names))
             raise UsageError(f"the registered mesh has no dimension {name!r}; it has {known}") from None
 
 
@@ -120,9 +140,15 @@ def _expect_mesh(mesh: Any) -> DeviceMesh:
     return mesh
 
 
-def _expect_one_dimension(mesh: DeviceMesh, what: str) -> None:
-    if mesh.ndim == 1:
-        return
+def _dimensions(mesh: DeviceMesh) -> list[int]:
+    """The dimensions along which there is more than one rank."""
+    return [at for at in range(mesh.ndim) if mesh.size(at) > 1]
+
+
+def _dimension(mesh: DeviceMesh, what: str) -> int:
+    """The only dimension of `mesh` that matters."""
+    if mesh.ndim == 1 or (not mesh.mesh_dim_names and len(_dimensions(mesh)) <= 1):
+        return next(iter(_dimensions(mesh)), mesh.ndim - 1)
     names = mesh.mesh_dim_names
     remedy = f"give one of them, mesh[{names[0]!r}]" if names else "give a mesh of one dimension"
     raise UsageError(

@@ -33,22 +33,24 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence
     Called by all of them together. Messages call rank r ``names[r]``, by default r.
 
     Raises:
-        CommunicationError: if a rank does not come in time; names those that are missing.
+        CommunicationError: if a rank does not come in time; names those that are missing. Also if the store is lost.
     """
     called = names or range(size)
     try:
         answer, missing = _ask(PrefixStore("meeting/", store), rank, size, timeout)
-    except RuntimeError as error:
+        number = int(answer or 0)
+    except (RuntimeError, ValueError) as error:  # a ValueError is a key in which there is no number
         raise CommunicationError(
             f"rank {called[rank]}: the store through which ranks meet was lost ({reason_of(error)}); it goes with the "
-            f"launcher, or with rank {called[0]} where that serves it, so look for the first error there"
+            f"launcher, or with rank {called[0]} where that serves it, so look for the first error there; if there is "
+            "none, a stranger has written into the store"
         ) from error
     if missing or not answer:
         who = f"{named_ranks([called[other] for other in missing])} did not come" if missing else "not every rank came"
         raise CommunicationError(
             f"rank {called[rank]}: {who} to make the process group within {timeout.total_seconds():g} s; {REMEDY}"
         ).because_of(called[other] for other in missing)
-    return int(answer)
+    return number
 
 
 def _ask(asked: Store, rank: int, size: int, timeout: timedelta) -> tuple[str, list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -28,8 +28,11 @@ class HasBucketLayout(Protocol):
 class Communicates(Protocol):
     """A layer with collectives of its own, in which a rank that has run out of data can take part."""
 
-    announce: Callable[[int], None] | None
+    announce: Callable[[int], object] | None
     """To be called before each collective, if it is not None, with a code that says which one it is."""
+
+    def ranks(self) -> Sequence[int]:
+        """The ranks, as the world counts them, that take part in its collectives."""
 
     def shadow(self, code: int, device: torch.device) -> None:
         """Take part in the collective that `code` says, contributing nothing; tensors are made on `device`."""

@@ -6,8 +6,9 @@ import hashlib
 import os
 import random
 import sys
+from operator import index
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ def derive_seed(*parts: int | str) -> int:
 def seed_all(seed: int) -> None:
     """Seed Python's, NumPy's (where it is loaded) and torch's generators, CUDA's included, with `seed`."""
     random.seed(seed)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed if seed < 2**64 else derive_seed("large", seed))
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
 
@@ -38,32 +39,48 @@ class set_seed:
         with paceline.set_seed(7):
             model = Net()
 
-    The streams are part of a checkpoint (:func:`rng_state`). Before there is a process group, the rank is the
-    environment's ``RANK``, so it may be called before :func:`paceline.init`.
+    Inside such a block another one, or a bare call, is the same on every rank, too; after an inner block the outer
+    one's streams go on where they were. The streams are part of a checkpoint (:func:`rng_state`). Before there is a
+    process group, the rank is the environment's ``RANK``, so it may be called before :func:`paceline.init`.
 
     Args:
-        seed: any whole number that is not negative.
+        seed: any whole number that is not negative, NumPy's included.
 
     Raises:
         UsageError: if `seed`, or the environment's ``RANK`` where it is needed, is negative or no whole number.
     """
 
-    def __init__(self, seed: int) -> None:
-        if not isinstance(seed, int) or seed < 0:
+    def __init__(self, seed: SupportsIndex) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, SupportsIndex) or index(seed) < 0:
             raise UsageError(f"seed must be a whole number >= 0, not {seed!r}")
-        self._seed = seed
-        self._differ()
+        self._seed = index(seed)
+        # The streams of the block around this call, for when this one turns out to be a block itself.
+        self._around = rng_state() if _blocks else None
+        if _blocks:
+            seed_all(self._seed)
+        else:
+            self._differ()
 
     def _differ(self) -> None:
         seed_all(derive_seed("rank", self._seed, _rank()))
 
     def __enter__(self) -> None:
+        around = (self._around or rng_state()) if _blocks else None
+        self._around = None
+        _blocks.append(around)
         seed_all(self._seed)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._differ()
+        if (around := _blocks.pop()) is not None:
+            set_rng_state(around)
+        else:
+            self._differ()
+
+
+_blocks: list[dict[str, Any] | None] = []
+"""For each ``set_seed`` block that is open, the innermost last: the streams to go back to; None for the outermost."""
 
 
 def _rank() -> int:

@@ -23,7 +23,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from paceline.errors import PacelineError, WorldError
 from paceline.meeting import meet
-from paceline.rollcall import called_by_all, collective, failed_to_connect, open_store
+from paceline.rendezvous import world_stores
+from paceline.rollcall import called_by_all, collective, failed_to_connect
 
 OWN_BACKEND = "paceline"
 """Registered by ``import paceline``, which importing this module does first."""
@@ -149,14 +150,15 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
                 f"{torch.cuda.device_count()}; start at most that many ranks, or use backend='gloo'"
             )
         torch.cuda.set_device(place["LOCAL_RANK"])
-    if place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"] and sys.platform == "linux":
+    one_host = place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"]
+    if one_host and sys.platform == "linux":
         # One host: nothing has to be reachable from outside. Gloo would pick the interface of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     chosen = backend or ("cpu:gloo,cuda:nccl" if use_cuda else OWN_BACKEND)
     try:
         if "RANK" in os.environ:
             rank, size = place["RANK"], place["WORLD_SIZE"]
-            store = _unused_store(rank, size, patience or default_pg_timeout)
+            store = _unused_store(rank, size, one_host, patience or default_pg_timeout)
             dist.init_process_group(chosen, timeout=patience, store=store, rank=rank, world_size=size)
         else:
             dist.init_process_group(chosen, timeout=patience, store=HashStore(), rank=0, world_size=1)
@@ -169,21 +171,16 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     return current()
 
 
-def _unused_store(rank: int, size: int, timeout: timedelta) -> Store:
-    """A part of the launcher's store in which no group was made before, not by an earlier ``init()`` either."""
+def _unused_store(rank: int, size: int, one_host: bool, timeout: timedelta) -> Store:
+    """A part of the job's store in which no group was made before, not by an earlier ``init()`` either."""
     # Alone, nobody else connects to it, and the port is free again when the group goes.
-    connect = _launchers_store if size == 1 else _kept_store
-    store = connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, timeout, os.getpid())
+    connect = world_stores if size == 1 else _kept_stores
+    store = connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, one_host, timeout, os.getpid())[0]
     store.set_timeout(timeout)
     return PrefixStore(f"paceline/{meet(store, rank, size, timeout)}/", store)
 
 
-def _launchers_store(address: str, port: str, rank: int, size: int, timeout: timedelta, process: int) -> Store:
-    """The store at ``MASTER_ADDR`` and ``MASTER_PORT``, which rank 0 serves where no launcher does."""
-    return open_store(address, int(port), rank, size, timeout)
-
-
-_kept_store = cache(_launchers_store)
+_kept_stores = cache(world_stores)
 """The same, kept until the process ends. If rank 0's server went with its first process group, another rank that
 initializes again could connect to it just as it goes."""
 

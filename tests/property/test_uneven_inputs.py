@@ -16,10 +16,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
-from paceline import SyncBatchNorm
+from paceline import SyncBatchNorm, compression
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import DesyncError, UsageError
 from paceline.world import World
@@ -86,6 +88,25 @@ class Uneven:
     broadcast: bool = True
     entry: str = "model.join"
     epochs: int = 1
+    sums: str = "all-reduce"
+    """What averages buckets; see :func:`wrapped`."""
+
+
+COMPRESSORS: dict[str, Callable[[nn.Module], Any]] = {
+    "PowerSGD": lambda model: compression.PowerSGD(model, 100),  # of full rank, and so without loss
+    "top-k": lambda model: compression.TopK(model, 1.0),
+}
+
+
+def wrapped(module: nn.Module, sums: str, **options: Any) -> DistributedDataParallel:
+    """`module`, whose buckets are averaged by the backend, by an algorithm or by a communication hook."""
+    algorithm: Any = sums if sums in ("ring", "tree", "halving-doubling", "hierarchical") else None
+    model = DistributedDataParallel(module, algorithm=algorithm, bucket_cap_mb=1e-4, **options)
+    if sums == "hook":
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    elif sums in COMPRESSORS:
+        model.register_comm_hook(COMPRESSORS[sums](model), compression.hook)
+    return model
 
 
 def one_batch(model: DistributedDataParallel, case: Uneven, x: Tensor, sync: bool) -> None:
@@ -101,7 +122,7 @@ def beside_twin(world: World, case: Uneven) -> None:
     torch.manual_seed(0)
     twin = case.build()
     module = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin))
-    model = DistributedDataParallel(module, broadcast_buffers=case.broadcast, bucket_cap_mb=1e-4)
+    model = wrapped(module, case.sums, broadcast_buffers=case.broadcast)
     theirs = make_optimizer(case.optimizer, twin)
     zero = case.entry == "Join with ZeRO"
     mine: Any = sharded(model) if zero else make_optimizer(case.optimizer, model)
@@ -217,6 +238,174 @@ def test_uneven_inputs_equal_one_process_on_gloo(name: str) -> None:
     case = CASES[name]
     with Pools("gloo") as pools:
         pools.run(len(case.counts), beside_twin, case)
+
+
+# A rank without data does not know in which order the others' buckets fill and their layers run, and layers, algorithms
+# and hooks have collectives that have to come in one order.
+SUMS = ["ring", "halving-doubling", "hook", "PowerSGD", "top-k"]
+
+
+@pytest.mark.parametrize("sums", SUMS)
+@pytest.mark.parametrize("counts", [(1, 4), (2, 0, 5)])
+def test_layers_and_what_averages_in_place_of_the_backend_keep_one_order(
+    pools: Pools, sums: str, counts: tuple[int, ...]
+) -> None:
+    pools.run(len(counts), beside_twin, Uneven(counts, sums=sums, window=1 + (len(counts) == 3), weighted=True))
+
+
+def averaged_in_any_way(world: World) -> None:
+    for sums in SUMS:
+        beside_twin(world, Uneven((1, 3, 0, 4), sums=sums))
+
+
+def test_layers_and_what_averages_in_place_of_the_backend_keep_one_order_on_gloo() -> None:
+    with Pools("gloo") as pools:
+        pools.run(4, averaged_in_any_way)
+
+
+class Branching(ConvNet):
+    """Has a head that not every rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(4, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor, how: str = "plain") -> Tensor:
+        return (self.other if how == "other" else self.last)(self.body(x))
+
+
+def unused_by_some(world: World, sums: str) -> None:
+    """The bucket of the head is full earlier where that head is used, layers or not; so also without ``join``."""
+    torch.manual_seed(0)
+    twin = Branching()
+    model = wrapped(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin)), sums, find_unused_parameters=True)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, twin)]
+    for at in range(4):
+        parts = [batch(rank, at) for rank in range(world.size)]
+        loss_of(model(parts[world.rank], "other" if world.rank == at % 2 else "plain")).backward()
+        bodies = twin.body(torch.cat(parts)).split([len(part) for part in parts])
+        heads = [twin.other if rank == at % 2 else twin.last for rank in range(world.size)]
+        (sum(loss_of(head(body)) for head, body in zip(heads, bodies, strict=True)) / world.size).backward()
+        same_gradients(model.module, twin, RTOL, f"step {at}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("sums", ["ring", "hook", "top-k"])
+def test_parts_that_some_ranks_do_not_use_change_no_order(pools: Pools, sums: str) -> None:
+    pools.run(2, unused_by_some, sums)
+
+
+def normalized_apart(world: World, counts: tuple[int, ...], groups: list[list[int]], sums: str) -> None:
+    """Statistics over a part of the ranks, one alone included, while gradients are averaged over all."""
+    torch.manual_seed(0)
+    twin = ConvNet()
+    made = [dist.new_group(ranks) for ranks in groups]
+    own = next(group for group, ranks in zip(made, groups, strict=True) if world.rank in ranks)
+    module = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin), own)
+    model = wrapped(module, sums, broadcast_buffers=False)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, twin)]
+    with model.join():
+        for at in range(counts[world.rank]):
+            loss_of(model(batch(world.rank, at))).backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+    for at in range(max(counts)):
+        for ranks in groups:
+            if parts := [batch(rank, at) for rank in ranks if at < counts[rank]]:
+                (loss_of(twin(torch.cat(parts))) / world.size).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    same_weights(module, twin, RTOL, f"rank {world.rank}")
+
+
+@pytest.mark.parametrize("sums", ["all-reduce", "ring", "hook"])
+@pytest.mark.parametrize(
+    ("counts", "groups"), [((1, 3, 4, 2), [[0, 1], [2, 3]]), ((3, 1, 2), [[0], [1, 2]]), ((1, 3, 0), [[0], [1, 2]])]
+)
+def test_layers_over_a_part_of_the_ranks_are_shadowed(
+    pools: Pools, counts: tuple[int, ...], groups: list[list[int]], sums: str
+) -> None:
+    pools.run(len(counts), normalized_apart, counts, groups, sums)
+
+
+def normalized_with_strangers(world: World) -> str:
+    """The other half of the world hears nothing of a rank here that runs out."""
+    halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    module = SyncBatchNorm.convert_sync_batchnorm(ConvNet())
+    model = DistributedDataParallel(module, process_group=halves[world.rank // 2])
+    with pytest.raises(UsageError) as caught, model.join():
+        pass
+    return str(caught.value)
+
+
+def test_layers_over_more_ranks_than_the_wrapper_are_refused_at_the_start(pools: Pools) -> None:
+    messages = pools.run(4, normalized_with_strangers)
+    assert "SyncBatchNorm 'norm' computes together with ranks [2, 3]" in messages[0]
+    assert "SyncBatchNorm 'norm' computes together with ranks [0, 1]" in messages[3]
+
+
+def two_models(world: World, sums: tuple[str, str]) -> None:
+    torch.manual_seed(0)
+    twins = [ConvNet(), ConvNet()]
+    models = [
+        wrapped(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin)), how)
+        for twin, how in zip(twins, sums, strict=True)
+    ]
+    counts = (3, 1)
+    optimizers = {id(net): torch.optim.SGD(net.parameters(), lr=0.05) for net in (*models, *twins)}
+
+    def step(net: Any, x: Tensor) -> None:
+        (loss_of(net(x)) / (1 if net in models else world.size)).backward()
+        optimizers[id(net)].step()
+        optimizers[id(net)].zero_grad()
+
+    with Join(models):
+        for at in range(counts[world.rank]):
+            for model in models:
+                step(model, batch(world.rank, at))
+    for at in range(max(counts)):
+        for twin in twins:
+            step(twin, torch.cat([batch(rank, at) for rank, count in enumerate(counts) if at < count]))
+    for model, twin in zip(models, twins, strict=True):
+        same_weights(model.module, twin, RTOL, f"rank {world.rank}")
+
+
+@pytest.mark.parametrize("sums", [("ring", "hook"), ("hook", "all-reduce"), ("top-k", "PowerSGD")])
+def test_two_models_in_one_join_may_each_average_in_their_own_way(pools: Pools, sums: tuple[str, str]) -> None:
+    pools.run(2, two_models, sums)
+
+
+class Single(ConvNet):
+    """In single precision, for copies in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+
+def in_low_precision(world: World, sums: str) -> None:
+    """Beside what the backend averages, in the same precision."""
+    torch.manual_seed(0)
+    net = Single()
+    found = []
+    for how in ("all-reduce", sums):
+        module = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(net))
+        model = wrapped(module, how, mixed_precision=_MixedPrecision(torch.bfloat16, torch.float32))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with model.join():
+            for at in range((1, 3)[world.rank]):
+                loss_of(model(batch(world.rank, at).float()).float()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(module)
+    same_weights(found[0], found[1], 1e-4, sums)
+
+
+@pytest.mark.parametrize("sums", ["ring", "hook", "PowerSGD"])
+def test_layers_in_low_precision_are_shadowed(pools: Pools, sums: str) -> None:
+    pools.run(2, in_low_precision, sums)
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,68 @@ def test_a_folder_that_cannot_be_written_to_is_refused_with_the_reason() -> None
         Checkpointer("/proc/self/task")
 
 
-@pytest.mark.parametrize("entry", ["notes.txt", "step-1", "step-000000001", ".hidden"])
-def test_a_foreign_folder_is_refused_and_left_alone(tmp_path: Path, entry: str) -> None:
-    (tmp_path / entry).mkdir()
-    (tmp_path / ".writing-step-00000001").mkdir()
-    with pytest.raises(UsageError, match=f"holds '{entry}', which is no checkpoint"):
-        Checkpointer(tmp_path)
-    assert len(names(tmp_path)) == 2
+@pytest.mark.parametrize(
+    "entry", ["notes.txt", "step-1", "step-000000001", ".hidden", ".probe", ".DS_Store", ".writing-notes"]
+)
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_whatever_is_no_checkpoint_is_left_alone(tmp_path: Path, entry: str, kind: str) -> None:
+    # metrics.jsonl in the checkpoint folder, or the .DS_Store of a file manager, made every resume refuse.
+    path = tmp_path / entry / "inside" if kind == "folder" else tmp_path / entry
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    checkpointer, _ = open_with(tmp_path, keep=1)
+    for step in (1, 2):
+        checkpointer.save(step)
+    checkpointer.close()
+    checkpointer, _ = open_with(tmp_path)
+    assert checkpointer.restore() == 2
+    assert path.read_text() == "mine"
+    assert names(tmp_path) == sorted([entry, "step-00000002"])
+
+
+@pytest.mark.parametrize("name", ["step-00000002", ".writing-step-00000002", ".replaced-step-00000002"])
+def test_a_file_with_a_name_of_ours_is_never_deleted(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    checkpointer, _ = open_with(tmp_path, keep=1)
+    checkpointer.save(1)
+    with suppress(CheckpointError):
+        checkpointer.save(2)
+    assert (tmp_path / name).read_text() == "mine"
+    assert checkpointer.restore() in (1, 2)
+
+
+def test_a_link_in_the_place_of_a_step_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("mine")
+    (tmp_path / "step-00000002").symlink_to(tmp_path / "elsewhere")
+    checkpointer, _ = open_with(tmp_path, keep=1)
+    with pytest.raises(CheckpointError, match="step-00000002 is there and is no folder"):
+        checkpointer.save(2)
+    checkpointer.save(3)
+    assert (tmp_path / "step-00000002" / "file").read_text() == "mine"
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o002, 0o077, 0o277])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def test_checkpoints_are_for_their_owner_alone_whatever_the_umask_allows(tmp_path: Path, umask: int) -> None:
+    # They were 0644 in 0755 folders: weights, data positions and generators for every user of the host to read.
+    checkpointer, _ = open_with(tmp_path / "new")
+    path = checkpointer.save(1)
+    modes = {each.name: each.stat().st_mode & 0o777 for each in (tmp_path / "new", path, *path.iterdir())}
+    expected = {name: (0o700 if name in ("new", "step-00000001") else 0o600) & ~umask for name in modes}
+    assert modes == expected
+    assert len(modes) == 6
+
+
+def test_a_folder_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    open_with(tmp_path)[0].save(1)
+    assert tmp_path.stat().st_mode & 0o777 == 0o750
 
 
 def test_a_second_run_on_the_folder_is_refused(tmp_path: Path) -> None:
@@ -146,7 +202,7 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     for left in (".writing-step-00000002", ".deleted-step-00000000", ".replaced-step-00000001"):
         (tmp_path / left).mkdir()
         (tmp_path / left / "model.safetensors").write_bytes(b"half")
-    (tmp_path / ".probe").write_bytes(b"")
+    (tmp_path / f".probe-{'0' * 16}").write_bytes(b"")
     Checkpointer(tmp_path).close()
     assert names(tmp_path) == ["step-00000001"]
 
@@ -315,3 +371,30 @@ def test_a_folder_that_vanished_is_an_error(tmp_path: Path) -> None:
         checkpointer.steps()
     with pytest.raises(CheckpointError, match="No such file"):
         checkpointer.save(1)
+
+
+def test_saving_goes_on_in_a_folder_that_was_removed_and_made_again(tmp_path: Path) -> None:
+    checkpointer, _ = open_with(tmp_path / "runs")
+    checkpointer.save(1)
+    shutil.rmtree(tmp_path / "runs")
+    with pytest.raises(CheckpointError, match=r"step 2 to .* No such file"):
+        checkpointer.save(2)
+    (tmp_path / "runs").mkdir()
+    checkpointer.save(3)
+    assert names(tmp_path / "runs") == ["step-00000003"]
+    with pytest.raises(UsageError, match="another run is using"):
+        Checkpointer(tmp_path / "runs")
+
+
+def test_what_a_failed_save_could_not_remove_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer, _ = open_with(tmp_path)
+    with monkeypatch.context() as patch:
+        fail_at(patch, "fsync", 2)
+        patch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpointer.save(1)
+    assert names(tmp_path) == [".writing-step-00000001"]
+    checkpointer.save(2)
+    assert names(tmp_path) == ["step-00000002"]

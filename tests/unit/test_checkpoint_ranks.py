@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_checkpoint_damage import forge_state
 from torch import nn
 
 from paceline.checkpoint import Checkpointer, CheckpointWarning
+from paceline.ddp import DistributedDataParallel
 from paceline.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -21,9 +23,11 @@ from paceline.errors import (
     NoCheckpoint,
     UsageError,
 )
-from paceline.rng import set_seed
+from paceline.rng import rng_state, set_seed
 from paceline.world import World
 from ranks import RankFailed, Ranks, run_ranks
+from trainings import digest
+from twins import Pools
 
 
 class Holder:
@@ -271,3 +275,98 @@ def test_killing_every_rank_in_the_midst_of_saving_loses_nothing(tmp_path: Path)
             ranks.run(save_for_ever, str(tmp_path))
     for step, *_ in run_ranks(2, restore, str(tmp_path)):
         assert step >= 7
+
+
+class Picky(Holder):
+    """Takes the state in and then refuses it, on the rank that `refuses`."""
+
+    refuses = False
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+        if self.refuses:
+            self.refuses = False
+            raise RuntimeError("half-way")
+
+
+def refused_half_way(world: World, folder: str, where: str, rank: int) -> tuple[str, str, bool]:
+    torch.manual_seed(1)
+    first, model = Holder({"epoch": 1, "shadow": torch.ones(2)}), nn.Linear(3, 2)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.00001)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    last = Picky({"rank": world.rank, "epoch": 1})
+    everything = {"first": first, "model": wrapped, "optimizer": optimizer, "last": last}
+
+    def step() -> None:
+        optimizer.zero_grad()
+        wrapped(torch.rand(2, 3)).sum().backward()
+        optimizer.step()
+
+    with Checkpointer(folder) as checkpointer:
+        for name, each in everything.items():
+            checkpointer.register(name, each, per_rank=name == "last")
+        step()
+        checkpointer.save(1)
+        step()
+        first.state["epoch"] = last.state["epoch"] = 2
+        first.state["shadow"] += 1
+        optimizer.param_groups[0]["lr"] = 0.05
+        if world.rank == rank:
+            if where == "last":
+                last.refuses = True
+            else:
+                patched = model if where == "model" else optimizer
+                patched.load_state_dict = refusing_once(patched.load_state_dict)  # type: ignore[method-assign]
+        states = {name: digest(each.state_dict()) for name, each in everything.items()}
+        before, layout = (states, digest(rng_state())), wrapped.bucket_layout()
+        failure = raised(checkpointer.restore)
+        states = {name: digest(each.state_dict()) for name, each in everything.items()}
+        same = (states, digest(rng_state())) == before and wrapped.bucket_layout() == layout
+        step()  # it can still be trained
+        assert checkpointer.restore() == 1
+    return (*failure, same)
+
+
+def refusing_once(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    calls = []
+
+    def refuse(state: Any) -> Any:
+        load(state)
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("half-way")
+
+    return refuse
+
+
+@pytest.mark.parametrize(("where", "rank"), [("model", 0), ("optimizer", 1), ("last", 1)])
+def test_a_restore_that_is_refused_half_way_leaves_everything_as_it_was(
+    pools: Pools, tmp_path: Path, where: str, rank: int
+) -> None:
+    # The objects before the one that refused, and itself, were left with the checkpoint's state: a run that went on
+    # without resuming trained a mixture of both.
+    for kind, message, same in pools.run(2, refused_half_way, str(tmp_path), where, rank):
+        assert (kind, same) == ("CheckpointMismatch", True)
+        assert f"'{where}' does not take its state of step 1 (RuntimeError: half-way)" in message
+
+
+def malformed_for_rank_1(world: World, folder: str) -> tuple[str, str, bool]:
+    model = nn.Linear(3, 2)
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.register("model", model)
+        checkpointer.register("own", Holder({"rank": world.rank}), per_rank=True)
+        path = checkpointer.save(1)
+        if world.is_main:
+            forge_state(path, lambda state: state["ranks"][1]["own"].update(state={"tensor": "nowhere"}))
+        world.barrier()
+        nn.init.constant_(model.weight, 3.0)
+        failure = raised(checkpointer.restore)
+        return (*failure, bool((model.weight == 3.0).all()))
+
+
+def test_a_state_that_is_malformed_for_one_rank_is_refused_before_anything_is_loaded(
+    pools: Pools, tmp_path: Path
+) -> None:
+    for kind, message, same in pools.run(2, malformed_for_rank_1, str(tmp_path)):
+        assert (kind, same) == ("CheckpointError", True)
+        assert "malformed" in message

@@ -325,3 +325,10 @@ def test_a_closed_checkpointer_refuses_to_work(tmp_path: Path) -> None:
     checkpointer.close()
     with pytest.raises(UsageError, match="closed"):
         checkpointer.save(1)
+
+
+@pytest.mark.parametrize("folder", ["", None, 3, b""])
+def test_a_folder_without_a_name_is_refused(folder: Any) -> None:
+    # Path("") is the working directory: checkpoints went, and were pruned, wherever the script was started.
+    with pytest.raises(UsageError, match=r"the checkpoint folder must be a path that is not empty, not"):
+        Checkpointer(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import paceline
 from paceline import cli
 from paceline.errors import UsageError
 from paceline.launch import job as launching
@@ -96,6 +99,14 @@ def test_train_starts_the_recipe_with_only_what_was_asked(
     assert json.loads(job.command[-1]) == {**asdict(Config()), "batch_size": 32, "resume": True}
 
 
+def test_train_tells_the_ranks_how_long_a_collective_waits(
+    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(monkeypatch, "train", "digits", "--nproc", "1", "--timeout", "30") == 0
+    assert run(monkeypatch, "train", "digits", "--nproc", "1") == 0
+    assert [job.env for job in started] == [{"PACELINE_TIMEOUT": "30"}, {"PACELINE_TIMEOUT": "600"}]
+
+
 def test_ctrl_c_says_how_to_continue(
     started: list[launching.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,8 +122,46 @@ HELP = {
     "train": (["train"], ["digits"]),
     "digits": (["train", "digits", "--help"], ["--batch-size", "--checkpoint-dir", "--nproc", "0.125"]),
     "explain": (["explain", "--help"], ["ring", "halving-doubling", "bucket-overlap", "--ranks", "--out", ".svg"]),
-    "run": (["run", "--help"], ["--nproc", "--max-restarts", "--rdzv-endpoint", "loopback"]),
+    "run": (["run", "--help"], ["--nproc", "--timeout", "10 minutes", "--max-restarts", "--rdzv-endpoint", "loopback"]),
 }
+
+
+def test_help_of_run_begins_with_what_most_people_need(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "run", "--help") == 0
+    first = capsys.readouterr().out.splitlines()[:16]
+    assert "    paceline run --nproc 2 train.py --lr 0.1      two ranks of 'python train.py --lr 0.1'" in first
+    assert any(line.startswith("  --nproc N ") for line in first)
+    assert not any("--nnodes" in line for line in first)
+
+
+def test_help_shows_types_of_values_and_none_of_flags(
+    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # '--resume <bool>' reads as if a value had to follow.
+    assert run(monkeypatch, "train", "digits", "--help") == 0
+    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("│ --")}
+    assert "int" in lines["--epochs"].lower()
+    assert "SECONDS" in lines["--timeout"]
+    assert "bool" not in "".join(lines.values()).lower()
+
+
+def test_env_prints_what_a_report_of_a_defect_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_TIMEOUT", "90")
+    monkeypatch.setenv("PACELINE_SECRET", "hidden")
+    assert run(monkeypatch, "env") == 0
+    out = capsys.readouterr().out
+    facts = dict(line.split(": ", 1) for line in out.splitlines())
+    assert facts["paceline"].split(",")[0].strip() == paceline.__version__ == version("paceline")
+    assert facts["torch"].split(",")[0].strip() == torch.__version__
+    assert "paceline, gloo" in facts["backends"]
+    assert facts["cores"].split()[0] == str(len(os.sched_getaffinity(0)))
+    assert "open files" in facts["limits"]
+    assert "PACELINE_TIMEOUT=90" in facts["settings"]
+    assert "hidden" not in out
 
 
 @pytest.mark.parametrize(("arguments", "words"), HELP.values(), ids=HELP)

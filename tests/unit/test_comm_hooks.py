@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.futures import Future
 
 from deep import TINY, Deep, data
-from paceline.ddp import DistributedDataParallel
-from paceline.errors import HookError, PacelineError, UsageError
+from paceline.ddp import DistributedDataParallel, comm_hook
+from paceline.errors import DesyncError, HookError, PacelineError, UsageError
 from paceline.world import World
 from ranks import RankFailed, Ranks
 from twins import PATTERNS, Case, Parts, Pools, Tied, same_tensor, train_beside_twin
@@ -387,6 +388,125 @@ def fails_later(state: object, bucket: Any) -> Any:
     return default_hooks.allreduce_hook(None, bucket).then(lambda _: {}["absent"])
 
 
+def answering(change: Callable[[torch.Tensor], Any]) -> Any:
+    """A hook whose collective is in order, and whose answer is not."""
+
+    def hook(state: object, bucket: Any) -> Any:
+        return default_hooks.allreduce_hook(None, bucket).then(lambda future: change(future.value()))
+
+    return hook
+
+
+ANSWERS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "complex": (lambda flat: flat + 1j, "torch.complex128"),
+    "complex32": (lambda flat: torch.complex(flat.float(), flat.float()), "torch.complex64"),
+    "half": (lambda flat: flat.half(), "torch.float16"),
+    "integers": (lambda flat: flat.long(), "torch.int64"),
+    "truth": (lambda flat: flat > 0, "torch.bool"),
+    "two dimensions": (lambda flat: flat[None], "of shape (1, "),
+    "a row for each": (lambda flat: flat.view(-1, 1), ", 1), torch.float64"),
+    "longer": (lambda flat: torch.cat([flat, flat]), "for a bucket of shape ("),
+    "empty": (lambda flat: flat[:0], "of shape (0,)"),
+    "a scalar": (lambda flat: flat.sum(), "of shape ()"),
+    "another device": (lambda flat: flat.to("meta"), "on meta"),
+    "sparse": (lambda flat: flat.to_sparse(), "torch.sparse_coo"),
+    "None": (lambda flat: None, "returned a future of a NoneType"),
+    "a number": (lambda flat: 1.5, "returned a future of a float"),
+    "a pair": (lambda flat: (flat, flat), "returned a future of a tuple"),
+}
+
+
+def answers(world: World, which: str) -> None:
+    """On every rank alike, and on one of them alone, where the others must not wait for what never comes."""
+    change, message = ANSWERS[which]
+    for culprits in (range(world.size), [1]):
+        model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, unused_parameters="allow")
+        hook = answering(change) if world.rank in culprits else default_hooks.allreduce_hook
+        model.register_comm_hook(None, hook)
+        expected = HookError if world.rank in culprits else DesyncError
+        with pytest.raises(expected) as caught:
+            model(data(world.rank, 0)).sum().backward()
+        wanted = message if world.rank in culprits else "the communication hook failed on rank 1, so the gradients"
+        assert wanted in str(caught.value), str(caught.value)
+        with pytest.raises(PacelineError, match="start again from the last checkpoint"):
+            model(data(world.rank, 1)).sum().backward()
+
+
+@pytest.mark.parametrize("which", ANSWERS)
+def test_an_answer_that_is_not_like_the_bucket_is_an_error_on_every_rank(pools: Pools, which: str) -> None:
+    pools.run(2, answers, which)
+
+
+def answers_on_gloo(world: World) -> None:
+    for which in ("complex", "a pair"):
+        answers(world, which)
+
+
+def test_an_answer_that_is_not_like_the_bucket_is_an_error_on_gloo() -> None:
+    with Pools("gloo") as pools:
+        pools.run(3, answers_on_gloo)
+
+
+def views(world: World) -> None:
+    """Answers that share the bucket's memory and yet are other numbers."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2, bias=False, dtype=torch.complex128)
+    changes: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda flat: flat.conj(),
+        lambda flat: flat[:1].expand(len(flat)),
+        lambda flat: flat.flip(0),
+        torch.view_as_real,  # as the collective's own future has it
+    ]
+    for change in changes:
+        found = []
+        for hook in (default_hooks.allreduce_hook, answering(lambda real: change(torch.view_as_complex(real)))):  # noqa: B023
+            model = DistributedDataParallel(copy.deepcopy(net))
+            model.register_comm_hook(None, hook)
+            model(torch.full((1, 3), 1 + 2j, dtype=torch.complex128)).abs().sum().backward()
+            found.append(model.module.weight.grad.flatten().clone())
+        wanted = found[0] if change is torch.view_as_real else change(found[0])
+        assert torch.equal(found[1], wanted)
+
+
+def test_an_answer_that_is_a_view_of_the_bucket_is_taken_by_its_values(pools: Pools) -> None:
+    pools.run(2, views)
+
+
+def never(world: World) -> None:
+    def hook(state: object, bucket: Any) -> Any:
+        return Future()
+
+    impatient = dist.new_group(timeout=timedelta(seconds=0.5))
+    model = DistributedDataParallel(nn.Linear(3, 2), process_group=impatient)
+    model.register_comm_hook(None, hook)
+    with pytest.raises(HookError, match=r"returned a future that was not completed within 0\.5 s"):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def test_a_future_that_is_never_completed_ends_by_the_groups_timeout(pools: Pools) -> None:
+    pools.run(2, never)
+
+
+def zero_step(world: World) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it loads TorchScript
+        from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        model = DistributedDataParallel(Deep(), unused_parameters="allow")
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+        for make in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
+            hook = make(default_hooks.allreduce_hook, model, zero)
+            for one in (hook, default_hooks.fp16_compress_wrapper(hook), partial(hook)):
+                with pytest.raises(HookError, match=f"{make.__name__} steps with what it finds"):
+                    model.register_comm_hook(None, one)
+    model.register_comm_hook(None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+
+
+def test_an_optimizer_that_looks_into_torchs_reducer_is_refused_by_name(pools: Pools) -> None:
+    pools.run(2, zero_step)
+
+
 def fails(world: World, hook: Any, message: str) -> None:
     model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, unused_parameters="allow")
     model.register_comm_hook(None, hook)
@@ -416,19 +536,55 @@ def test_a_hook_that_fails_is_named_with_rank_and_bucket(pools: Pools, hook: Any
 
 
 def raises_on_rank_1(world: World) -> None:
+    """The others are inside a collective of the hook, where nobody can tell them anything."""
+    comm_hook.GRACE_S = 0.2
+
     def hook(state: object, bucket: Any) -> Any:
         if world.rank == 1 and bucket.index() == 1:
             raise KeyError("here")
-        return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
+        return one_after_another(state, bucket)
 
     model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, unused_parameters="allow")
     model.register_comm_hook(None, hook)
     model(data(world.rank, 0)).sum().backward()
 
 
-def test_a_rank_whose_hook_raises_says_so_at_once_and_does_not_wait_for_the_others() -> None:
+def test_a_rank_whose_hook_raises_says_so_and_does_not_wait_for_ranks_that_block() -> None:
     with Ranks(2, timeout=60) as ranks, pytest.raises(RankFailed, match=r"rank 1 raised(.|\n)*HookError: rank 1: comm"):
         ranks.run(raises_on_rank_1)
+
+
+def raises_somewhere(world: World, kind: str) -> str:
+    """In the second backward, in its second bucket, on rank 1 alone."""
+    calls = []
+
+    def hook(state: object, bucket: Any) -> Any:
+        calls.append(bucket.index())
+        if world.rank != 1 or calls.count(1) < 2:
+            return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
+        if kind == "no future":
+            return None
+        if kind == "a failing future":
+            return default_hooks.allreduce_hook(None, bucket).then(lambda _: 1 / 0)  # type: ignore[arg-type]
+        raise KeyError("here")
+
+    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, unused_parameters="allow")
+    model.register_comm_hook(None, hook)
+    model(data(world.rank, 0)).sum().backward()
+    with pytest.raises(PacelineError) as caught:
+        model(data(world.rank, 1)).sum().backward()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("kind", ["raises", "no future", "a failing future"])
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_where_one_ranks_hook_fails_every_rank_raises_in_that_step(backend: str, kind: str) -> None:
+    """The others used to wait for the collective that it had not begun, until that rank ended or the time was up."""
+    with Ranks(3, timeout=20, backend=backend) as ranks:
+        first, second, third = ranks.run(raises_somewhere, kind)
+    assert second.startswith("HookError: rank 1: communication hook 'raises_somewhere.<locals>.hook', called for buck")
+    for rank, text in ((0, first), (2, third)):
+        assert text.startswith(f"DesyncError: rank {rank}: the communication hook failed on rank 1, so the gradients")
 
 
 def exception_between(world: World) -> None:

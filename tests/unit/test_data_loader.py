@@ -258,6 +258,37 @@ def test_it_is_a_torch_dataloader_with_the_users_data_set() -> None:
     assert (loader.collate_fn, loader.num_workers) == (noisy_collate, 2)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_scripts_may_set_the_epoch_on_its_sampler_and_read_the_batch_size(workers: int) -> None:
+    """``loader.sampler.set_epoch(epoch)`` is in every tutorial; torch shows a sampler there that nothing uses."""
+    plain = DataLoader(torch.arange(20), batch_size=8, shuffle=True, drop_last=True, num_workers=workers)
+    told = DataLoader(torch.arange(20), batch_size=8, shuffle=True, drop_last=True, num_workers=workers)
+    assert (told.batch_size, told.drop_last) == (8, True)
+    for epoch in range(3):
+        told.sampler.set_epoch(epoch)
+        assert equal(list(told), list(plain))
+    told.sampler.set_epoch(0)
+    again = DataLoader(torch.arange(20), batch_size=8, shuffle=True, drop_last=True)
+    assert equal(list(told), list(again))
+    given = DataLoader(torch.arange(20), batch_sampler=GlobalBatchSampler(20, 5, rank=1, world_size=2))
+    assert given.batch_size == 5
+    assert given.sampler is given.batch_sampler
+    with pytest.raises(ValueError, match="batch_size"):
+        given.batch_size = 3
+
+
+def test_a_streams_loader_has_an_epoch_and_a_batch_size_too() -> None:
+    class Numbers(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(10))
+
+    loader = DataLoader(Numbers(), batch_size=4)
+    assert loader.batch_size == 4
+    loader.sampler.set_epoch(3)
+    assert [len(batch) for batch in loader] == [4, 4, 2]
+    assert loader.sampler.epoch == 4
+
+
 def test_moving_the_position_inside_the_loop_is_refused() -> None:
     loader = loader_of()
     batches = iter(loader)

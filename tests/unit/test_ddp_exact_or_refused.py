@@ -417,4 +417,4 @@ def clip_after_a_local_backward(world: World) -> str:
 def test_clipping_local_gradients_is_refused(two: Ranks) -> None:
     """Each rank would clip by a norm of its own."""
     for message in two.run(clip_after_a_local_backward):
-        assert "clip_grad_norm_() found gradients that were not averaged" in message
+        assert "clip_grad_norm_() found gradients that the wrapper has not averaged" in message

@@ -87,7 +87,7 @@ def differ(world: World, how: str) -> str:
     if how == "steps" and odd:
         optimizer.step()
     if how == "forwards" and odd:
-        model(data(world, 0))
+        model._ledger.forward(broadcasts=True)  # as if it had buffers, in whose broadcast the extra forward would hang
     if how == "position" and odd:
         sampler.position = 7
     if how == "epoch" and odd:
@@ -103,7 +103,7 @@ def differ(world: World, how: str) -> str:
     ("how", "said"),
     [
         ("steps", "ranks 0, 2 have 2, rank 1 has 3 optimizer steps"),
-        ("forwards", "ranks 0, 2 have 3, rank 1 has 4 forward passes in training mode"),
+        ("forwards", "ranks 0, 2 have 0, rank 1 has 1 forward passes in training mode"),
         ("position", "ranks 0, 2 have 2, rank 1 has 7 as the sampler's position"),
         ("epoch", "ranks 0, 2 have 0, rank 1 has 3 as the sampler's epoch"),
         ("weights", "ranks 0, 2 ran backward outside model.weight()"),
@@ -131,6 +131,24 @@ def test_check_finite_names_parameter_and_rank_on_every_rank(pools: Pools) -> No
             "NonFiniteGradient: the gradient holds NaN or Inf on rank 1, in 'layers.0.bias' (1 of 8"
         )
         assert second == first
+
+
+def propagated(world: World) -> list[bool]:
+    model, _ = make()
+    if world.rank == 1:
+        model.module.layers[0].bias.register_hook(lambda gradient: gradient * float("nan"))
+    model(data(world, 1)).sum().backward()
+    spread = [bool(p.grad.isnan().any()) for p in model.parameters()]
+    model.zero_grad()
+    model.check_finite = True
+    assert raised(lambda: model(data(world, 1)).sum().backward()).startswith("NonFiniteGradient: ")
+    return spread
+
+
+def test_by_default_nan_goes_to_every_rank_as_with_torch_and_the_check_may_be_turned_on(pools: Pools) -> None:
+    first, second = pools.run(2, propagated)
+    assert first == second
+    assert sum(first) == 1
 
 
 # -- an exception in backward ------------------------------------------------------------------------------------------

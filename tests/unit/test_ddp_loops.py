@@ -193,6 +193,77 @@ def test_tuples_are_gathered_as_tuples_and_named_ones_by_name(pools: Pools, size
     assert pools.run(size, pairs) == [(Pair, tuple, list, list(range(size)))] * size
 
 
+def whole(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def empty_ranks(world: World) -> None:
+    """Ranks without rows, in each of the ways in which scripts have none."""
+    big = 2**53 + 1  # which float32, and even float64, cannot hold
+    for nothing in (torch.empty(0), torch.empty(0, dtype=torch.float64), whole(), None):
+        values = [{"ids": nothing, "more": (nothing, [None])}, {"ids": whole(big, 2), "more": (whole(3), [whole(4)])}]
+        if world.size == 3:
+            values.insert(0, None)
+        result = gather_for_metrics(values[world.rank])
+        assert result["ids"].dtype is torch.int64
+        assert result["ids"].tolist() == [big, 2]
+        assert result["more"][0].tolist() == [3]
+        assert result["more"][1][0].tolist() == [4]
+    logits = torch.ones(2, 5) if world.is_main else torch.empty(0)
+    assert gather_for_metrics([logits])[0].shape == (2, 5)
+    assert gather_for_metrics((None, {"a": None})) == (None, {"a": None})
+    shape = gather_for_metrics(torch.empty(0, 5) if world.is_main else torch.empty(0)).shape
+    assert shape == (0, 5)
+    ordered = {"a": whole(1), "b": whole(2)} if world.is_main else {"b": whole(4), "a": whole(3)}
+    assert gather_for_metrics(ordered)["a"].tolist() == [1, *[3] * (world.size - 1)]
+    view = torch.arange(10)[2:4]
+    assert gather_for_metrics(view).tolist() == [2, 3] * world.size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_without_rows_changes_no_dtype_and_no_structure(pools: Pools, size: int) -> None:
+    pools.run(size, empty_ranks)
+
+
+ROWS = torch.ones(2)
+UNEQUAL: list[tuple[Any, Any, str]] = [
+    ({"a": ROWS, "b": ROWS}, {"a": ROWS}, "value has keys ['a', 'b'] on rank 0 but ['a'] on rank 1"),
+    ({"a": ROWS}, {"a": ROWS, "b": ROWS}, "value has keys ['a'] on rank 0 but ['a', 'b'] on rank 1"),
+    ({"a": {}}, {"a": {"b": ROWS}}, "value['a'] has keys [] on rank 0 but ['b'] on rank 1"),
+    ({"a": [ROWS]}, {"a": (ROWS,)}, "value['a'] is a list on rank 0 but a tuple on rank 1"),
+    ([ROWS], ROWS, "value is a list on rank 0 but a tensor on rank 1"),
+    ([ROWS, ROWS], [ROWS], "value has length 2 on rank 0 but 1 on rank 1"),
+    ([None, ROWS], [ROWS, [ROWS]], "value[1] is a tensor on rank 0 but a list on rank 1"),
+    (whole(1), ROWS, "value is torch.int64 on rank 0 but torch.float32 on rank 1"),
+    ((ROWS,), (ROWS.double(),), "value[0] is torch.float32 on rank 0 but torch.float64 on rank 1"),
+    (torch.ones(2, 5), torch.ones(2, 4), "value has rows of shape (5,) on rank 0 but (4,) on rank 1"),
+    (ROWS, torch.tensor(1.0), "rank 1: gather_for_metrics takes tensors with rows, but value is a scalar"),
+    (
+        {"a": 1.5},
+        {"a": ROWS},
+        "rank 0: gather_for_metrics takes tensors, or tuples, lists and dicts of them, but value",
+    ),
+]
+
+
+def unequal(world: World) -> list[str]:
+    said = []
+    for values in UNEQUAL:
+        with pytest.raises(UsageError) as caught:
+            gather_for_metrics(values[world.rank])
+        said.append(str(caught.value))
+    assert gather_for_metrics(whole(world.rank)).tolist() == [0, 1]  # nobody is out of step
+    return said
+
+
+def test_values_that_do_not_belong_together_are_refused_on_every_rank(pools: Pools) -> None:
+    """A key that one rank lacked was dropped in silence, and dtypes were mixed."""
+    first, second = pools.run(2, unequal)
+    assert first == second
+    for message, (_, _, wanted) in zip(first, UNEQUAL, strict=True):
+        assert wanted in message
+
+
 @pytest.mark.parametrize("value", [torch.tensor(1.0), 3, "text", {"a": 1.5}])
 def test_only_tensors_with_rows_are_gathered(value: Any) -> None:
     with pytest.raises(UsageError, match="gather_for_metrics takes tensors"):

@@ -6,12 +6,14 @@ import copy
 import gc
 import os
 import threading
+import warnings
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import CheckpointMismatch, ReplicaMismatch, WorldError
+from paceline.errors import CheckpointMismatch, ReplicaMismatch, UsageError, WorldError
 from paceline.events import Recorder
 from paceline.fingerprint import weights_sha256
 from paceline.modules import HasBucketLayout, unwrap
@@ -221,19 +223,84 @@ def test_ignored_parameters_and_buffers_stay_local(pools: Pools) -> None:
     assert pools.run(2, ignored_parameters) == [(False, [0.0] * 6), (False, [1.0] * 6)]
 
 
-def thaw(world: World) -> tuple[str, str]:
-    net = Net()
-    net.first.requires_grad_(False)
+def _csr() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a beta feature
+        return torch.eye(3).to_sparse_csr()
+
+
+def _quantized() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        return torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.qint8)
+
+
+UNFIT: dict[str, Callable[[], Tensor]] = {
+    "expanded, of dtype torch.float32": lambda: torch.zeros(1, 3).expand(2, 3),
+    "of dtype torch.float8_e4m3fn": lambda: torch.zeros(4, dtype=torch.float8_e4m3fn),
+    "of dtype torch.uint16": lambda: torch.zeros(4, dtype=torch.uint16),
+    "sparse, of layout torch.sparse_coo and dtype torch.float32": lambda: torch.eye(3).to_sparse(),
+    "sparse, of layout torch.sparse_csr and dtype torch.float32": _csr,
+    "quantized, of dtype torch.qint8": _quantized,
+    "on the meta device, of dtype torch.float32": lambda: torch.zeros(2, device="meta"),
+}
+
+
+def unfit(world: World) -> None:
+    for said, make in UNFIT.items():
+        for as_parameter, options in ((True, {}), (False, {}), (False, {"init_sync": False})):
+            net = nn.Linear(1, 1)
+            if as_parameter:
+                net.odd = nn.Parameter(make(), requires_grad=False)
+            else:
+                net.register_buffer("odd", make())
+            with pytest.raises(UsageError) as caught:
+                DistributedDataParallel(net, **options)
+            assert str(caught.value).startswith(f"'odd' is {said}"), caught.value
+
+
+def test_a_tensor_that_cannot_be_broadcast_is_named_with_its_dtype(pools: Pools) -> None:
+    """It was "most likely because one of them ended", from inside the broadcast."""
+    pools.run(2, unfit)
+
+
+def unfit_but_ignored(world: World) -> None:
+    net = nn.Linear(1, 1)
+    net.register_buffer("odd", torch.zeros(4, dtype=torch.uint16))
+    net._ddp_params_and_buffers_to_ignore = ["odd"]
     model = DistributedDataParallel(net)
-    step(model)
-    net.first.bias.requires_grad_(True)
-    return caught(step, model)
+    model(torch.ones(1, 1)).sum().backward()
 
 
-def test_a_parameter_thawed_after_wrapping_is_refused_by_name(pools: Pools) -> None:
-    for kind, message in pools.run(2, thaw):
-        assert kind == "UsageError"
-        assert message.startswith("parameter 'first.bias' was frozen when")
+def test_a_tensor_that_cannot_be_broadcast_may_be_ignored(pools: Pools) -> None:
+    pools.run(2, unfit_but_ignored)
+
+
+def trained_unfit(world: World) -> None:
+    for odd in (torch.eye(3).to_sparse(), torch.zeros(4).to(torch.float8_e5m2)):
+        net = nn.Linear(1, 1)
+        net.odd = nn.Parameter(odd)
+        with pytest.raises(UsageError, match=rf"'odd' is .*{net.odd.dtype}, whose gradient cannot be"):
+            DistributedDataParallel(net)
+
+
+def test_a_parameter_whose_gradient_cannot_be_averaged_is_named_with_its_dtype(pools: Pools) -> None:
+    pools.run(2, trained_unfit)
+
+
+def lazy(world: World) -> None:
+    for net in (nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)), nn.Sequential(nn.LazyBatchNorm1d(affine=False))):
+        with pytest.raises(RuntimeError, match=r"is not initialized, .* run a dummy forward"):
+            DistributedDataParallel(net)
+    net = nn.Sequential(nn.LazyLinear(3))
+    net(torch.ones(1, 2))
+    model = DistributedDataParallel(net)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_lazy_layer_asks_for_a_dummy_forward(pools: Pools, size: int) -> None:
+    pools.run(size, lazy)
 
 
 def bad_layouts(world: World) -> list[tuple[str, str]]:

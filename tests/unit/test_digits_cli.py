@@ -70,6 +70,8 @@ REFUSED = {
     "seed beyond torch's": (["--seed", str(2**64)], "--seed must be at least 0 and below 2**63"),
     "resume without folder": (["--resume"], "--resume needs --checkpoint-dir"),
     "every without folder": (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint-dir"),
+    "an empty folder": (["--checkpoint-dir", ""], "--checkpoint-dir must not be empty"),
+    "an empty folder to resume from": (["--checkpoint-dir", "", "--resume"], "--checkpoint-dir must not be empty"),
     "every 0": (["--checkpoint-dir", "d", "--checkpoint-every", "0"], "--checkpoint-every must be at least 1, not 0"),
     "json in no folder": (["--json", "nowhere/report.json"], "nowhere does not exist"),
     "json is a folder": (["--json", "."], "--json . cannot be written: it is a folder"),
@@ -135,12 +137,12 @@ def test_a_folder_below_a_regular_file_is_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path, done, before, "plain/points cannot be used: Not a directory; choose a folder")
 
 
-def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_holds_something_else_keeps_it(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("…")
-    before = contents(tmp_path)
-    done = digits(tmp_path, "--checkpoint-dir", "home")
-    assert_refused(tmp_path, done, before, "thesis.tex")
+    done = digits(tmp_path, *SHORT, "--checkpoint-dir", "home")
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(tmp_path / "home")) == ["step-00000012", "thesis.tex"]
 
 
 def test_nothing_to_resume_from_is_refused_and_no_folder_made(tmp_path: Path) -> None:

@@ -100,6 +100,10 @@ HEADLINES = {
         [End(0, -signal.SIGABRT, 8.0), End(1, 0, 4.1, leaving=3.9)],
         "rank 0 failed first (signal SIGABRT)",
     ),
+    "one left and another ended with a code of its own, maybe because it handled that": (
+        [End(0, 1, 5.0, leaving=4.5), End(1, 0, 4.1, leaving=3.9)],
+        "rank 0 failed first (exit code 1), after rank 1 had ended with exit code 0",
+    ),
     "one never came": (
         [
             End(0, 1, 5.0, record=told("CommunicationError: rank 1 did not take part", 4.0, blamed=(1,))),
@@ -138,7 +142,7 @@ def test_the_report_ends_with_the_headline_below_the_only_traceback() -> None:
     assert report(ends).splitlines() == [
         "rank 1 failed, too (exit code 1: KeyError: y)",
         "ranks 2, 4 failed because of rank 0",
-        "stopped because of that: rank 3",
+        "rank 3 was stopped because of rank 0",
         "  rank 0 | Traceback",
         "  rank 0 | ValueError: x",
         "error: rank 0 failed first (exit code 1: ValueError: x)",

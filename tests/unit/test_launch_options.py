@@ -20,7 +20,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def parse(*arguments: str) -> options.Namespace:
-    return options.parser().parse_args(list(arguments))
+    return options.parse(arguments)
 
 
 REFUSED = {
@@ -35,7 +35,15 @@ REFUSED = {
     "no number": (["--nproc", "x", "script.py"], "--nproc='x' is neither a number nor auto"),
     "restarts": (["--max-restarts", "-1", "script.py"], "max_restarts=-1 is less than 0"),
     "restarts, no number": (["--max_restarts", "x", "script.py"], "--max-restarts"),
-    "unknown option": (["--bogus", "script.py"], "--bogus"),
+    "unknown option": (["--bogus", "script.py"], "paceline run has no option --bogus"),
+    "misspelt option": (["--nprocs", "2", "script.py"], "no option --nprocs; did you mean --nproc?"),
+    "misspelt script": (["scirpt.py"], "the script 'scirpt.py' does not exist; did you mean script.py?"),
+    "ambiguous option": (["--n", "2", "script.py"], "ambiguous option: --n"),
+    "no value": (["--nproc"], "--nproc"),
+    "no time": (["--timeout", "soon", "script.py"], "--timeout='soon' is not a number of seconds"),
+    "no time at all": (["--timeout", "0", "script.py"], "--timeout=0 must be above 0 and at most 2,000,000 seconds"),
+    "endless time": (["--timeout=inf", "script.py"], "--timeout=inf must be above 0"),
+    "no number of time": (["--timeout=nan", "script.py"], "--timeout=nan must be above 0"),
     "hosts": (["--nnodes", "two", "script.py"], "--nnodes='two'"),
     "hosts, reversed": (["--nnodes", "3:2", "script.py"], "--nnodes=3:2"),
     "a second host of one": (["--node-rank", "1", "script.py"], "--node-rank=1, but --nnodes is 1"),
@@ -61,6 +69,40 @@ def test_a_mistake_is_refused_before_anything_starts(
         options.start(arguments)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+# What stands before and after the script.
+SPLITS = {
+    "nothing after": (["--nproc", "2", "script.py"], []),
+    "like an option of ours": (["script.py"], ["--nproc", "4", "--timeout=3", "--help"]),
+    "an ambiguous abbreviation": (["--nproc=2", "script.py"], ["--log", "x", "--n"]),
+    "a dash and its like": (["script.py"], ["--", "-", "-m", "script.py"]),
+    "after a flag": (["-m", "--standalone", "script"], ["--log", "-m", "module"]),
+    "after a value like a script": (["--log-dir", "script.py", "script.py"], ["script.py"]),
+    "after an abbreviated option": (["--max-res", "1", "-t", "3", "script.py"], ["-r", "3"]),
+    "after an attached value": (["-t3", "--tee=3", "script.py"], ["-t3"]),
+    "after two dashes": (["--nproc", "2", "--", "script.py"], ["--x", "--"]),
+}
+
+
+@pytest.mark.parametrize(("own", "rest"), SPLITS.values(), ids=SPLITS)
+def test_what_follows_the_script_is_the_scripts(own: list[str], rest: list[str]) -> None:
+    # 'script.py --log x' was refused: the launcher took it for an abbreviation of its own options.
+    parsed = options.parse([*own, *rest])
+    assert parsed.training_script in ("script.py", "script")
+    assert parsed.training_script_args == rest
+
+
+def test_ranks_are_told_how_long_a_collective_waits(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(*arguments: str) -> str:
+        parsed = parse(*arguments, script)
+        return options.single_host(parsed, options.rank_command(parsed), 1).env["PACELINE_TIMEOUT"]
+
+    monkeypatch.delenv("PACELINE_TIMEOUT", raising=False)
+    assert told() == "600"
+    monkeypatch.setenv("PACELINE_TIMEOUT", "90")
+    assert told() == "90"
+    assert told("--timeout", "7.5") == "7.5"
 
 
 HOSTS = {

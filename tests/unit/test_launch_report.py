@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ def work():
         sys.exit("enough")
     if sys.argv[1] == "usage":
         time.sleep(60)
+        print("nobody ended this rank")
     print("done")
 
 rank_main(work)
@@ -42,10 +42,12 @@ def test_a_usage_error_on_every_rank_is_one_line_and_code_2_and_no_restart(tmp_p
 
 def test_a_usage_error_on_one_rank_ends_the_others_at_once(tmp_path: Path) -> None:
     name = script(tmp_path, SCRIPT)
-    begin = time.monotonic()
     done = paceline(tmp_path, "run", "--nproc", "2", name, "usage", "1")
-    assert time.monotonic() - begin < 30
-    assert (done.returncode, done.stderr) == (2, "error: lr=-1.0 is negative; give a positive number\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "error: lr=-1.0 is negative; give a positive number\n",
+    )
 
 
 def test_a_rank_without_launcher_prints_its_own_error(tmp_path: Path) -> None:

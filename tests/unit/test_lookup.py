@@ -164,7 +164,47 @@ def unnamed(world: World) -> str:
     raise AssertionError("registered")
 
 
-def test_a_mesh_without_names_is_not_registered(pools: Pools) -> None:
+def registered_without_names(world: World) -> list[Any]:
+    """As the tutorials register it, once, also with a pair of brackets more than it needs."""
+    found = []
+    pair = [world.rank // 2 * 2, world.rank // 2 * 2 + 1]
+    for ranks in ([0, 1, 2, 3], [[0, 1, 2, 3]]):
+        assert get.register_mesh(DeviceMesh("cpu", torch.tensor(ranks))) is get
+        found.append(answers())
+    half = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("dp", "tp"))["tp"]
+    found += [answers(half), refusal("rank", "dp")]
+    own = dist.new_subgroups(2)[0]
+    mesh = DeviceMesh.from_group(own, "cpu")
+    get.register_mesh(mesh)
+    found.append(answers())
+    assert get("pg") is own
+    assert dist.get_process_group_ranks(get("pg")) == pair
+    part = DeviceMesh("cpu", torch.tensor([1, 3]))
+    get.register_mesh(part)
+    found.append([get("grank"), get("rank") if world.rank in (1, 3) else refusal("rank")])
+    get.register_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    assert answers() == without_a_mesh(world)
+    return found
+
+
+def test_a_registered_mesh_of_one_dimension_without_names_is_the_default(pools: Pools) -> None:
+    for rank, (whole, nested, half, named, own, part) in enumerate(pools.run(4, registered_without_names)):
+        assert whole == nested == (4, rank, rank, rank, CPU, [0, 1, 2, 3])
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert half == (2, rank % 2, rank, rank, CPU, pair)
+        assert named == (
+            UsageError,
+            "dimension 'dp' was asked for, but the registered mesh has no names; leave it out",
+        )
+        assert own == (2, rank % 2, rank, rank % 2, CPU, pair)  # lrank, too, is the place in the mesh
+        if rank in (1, 3):
+            assert part == [rank, rank // 2]
+        else:
+            assert part[0] == rank
+            assert part[1][0] is WorldError
+
+
+def test_a_mesh_of_several_dimensions_without_names_is_not_registered(pools: Pools) -> None:
     assert set(pools.run(4, unnamed)) == {
         "the mesh has no names to ask for; make it with init_device_mesh('cpu', (2, 2), mesh_dim_names=(…))"
     }

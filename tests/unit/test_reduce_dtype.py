@@ -89,7 +89,7 @@ def lifetimes(world: World) -> None:
     model.zero_grad()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(UsageError, match="was not averaged over the ranks"):
+    with pytest.raises(UsageError, match="has not averaged over the ranks"):
         optimizer.step()
     with pytest.raises(UsageError, match=r"reduce_dtype=torch.int8: give torch\.float32"):
         DistributedDataParallel(nn.Linear(4, 4), reduce_dtype=torch.int8)

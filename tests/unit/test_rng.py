@@ -34,7 +34,7 @@ def test_seed_all_brings_the_same_stream_again(seed: int) -> None:
     assert draw() != first
 
 
-@pytest.mark.parametrize("seed", [-1, 1.5, "7", None])
+@pytest.mark.parametrize("seed", [-1, 1.5, "7", None, True, -(2**70)])
 def test_a_seed_is_a_whole_number_from_0(seed: Any) -> None:
     with pytest.raises(UsageError, match="seed must be a whole number >= 0"):
         set_seed(seed)
@@ -82,6 +82,80 @@ def test_how_much_was_drawn_inside_the_block_does_not_matter_after_it() -> None:
         draw()
         draw()
     assert draw() == first
+
+
+def nested(world: World) -> list[list[float]]:
+    found = []
+    with set_seed(3):
+        found.append(draw())
+        with set_seed(4):
+            found.append(draw())
+            with set_seed(5):
+                pass
+            found.append(draw())
+        found.append(draw())
+        set_seed(6)  # a helper's own: it must not make the rest of the block differ
+        found.append(draw())
+    return [*found, draw()]
+
+
+def test_inside_nested_blocks_ranks_agree_and_the_outer_stream_goes_on() -> None:
+    """The inner block's end made the rest of the outer one differ by rank, and with it the initial weights."""
+    first, second = run_ranks(2, nested)
+    assert first[:-1] == second[:-1]
+    assert first[-1] != second[-1]
+    with set_seed(3):
+        plain = [draw(), draw()]
+    assert [first[0], first[3]] == plain
+    with set_seed(4):
+        plain = [draw(), draw()]
+    assert [first[1], first[2]] == plain
+
+
+def test_a_block_that_is_left_by_an_exception_is_closed() -> None:
+    with set_seed(3):
+        expected = [draw(), draw()]
+    with set_seed(3):
+        found = [draw()]
+        with pytest.raises(KeyError), set_seed(4):  # noqa: PT012
+            draw()
+            raise KeyError
+        found.append(draw())
+    assert found == expected
+    set_seed(3)
+    after = draw()
+    with set_seed(3):
+        pass
+    assert draw() == after
+
+
+def test_a_block_that_was_made_before_the_one_around_it_leaves_that_alone() -> None:
+    inner = set_seed(4)
+    with set_seed(3):
+        expected = [draw(), draw()]
+    with set_seed(3):
+        found = [draw()]
+        with inner, inner:
+            draw()
+        found.append(draw())
+    assert found == expected
+
+
+def test_numpys_whole_numbers_and_large_ones_are_seeds() -> None:
+    import numpy
+
+    for seed, same in ((numpy.int64(7), 7), (numpy.uint8(7), 7), (torch.tensor(7), 7)):
+        found = []
+        for one in (seed, same):
+            with set_seed(one):
+                found.append(draw())
+            found.append(draw())
+        assert found[:2] == found[2:]
+    streams = []
+    for large in (2**64 - 1, 2**64, 2**64 + 1, 2**200):
+        with set_seed(large):
+            streams.append(tuple(draw()[2:]))
+    assert len(set(streams)) == 4
 
 
 def test_a_state_brings_every_generator_back() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from paceline.errors import CheckpointMismatch, UsageError
@@ -17,11 +19,37 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"log_every": 0}, "log_every must be at least 1, not 0"),
     ({"warmup_steps": -1}, "warmup_steps must be at least 0, not -1"),
     ({"decay": "cosine"}, "decay must be none or linear, not 'cosine'"),
+    ({"decay": ["linear"]}, "decay must be none or linear, not "),
+    ({"lr_scaling": "cubic"}, "lr_scaling must be none or linear or sqrt, not 'cubic'"),
+    # These were taken as they came: 1.5 epochs trained 2, resume=True without a folder began anew and wrote nothing.
+    ({"epochs": 1.5}, "epochs must be a whole number, not 1.5"),
+    ({"epochs": "3"}, "epochs must be a whole number, not '3'"),
+    ({"epochs": True}, "epochs must be a whole number, not True"),
+    ({"epochs": None}, "epochs must be a whole number, not None"),
+    ({"accumulate": 2.0}, "accumulate must be a whole number, not 2.0"),
+    ({"keep": "3"}, "keep must be a whole number, not '3'"),
+    ({"log_every": 1.0}, "log_every must be a whole number"),
+    ({"warmup_steps": 0.1}, "warmup_steps must be a whole number"),
+    ({"base_batch_size": 32.0}, "base_batch_size must be a whole number"),
+    ({"base_batch_size": 0}, "base_batch_size must be at least 1, not 0"),
+    ({"checkpoint_dir": "d", "checkpoint_every": 1.0}, "checkpoint_every must be a whole number"),
+    ({"clip_norm": "1"}, "clip_norm must be a number, not '1'"),
+    ({"clip_norm": True}, "clip_norm must be a number, not True"),
+    ({"checkpoint_dir": ""}, "checkpoint_dir must not be empty"),
+    ({"checkpoint_dir": "", "resume": True}, "checkpoint_dir must not be empty"),
+    ({"checkpoint_dir": 3}, "checkpoint_dir must be a path, not 3"),
+    ({"checkpoint_dir": b"runs"}, "checkpoint_dir must be a path, not b'runs'"),
+    ({"metrics_file": ""}, "metrics_file must not be empty"),
+    ({"tensorboard_dir": ""}, "tensorboard_dir must not be empty"),
+    ({"checkpoint_dir": "d", "resume": "false"}, "resume must be True or False, not 'false'"),
+    ({"checkpoint_dir": "d", "resume": 1}, "resume must be True or False, not 1"),
+    ({"show_progress": None}, "show_progress must be True or False"),
+    ({"checkpoint_dir": "d", "allow_changed_settings": True}, "needs resume=True"),
     ({"clip_norm": 0.0}, "clip_norm must be greater than 0, not 0.0"),
     ({"clip_norm": float("nan")}, "clip_norm must be greater than 0, not nan"),
     ({"checkpoint_dir": "d", "checkpoint_every": 0}, "checkpoint_every must be at least 1, not 0"),
-    ({"checkpoint_every": 5}, "need checkpoint_dir"),
-    ({"resume": True}, "need checkpoint_dir"),
+    ({"checkpoint_every": 5}, "checkpoint_every needs checkpoint_dir"),
+    ({"resume": True}, "resume needs checkpoint_dir"),
 ]
 
 
@@ -29,6 +57,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_a_value_out_of_range_is_refused_where_the_config_is_made(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TrainConfig(**{"epochs": 1, **options})
+
+
+def test_whole_numbers_of_numpy_and_paths_are_taken() -> None:
+    config = TrainConfig(epochs=numpy.int64(3), clip_norm=numpy.float32(0.5), checkpoint_dir=Path("runs"))  # type: ignore[arg-type]
+    assert (config.epochs, config.clip_norm, config.checkpoint_dir) == (3, 0.5, "runs")
+    assert (type(config.epochs), type(config.clip_norm)) == (int, float)
 
 
 OTHER: list[tuple[str, dict[str, Any], str]] = [

@@ -37,10 +37,37 @@ def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
     log.close()
 
 
-def test_a_fresh_run_starts_the_file_anew(tmp_path: Path) -> None:
+def test_a_fresh_run_leaves_the_lines_of_an_earlier_one(tmp_path: Path) -> None:
+    # It truncated the file: running a script again, or a second one with the same name, lost the first one's metrics.
     write(tmp_path / "m", 0, 1, 2)
     write(tmp_path / "m", 0, 1)
-    assert steps_of(tmp_path / "m") == [1]
+    assert steps_of(tmp_path / "m") == [1, 2, 1]
+
+
+RESUMED: list[tuple[list[list[int]], int, list[int]]] = [
+    ([[2, 4, 6], [2, 4, 6]], 4, [2, 4, 6, 2, 4]),
+    ([[2, 4, 6], [2]], 4, [2, 4, 6, 2]),
+    ([[2, 4, 6], [2, 4]], 1, [2, 4, 6]),
+    ([[6], [6, 6], [2, 2, 4]], 2, [6, 6, 6, 2, 2]),
+    ([[2, 4]], 1, []),
+]
+
+
+@pytest.mark.parametrize(("runs", "step", "kept"), RESUMED)
+def test_a_resumed_run_drops_lines_of_its_own_only(
+    tmp_path: Path, runs: list[list[int]], step: int, kept: list[int]
+) -> None:
+    for run in runs:
+        write(tmp_path / "m", 0, *run)
+    write(tmp_path / "m", step, 9)
+    assert steps_of(tmp_path / "m") == [*kept, 9]
+
+
+def test_a_fresh_run_begins_a_line_behind_the_half_one_of_a_run_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "m").write_text('{"step": 2, "lo')
+    write(tmp_path / "m", 0, 2, 4)
+    write(tmp_path / "m", 2, 3)
+    assert (tmp_path / "m").read_text() == '{"step": 2, "lo\n{"step": 2, "loss": 1.0}\n{"step": 3, "loss": 1.5}\n'
 
 
 def test_a_resumed_run_drops_what_it_will_repeat(tmp_path: Path) -> None:

@@ -78,6 +78,38 @@ def test_resumed_at_moments_that_are_easily_got_wrong(pools: Pools, tmp_path: Pa
     assert metrics[1] == metrics[0]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_line_of_metrics_after_a_resume_is_that_of_the_undisturbed_run(
+    pools: Pools, tmp_path: Path, size: int
+) -> None:
+    # The first line after a resume averaged only what came since, and so did the epoch's mean.
+    run = Run(config(tmp_path / "whole", metrics_file=str(tmp_path / "whole" / "m"), log_every=4), dropout=0.2)
+    pools.run(size, train, run)
+    for step in (3, 5, STEPS, STEPS + 1):
+        folder = tmp_path / str(step)
+        interrupted(
+            pools,
+            size,
+            replace(run, config=config(folder, metrics_file=str(folder / "metrics.jsonl"), log_every=4)),
+            step,
+        )
+        assert (folder / "metrics.jsonl").read_text() == (tmp_path / "whole" / "m").read_text()
+
+
+def test_a_line_of_metrics_after_a_resume_on_other_ranks_counts_all_of_them(pools: Pools, tmp_path: Path) -> None:
+    options = {"log_every": 5, "epochs": 1}
+    run = Run(config(tmp_path / "whole", metrics_file=str(tmp_path / "whole.jsonl"), **options))
+    pools.run(2, train, run)
+    cut = replace(run, config=config(tmp_path / "cut", metrics_file=str(tmp_path / "cut.jsonl"), **options))
+    pools.run(2, train, replace(cut, stop_after=3))
+    pools.run(1, in_silence, replace(cut, config=replace(cut.config, resume=True)))
+    lines = [
+        [json.loads(line)["loss"] for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("whole.jsonl", "cut.jsonl")
+    ]
+    assert lines[1] == pytest.approx(lines[0], rel=1e-9)
+
+
 def test_resumed_between_the_steps_of_accumulation(pools: Pools, tmp_path: Path) -> None:
     run = Run(config(tmp_path / "whole", accumulate=4), dropout=0.3)
     whole = pools.run(2, train, run)

@@ -113,7 +113,8 @@ def test_metrics_hold_loss_and_rate_of_every_so_many_steps_and_each_evaluation(
     )
     pools.run(size, train, still)
     data = Points(45, torch.float64)
-    [line] = [json.loads(line) for line in file.read_text().splitlines()]
+    *earlier, line = [json.loads(line) for line in file.read_text().splitlines()]
+    assert earlier == lines
     assert line["loss"] == pytest.approx(float(squared(net(still)(data.x), data.y).detach()) / 45)
 
 
@@ -157,6 +158,13 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoin
         assert checkpointer.latest() == tmp_path / "step-00000004"
     [outcome, *_] = pools.run(size, train, Run(TrainConfig(2, checkpoint_dir=str(tmp_path), resume=True, **QUIET)))
     assert (outcome.result.resumed_from_step, outcome.result.steps, outcome.error) == (4, 12, "")
+
+
+def test_nothing_is_checked_if_the_config_says_so(pools: Pools) -> None:
+    """As a GradScaler's loop would have it, and torch's default: NaN goes to every rank and into the weights."""
+    for outcome in pools.run(2, train, Run(TrainConfig(2, check_finite=False, **QUIET), poisoned_step=5)):
+        assert (outcome.error, outcome.result.steps) == ("", 12)
+        assert all((array != array).any() for array in outcome.weights.values())
 
 
 def test_a_folder_in_use_is_refused_without_resume_and_left_as_it_is(pools: Pools, tmp_path: Path) -> None:

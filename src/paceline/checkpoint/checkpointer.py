@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from paceline.checkpoint import capture, exchange
+from paceline.checkpoint import capture, codec, exchange, notes, restoring
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.compare import compare
 from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.notes import Keep, Notes
 from paceline.checkpoint.registered import Registered, Stateful
 from paceline.checkpoint.saved import GENERATORS, RANK_ROLE, Saved
-from paceline.checkpoint.storage import Storage, reason, step_name
+from paceline.checkpoint.storage import Storage, reason
 from paceline.checkpoint.writer import Draft
-from paceline.errors import CheckpointError, CheckpointWarning, DesyncError, NoCheckpoint, UsageError
+from paceline.errors import CheckpointError, DesyncError, UsageError
 from paceline.rollcall import called_by_all
 from paceline.world import World
 
@@ -44,23 +45,34 @@ class Checkpointer:
     The random generators of every rank are always saved, without being registered.
 
     Args:
-        folder: where the checkpoints are; made if it is not there. It holds nothing else, and one run at a
-            time uses it.
+        folder: where the checkpoints are; made if it is not there, for this user alone (mode 0700, its files 0600,
+            less what the umask takes away). One run at a time uses it. Other files in it are left alone.
         keep: how many of the newest checkpoints stay; at least 1.
+        keep_best: the name of a number in the metadata that :meth:`save` is given. The checkpoint in which it is
+            best stays, too, however old it is.
+        best: whether the best number is the largest or the smallest.
 
     Raises:
-        UsageError: on every rank, if `keep` is below 1, or the folder cannot be made or written to, is in use
-            by another run, or holds something that is no checkpoint.
+        UsageError: on every rank, if `keep` is below 1, another argument is malformed, or the folder cannot be made
+            or written to, or is in use by another run.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], keep: int = 3) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int = 3,
+        keep_best: str | None = None,
+        best: Literal["max", "min"] = "max",
+    ) -> None:
+        world = exchange.here()
+        exchange.agree(world, exchange.error_of(_check_folder, folder))
         self._folder = Path(folder).absolute()
-        self._keep = keep
+        self._keep = Keep(keep, keep_best, best)
         self._registered: dict[str, Registered] = {}
         self._storage: Storage | None = None  # rank 0's
         self._closed = False
         with called_by_all("Checkpointer(…)"):
-            exchange.decide(exchange.here(), self._open)
+            exchange.decide(world, self._open)
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
         """Let `object` be saved and restored as `name`; returns it.
@@ -71,7 +83,8 @@ class Checkpointer:
         Args:
             name: unique; lower-case letters, digits and underscores.
             object: anything with ``state_dict`` and ``load_state_dict``. Its state consists of tensors,
-                ``None``, booleans, numbers, strings, bytes, lists, tuples and dicts.
+                ``None``, booleans, numbers, strings, bytes, lists, tuples and dicts. With a method
+                ``check_state_dict`` it can refuse a state before anything is loaded.
             per_rank: whether each rank has a state of its own. If not, rank 0's is saved for all.
 
         Raises:
@@ -90,20 +103,24 @@ class Checkpointer:
                 f"the object to register as {name!r}, a {type(object).__qualname__}, does not have both "
                 "state_dict and load_state_dict; give it these methods"
             )
-        entry = Registered(name, object, per_rank)
+        entry = Registered.of(name, object, per_rank, self._registered)
         entry.capture(Encoder())
         self._registered[name] = entry
         return object
 
     @called_by_all("Checkpointer.save()")
-    def save(self, step: int) -> Path:
+    def save(self, step: int, metadata: Mapping[str, Any] | None = None, protect: bool = False) -> Path:
         """Save every registered object as the checkpoint of `step`; it is durable when this returns.
 
         If `step` is there already it is replaced: the old one goes only once the new one is complete. Then
-        all but the newest ``keep`` up to `step` are deleted. The path is that on rank 0's host.
+        all but the newest ``keep`` up to `step`, the protected ones and the best one are deleted. The path is that
+        on rank 0's host.
 
         Args:
             step: number of optimizer steps done; the same on every rank.
+            metadata: whatever is worth knowing about it, such as ``{"best_acc1": 71.2}``, for :meth:`metadata`;
+                numbers, strings, lists and dicts. Rank 0's is saved.
+            protect: whether it stays until someone deletes it by hand.
 
         Raises:
             CheckpointError: on every rank, if it could not be written. What was there before is intact,
@@ -114,12 +131,18 @@ class Checkpointer:
         """
         world = self._world()
         captures: list[Capture] = []
-        exchange.agree(world, _error_of(self._capture, step, captures))
+        given: list[Notes] = []
+
+        def capture_all() -> None:
+            given.append(notes.check(metadata, protect))
+            self._capture(step, captures)
+
+        exchange.agree(world, exchange.error_of(capture_all))
         self._expect_equal(world, step)
         *shared, own = captures
         if world.rank != 0:
             capture.hand_over(own)
-        return Path(exchange.decide(world, lambda: str(self._write(world, step, shared, own))))
+        return Path(exchange.decide(world, lambda: str(self._write(world, step, shared, own, given[0]))))
 
     @called_by_all("Checkpointer.latest()")
     def latest(self) -> Path | None:
@@ -136,14 +159,43 @@ class Checkpointer:
         """Steps that have a folder, whole or damaged, in ascending order."""
         return list(exchange.decide(self._world(), lambda: self._store.steps()))
 
-    @called_by_all("Checkpointer.restore()")
-    def restore(self) -> int:
-        """Load the newest whole checkpoint into the registered objects; its step.
+    @called_by_all("Checkpointer.best()")
+    def best(self) -> int | None:
+        """The step of the checkpoint in which ``keep_best`` is best; None if none has it."""
+        return None if (found := exchange.decide(self._world(), self._best)) is None else int(found)
 
-        Everything is compared before anything is loaded. The states are on the CPU when the objects' own
-        ``load_state_dict`` gets them; modules and optimizers move them to their parameters' devices. The
-        random generators come back exactly if as many ranks run as when it was saved; else they stay as they
-        are, and rank 0 says so.
+    @called_by_all("Checkpointer.metadata()")
+    def metadata(self, step: int | None = None) -> dict[str, Any]:
+        """The metadata with which the checkpoint of `step`, or the newest whole one, was saved; empty without any.
+
+        Raises:
+            NoCheckpoint: if there is no such checkpoint, or its metadata are damaged.
+        """
+        node = exchange.decide(self._world(), lambda: Encoder().encode(dict(self._metadata(step))))
+        return dict(codec.decode(node, {}))
+
+    @called_by_all("Checkpointer.restore()")
+    def restore(self, step: int | None = None, allow_changed_settings: bool = False) -> int:
+        """Load the newest whole checkpoint, or that of `step`, into the registered objects; its step.
+
+        Later checkpoints than that of `step` stay, and a resume without `step` goes on from them: let a run that
+        branches off save into a folder of its own.
+
+        Everything is compared before anything is loaded, and if an object refuses its state all the same, every
+        registered object gets back the state that it had before, on every rank.
+
+        The states are on the CPU when the objects' own ``load_state_dict`` gets them; modules and optimizers move
+        them to their parameters' devices. The random generators come back exactly if as many ranks run as when it
+        was saved; else they stay as they are, and rank 0 says so.
+
+        Optimizers are compared by class, groups, parameters' names and shapes, and the settings that they had when
+        they were registered; register them before training.
+
+        Args:
+            step: None for the newest that is whole. One that was chosen and is damaged is an error.
+            allow_changed_settings: whether settings of optimizers (learning rate, momentum, weight decay, …) may
+                differ from the checkpoint's; then this run's are taken over, and rank 0 warns of each. The state comes
+                from the checkpoint all the same.
 
         Raises:
             NoCheckpoint: on every rank, if there is no checkpoint, or none that is whole.
@@ -152,20 +204,16 @@ class Checkpointer:
             UsageError: as an object's ``load_state_dict`` raises it.
         """
         world = self._world()
-        found: list[Manifest] = []  # rank 0's
-        path = Path(exchange.decide(world, lambda: self._choose(found)))
-        saved = Saved.open(world, path, found[0] if found else None)
-        exchange.agree(world, _error_of(compare, self._registered.values(), saved, world.size))
-        for entry in self._entries(per_rank=False):
-            tensors = saved.tensors(world, entry.name)
-            exchange.agree(world, _error_of(entry.load, saved.objects[entry.name], tensors, saved.step))
-        if saved.manifest.world_size == world.size:
-            tensors = saved.rank_tensors(world)
-            for entry in [*self._entries(per_rank=True), capture.generators()]:
-                node = saved.ranks[world.rank][entry.name]
-                exchange.agree(world, _error_of(entry.load, node, tensors, saved.step))
-        else:
-            exchange.decide(world, lambda: _warn_of_other_size(saved, world))
+        for rank, theirs in enumerate(exchange.gather(world, step)):
+            if theirs != step:
+                raise DesyncError(
+                    f"rank {rank} restores step {theirs} but rank {world.rank} restores step {step}; choose the "
+                    "same step on every rank"
+                )
+        saved = Saved.open(world, lambda: restoring.choose(self._store, step))
+        entries = list(self._registered.values())
+        exchange.agree(world, exchange.error_of(compare, entries, saved, world, allow_changed_settings))
+        restoring.restore(world, saved, entries, allow_changed_settings)
         return saved.step
 
     def close(self) -> None:
@@ -181,14 +229,21 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close()
 
+    def _best(self) -> int | None:
+        return self._keep.best(self._store.notes()) if self._keep.metric else None
+
+    def _metadata(self, step: int | None) -> Mapping[str, Any]:
+        if step is None:
+            step = restoring.choose(self._store, None)[1].step
+        return restoring.read_notes(self._store, step).metadata
+
     @property
     def _store(self) -> Storage:
         assert self._storage is not None, "only rank 0 uses the folder"
         return self._storage
 
     def _open(self) -> None:
-        if type(self._keep) is not int or self._keep < 1:
-            raise UsageError(f"keep must be a whole number >= 1, not {self._keep!r}")
+        self._keep.check()
         self._storage = Storage(self._folder)
 
     def _world(self) -> World:
@@ -223,7 +278,7 @@ class Checkpointer:
                     "save after the same number of steps on every rank"
                 )
 
-    def _write(self, world: World, step: int, shared: list[Capture], own: Capture) -> Path:
+    def _write(self, world: World, step: int, shared: list[Capture], own: Capture, given: Notes) -> Path:
         """Rank 0: write everything, fetching the other ranks' states one after another."""
         waiting = list(range(1, world.size))
         try:
@@ -234,9 +289,10 @@ class Checkpointer:
                 while waiting:
                     rank = waiting.pop(0)
                     draft.add_own(rank, capture.fetch(rank))
+                draft.add_notes(given)
                 path = draft.commit()
-        except (OSError, ValueError) as error:
-            why = reason(error) if isinstance(error, OSError) else str(error)
+        except (OSError, ValueError, MemoryError) as error:
+            why = reason(error) if isinstance(error, OSError) else str(error) or type(error).__name__
             raise CheckpointError(
                 f"rank 0 could not save step {step} to {self._store.path(step)}: {why}; the checkpoints "
                 "before it are intact, remove the cause and save again"
@@ -247,40 +303,11 @@ class Checkpointer:
         self._store.prune(step, self._keep)
         return path
 
-    def _choose(self, found: list[Manifest]) -> str:
-        newest = self._store.newest()
-        if newest is not None:
-            found.append(newest[1])
-            return str(newest[0])
-        damaged = ", ".join(step_name(step) for step in self._store.steps())
-        if damaged:
-            raise NoCheckpoint(
-                f"no checkpoint in {self._folder} is whole (damaged: {damaged}); bring one back from a "
-                "copy, or start anew in another folder"
-            )
-        raise NoCheckpoint(
-            f"there is no checkpoint in {self._folder} to resume from; check the path, or start without resuming"
-        )
 
-
-def _error_of(function: Any, *arguments: Any) -> Exception | None:
-    """What `function` raises, if it does."""
-    try:
-        function(*arguments)
-    except Exception as error:
-        return error
-    return None
+def _check_folder(folder: Any) -> None:
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise UsageError(f"the checkpoint folder must be a path that is not empty, not {folder!r}; name a folder")
 
 
 def _path_of(found: tuple[Path, Manifest] | None) -> str | None:
     return None if found is None else str(found[0])
-
-
-def _warn_of_other_size(saved: Saved, world: World) -> None:
-    warnings.warn(
-        f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}, "
-        "so every rank keeps its random generators as they are seeded now instead of going on with the "
-        "saved ones",
-        CheckpointWarning,
-        stacklevel=2,
-    )

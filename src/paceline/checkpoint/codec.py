@@ -22,6 +22,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from paceline.checkpoint import documents
+
+_SAME_HASH = 100  # keys of one dict, at most: looking one up among them takes that many comparisons
 DEPTH = 100  # levels of nesting; a value that contains itself ends here
 
 
@@ -134,8 +137,9 @@ def _value(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     ((tag, content),) = node.items()
     try:
         return _decode(tag, content, tensors)
-    except (TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"a node {tag!r} cannot be read: {type(error).__name__}: {error}") from None
+    except (TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
+        why = f"{type(error).__name__}: {str(error)[:80]}"
+        raise ValueError(f"a node {documents.shown(tag)} cannot be read: {why}") from None
 
 
 def _decode(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -147,7 +151,7 @@ def _decode(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         case "dict":
             return {key: _value(item, tensors) for key, item in content.items()}
         case "items":
-            return {_value(key, {}): _value(item, tensors) for key, item in content}
+            return _from_items([(_value(key, {}), _value(item, tensors)) for key, item in content])
         case "OrderedDict":
             return OrderedDict(_value(content, tensors))
         case "Counter":
@@ -168,6 +172,14 @@ def _decode(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         case "dtype":
             return DTYPES[content]
     raise ValueError(f"a node has the unknown tag {tag[:40]!r}")
+
+
+def _from_items(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A dict with any keys. Those of strings are hashed with a secret; others can be made to collide."""
+    most = max(Counter(hash(key) for key, _ in pairs).values(), default=0)
+    if most > _SAME_HASH:
+        raise ValueError(f"{most} of a dict's keys have the same hash")
+    return documents.unique(pairs)
 
 
 def _plain(value: Any, path: str) -> Any:

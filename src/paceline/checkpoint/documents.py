@@ -6,41 +6,83 @@ import json
 from typing import Any
 
 LIMIT = 64 * 2**20  # bytes; a larger document is refused, so that reading takes bounded memory
+BYTES_PER_MARK = 16  # on average at least, or it is refused: "[],[],…" would take 25 times its size in memory
+_MARKS = (b",", b":", b"[", b"{")  # one of them stands before each value but the first
+_DIGITS = 400  # of a number; what we write has at most 25
 
 
 def render(value: Any, indent: int | None = None, limit: int = LIMIT) -> bytes:
     """`value` as JSON: ASCII, keys in their own order, NaN and infinities refused.
 
     Raises:
-        ValueError: if `value` has a float that JSON does not know, or the text has more than `limit` bytes.
+        ValueError: if `value` has a float that JSON does not know, or :func:`parse` would refuse the text.
     """
     separators = (",", ":") if indent is None else (",", ": ")
     raw = json.dumps(value, allow_nan=False, indent=indent, separators=separators).encode("ascii")
-    if len(raw) > limit:
-        raise ValueError(f"it takes {len(raw)} bytes of JSON, the limit is {limit}")
+    _check_size(raw, limit)
     return raw
 
 
 def parse(raw: bytes, limit: int = LIMIT) -> Any:
-    """The value of the JSON text `raw`.
+    """The value of the JSON text `raw`, in time and memory proportional to `limit` at most.
 
     Raises:
-        ValueError: if `raw` has more than `limit` bytes, is no JSON, nested too deeply, or has a key twice.
+        ValueError: if `raw` has more than `limit` bytes or too many values for it, is no JSON in ASCII, nested too
+            deeply, or has a key twice.
     """
-    if len(raw) > limit:
-        raise ValueError(f"it has {len(raw)} bytes, the limit is {limit}")
+    _check_size(raw, limit)
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
+        return json.loads(
+            raw.decode("ascii"),
+            object_pairs_hook=unique,
+            parse_constant=_refuse,
+            parse_int=_whole_number,
+            parse_float=_number,
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A dict of `pairs`.
+
+    Raises:
+        ValueError: if a key occurs twice; names the first.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
+        seen = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {shown(key)} occurs twice")
+            seen.add(key)
     return found
+
+
+def shown(value: Any) -> str:
+    """`value` for a message, cut to a readable length."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _check_size(raw: bytes, limit: int) -> None:
+    if len(raw) > limit:
+        raise ValueError(f"it has {len(raw)} bytes of JSON, the limit is {limit}")
+    values = sum(map(raw.count, _MARKS))
+    if values > limit // BYTES_PER_MARK:
+        raise ValueError(f"it has up to {values} values, the limit is {limit // BYTES_PER_MARK}")
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"it has a number of {len(text)} digits")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    if len(text) > _DIGITS:
+        raise ValueError(f"it has a number of {len(text)} digits")
+    return float(text)
 
 
 def _refuse(constant: str) -> Any:

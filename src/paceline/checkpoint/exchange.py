@@ -80,6 +80,15 @@ def agree(world: World, error: BaseException | None) -> None:
             raise _error({**report, "message": f"rank {rank}: {report['message']}"})
 
 
+def error_of(function: Callable[..., Any], *arguments: Any) -> Exception | None:
+    """The exception that `function` raises, for :func:`agree`; None if it raises none."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        return error
+    return None
+
+
 def gather(world: World, value: Any) -> list[Any]:
     """Every rank's `value`, a JSON value, on every rank; in the order of ranks."""
     if world.size == 1:

@@ -48,6 +48,15 @@ class FolderLock:
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget_in_child(this))
 
+    def is_on(self, folder: Path) -> bool:
+        """Whether it is the folder now at this path that is locked, and not one that was removed since.
+
+        Raises:
+            OSError: if there is none.
+        """
+        here, locked = os.stat(folder), os.fstat(self._descriptor)
+        return (here.st_dev, here.st_ino) == (locked.st_dev, locked.st_ino)
+
     def release(self) -> None:
         """Give the lock up. Harmless when already released."""
         if self._descriptor >= 0:

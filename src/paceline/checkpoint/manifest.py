@@ -9,6 +9,7 @@ the whole that it holds.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def parse(raw: bytes) -> Manifest:
         raise ValueError("it is no JSON object")
     version = body.get("format_version")
     if version != FORMAT_VERSION:
-        raise ValueError(f"its format_version is {version!r}, this Paceline reads {FORMAT_VERSION}")
+        raise ValueError(f"its format_version is {documents.shown(version)}, this Paceline reads {FORMAT_VERSION}")
     try:
         aliases = body["aliases"]
         files = tuple(_file_in(entry, aliases) for entry in body["files"])
@@ -90,7 +91,7 @@ def parse(raw: bytes) -> Manifest:
             files=files,
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"an entry is missing or malformed ({type(error).__name__}: {error})") from None
+        raise ValueError(f"an entry is missing or malformed ({type(error).__name__}: {str(error)[:80]})") from None
     if len({file.path for file in files}) < len(files):
         raise ValueError("it lists a file twice")
     if manifest.file("state") is None:
@@ -125,7 +126,7 @@ def _file_in(entry: Any, aliases: Any) -> File:
     tensors = {name: _spec_in(tensor) for name, tensor in entry["tensors"].items()}
     own = {alias: _text(target) for alias, target in aliases.get(path, {}).items()}
     if dangling := [target for target in own.values() if target not in tensors]:
-        raise ValueError(f"an alias in {path!r} leads to {dangling[0]!r}, which is not there")
+        raise ValueError(f"an alias in {path!r} leads to {documents.shown(dangling[0])}, which is not there")
     return File(
         path=path,
         size=_count(entry["size"]),
@@ -143,6 +144,8 @@ def _spec_in(entry: Any) -> Spec:
         raise ValueError(f"{dtype[:40]!r} is no dtype that checkpoints use")
     if entry["slice"] != [[0, size] for size in shape]:
         raise ValueError("a tensor is stored in slices, which this Paceline does not read")
+    if math.prod(max(1, size) for size in shape) >= 2**56:
+        raise ValueError(f"a tensor of shape {documents.shown(shape)} is larger than any memory")
     return Spec(shape, dtype)
 
 

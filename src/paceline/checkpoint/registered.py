@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
 
+from paceline.checkpoint import optimizers
 from paceline.checkpoint.codec import Encoder, Unencodable, decode
 from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
-from paceline.modules import HasBucketLayout, unwrap
+from paceline.modules import HasBucketLayout, plain_name, unwrap
 
 
 class Stateful(Protocol):
@@ -25,12 +27,29 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
+class Outline:
+    """A saved object without its tensors' data: its state and, of an optimizer, the description."""
+
+    state: Any
+    optimizer: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
 class Registered:
     """`object` under `name`; ``per_rank`` if every rank has a state of its own."""
 
     name: str
     object: Any
     per_rank: bool = False
+    peers: Mapping[str, Registered] = field(default_factory=dict)
+    """All that are registered with it, among whose modules the parameters of an optimizer have their names."""
+    options: optimizers.Options = field(default_factory=list)
+    """An optimizer's settings when it was registered."""
+
+    @classmethod
+    def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
+        """`object` as it is now, to be put into `peers` under `name`."""
+        return cls(name, object, per_rank, peers, optimizers.options_of(object) if _is_optimizer(object) else [])
 
     def capture(self, encoder: Encoder, prefix: str = "") -> dict[str, Any]:
         """The node of the object's state; its tensors go to `encoder`, their names starting with `prefix`.
@@ -40,28 +59,54 @@ class Registered:
         """
         state = self._target.state_dict()
         metadata = getattr(state, "_metadata", None)
+        if isinstance(self.object, nn.Module):
+            state, metadata = _without_compile(state), _without_compile(metadata)
         try:
-            return {
+            node = {
                 "state": encoder.encode(state, prefix),
                 "metadata": encoder.encode(metadata, f"{prefix}_metadata"),
                 "buckets": self.object.bucket_layout() if isinstance(self.object, HasBucketLayout) else None,
             }
+            if _is_optimizer(self.object):
+                node["optimizer"] = encoder.encode(self._description(), f"{prefix}_optimizer")
+            return node
         except Unencodable as error:
             raise UsageError(
                 f"{self.name}.state_dict(){error.path} {error.reason}, which a checkpoint cannot hold; let "
                 "its state_dict return tensors, numbers, strings, lists, tuples and dicts only"
             ) from None
 
-    def check(self, saved: Any, step: int) -> None:
+    def check(self, saved: Outline, step: int, allow_changed: bool) -> None:
         """Compare with `saved`, the state of `step`, whose tensors need no data, before anything is loaded.
 
+        An object with a method ``check_state_dict`` compares by itself.
+
         Raises:
-            CheckpointMismatch: if it is the state of another model or of an optimizer with other groups.
+            CheckpointMismatch: if it is the state of another model or of another optimizer; one with other settings
+                unless `allow_changed`.
         """
         if isinstance(self.object, nn.Module):
-            _check_module(self.name, self._target.state_dict(), saved, step)
-        elif isinstance(self.object, torch.optim.Optimizer):
-            _check_optimizer(self.name, self.object.state_dict(), saved, step)
+            _check_module(self.name, _without_compile(self._target.state_dict()), _without_compile(saved.state), step)
+        elif _is_optimizer(self.object):
+            _check_optimizer(self.name, self.object.state_dict(), saved.state, step)
+            if saved.optimizer is not None:
+                try:
+                    optimizers.check(self.name, self._description(), saved.optimizer, step, allow_changed)
+                except (TypeError, KeyError, ValueError, AttributeError) as error:
+                    if isinstance(error, PacelineError):
+                        raise
+                    raise self._malformed(step, error) from None
+        elif callable(compare := getattr(self.object, "check_state_dict", None)):
+            compare(saved.state)
+
+    def changes(self, saved: Outline) -> list[str]:
+        """The settings of an optimizer that differ from those `saved`."""
+        return [] if saved.optimizer is None else optimizers.changes(self.name, self._description(), saved.optimizer)
+
+    def take_over(self, saved: Outline) -> None:
+        """Give an optimizer that has loaded the state `saved` the settings of this run."""
+        if saved.optimizer is not None:
+            optimizers.take_over(self.object, self.options, self._description(), saved.optimizer)
 
     def load(self, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], step: int) -> None:
         """Load the state of `step` that `node` and `tensors` hold.
@@ -73,16 +118,19 @@ class Registered:
         """
         try:
             state, metadata = decode(node["state"], tensors), decode(node["metadata"], tensors)
+            description = decode(node.get("optimizer"), tensors)
         except ValueError as error:
-            raise CheckpointError(
-                f"the state of {self.name!r} of step {step} is malformed ({error}); use another checkpoint"
-            ) from None
+            raise self._malformed(step, error) from None
         try:
+            if isinstance(self.object, nn.Module):
+                own = self._target.state_dict()
+                state = _as_in(own, state)
+                metadata = _as_in(getattr(own, "_metadata", None), metadata)
             if metadata is not None:
                 state._metadata = metadata
             self._target.load_state_dict(state)
-            if node["buckets"] is not None and isinstance(self.object, HasBucketLayout):
-                self.object.load_bucket_layout(node["buckets"])
+            if description is not None and _is_optimizer(self.object):
+                optimizers.bring_back_dtypes(self.object, state, description)
         except PacelineError:
             raise
         except Exception as error:
@@ -91,9 +139,62 @@ class Registered:
                 "register the kind of object that was saved"
             ) from error
 
+    def load_layout(self, node: Mapping[str, Any]) -> None:
+        """Load the bucket layout that `node` holds.
+
+        Raises:
+            CheckpointMismatch: if it does not fit the model.
+        """
+        if node["buckets"] is not None and isinstance(self.object, HasBucketLayout):
+            try:
+                self.object.load_bucket_layout(node["buckets"])
+            except PacelineError:
+                raise
+            except Exception as error:
+                raise CheckpointMismatch(
+                    f"the bucket layout of {self.name!r} does not fit ({type(error).__name__}: {error}); build the "
+                    "model that was saved"
+                ) from error
+
+    def _description(self) -> dict[str, Any]:
+        modules = [(entry.name, entry.object) for entry in self.peers.values() if isinstance(entry.object, nn.Module)]
+        return optimizers.describe(self.object, self.options, optimizers.parameter_names(modules))
+
+    def _malformed(self, step: int, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"the state of {self.name!r} of step {step} is malformed ({error}); use another checkpoint"
+        )
+
     @property
     def _target(self) -> Any:
         return unwrap(self.object) if isinstance(self.object, nn.Module) else self.object
+
+
+def _is_optimizer(object: Any) -> TypeGuard[torch.optim.Optimizer]:
+    return isinstance(object, torch.optim.Optimizer)
+
+
+def _without_compile(state: Any) -> Any:
+    """`state` with keys that do not say which sub-modules are compiled; other kinds of state as they are."""
+    if not isinstance(state, dict) or not any("_orig_mod" in str(key) for key in state):
+        return state
+    return OrderedDict((_plain_path(key), value) for key, value in state.items())
+
+
+def _as_in(own: Any, state: Any) -> Any:
+    """`state` with the keys of `own`, which may be compiled in other places."""
+    plain = _without_compile(state)
+    if not isinstance(own, dict) or not isinstance(plain, dict) or not any("_orig_mod" in str(key) for key in own):
+        return plain
+    renamed = OrderedDict((key, plain[_plain_path(key)]) for key in own if _plain_path(key) in plain)
+    known = {_plain_path(key) for key in own}
+    renamed.update((key, value) for key, value in plain.items() if key not in known)
+    return renamed
+
+
+def _plain_path(name: str) -> str:
+    """The name of a parameter or module without what ``torch.compile`` puts into it."""
+    return plain_name(f"{name}.").removesuffix(".")
 
 
 def _check_module(name: str, own: Mapping[str, Any], saved: Any, step: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from paceline.checkpoint import codec, documents, exchange, manifest, tensorfile, verify
 from paceline.checkpoint.manifest import File, Manifest
+from paceline.checkpoint.registered import Outline
 from paceline.errors import CheckpointError
 from paceline.world import World
 
@@ -33,30 +34,30 @@ class Saved:
         return self.manifest.step
 
     @classmethod
-    def open(cls, world: World, path: Path, found: Manifest | None) -> Saved:
-        """The checkpoint `path`, which rank 0 has verified and `found` is the manifest of; on every rank.
+    def open(cls, world: World, choose: Callable[[], tuple[Path, Manifest]]) -> Saved:
+        """The verified checkpoint that `choose` gives on rank 0, by path and manifest; on every rank.
 
         Raises:
             CheckpointError: if ``state.json`` is malformed, which its SHA-256 does not rule out.
         """
 
         def read() -> Any:
-            assert found is not None, "rank 0 has verified it"
+            path, found = choose()
             try:
                 state = documents.parse(verify.read_document(path / manifest.STATE))
             except (ValueError, verify.Damaged) as error:
                 raise _malformed(path, error) from None
-            return {"manifest": found.render().decode("ascii"), "state": state}
+            return {"path": str(path), "manifest": found.render().decode("ascii"), "state": state}
 
         answer = exchange.decide(world, read)
-        known = manifest.parse(answer["manifest"].encode("ascii"))
+        path, known = Path(answer["path"]), manifest.parse(answer["manifest"].encode("ascii"))
         state = answer["state"]
         try:
             objects, ranks = state["objects"], state["ranks"]
             if any(type(entry) is not dict for entry in (objects, *ranks)):
                 raise ValueError("it has an entry that is no JSON object")
             for entry in [*objects.values(), *(entry for rank in ranks for entry in rank.values())]:
-                if set(entry) != {"state", "metadata", "buckets"}:
+                if set(entry) - {"optimizer"} != {"state", "metadata", "buckets"}:
                     raise ValueError("an object's entry has other keys than it should")
             if any(GENERATORS not in rank for rank in ranks):
                 raise ValueError("a rank's random generators are missing")
@@ -66,17 +67,26 @@ class Saved:
             raise _malformed(path, error) from None
         return cls(path, known, objects, ranks)
 
-    def outline(self, name: str) -> Any:
-        """The state of the shared object `name`, with meta tensors: shapes and dtypes but no data.
+    def outline(self, name: str, rank: int | None = None) -> Outline:
+        """The object `name`, with meta tensors: shapes and dtypes but no data.
+
+        Args:
+            name: under which it is registered.
+            rank: whose state of its own it is; None for the state that all ranks share.
 
         Raises:
             CheckpointError: if its node is malformed.
         """
-        file = self.manifest.file(name)
-        tensors = {} if file is None else {key: spec.empty("meta") for key, spec in file.tensors.items()}
+        file = self.manifest.file(name) if rank is None else self.manifest.file(RANK_ROLE, rank)
+        node = self.objects[name] if rank is None else self.ranks[rank][name]
         try:
-            return codec.decode(self.objects[name]["state"], tensors)
-        except ValueError as error:
+            tensors = {} if file is None else {key: spec.empty("meta") for key, spec in file.tensors.items()}
+            codec.decode(node["metadata"], tensors)
+            description = codec.decode(node.get("optimizer"), {})
+            if description is not None and not isinstance(description, dict):
+                raise ValueError("an optimizer's description is no dict")
+            return Outline(codec.decode(node["state"], tensors), description)
+        except (ValueError, RuntimeError) as error:
             raise _malformed(self.path, error) from None
 
     def tensors(self, world: World, name: str) -> dict[str, torch.Tensor]:

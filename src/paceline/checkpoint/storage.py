@@ -6,29 +6,37 @@
                               renames; brought back when the folder is opened, if the new one did not arrive
     .deleted-step-00000100/   being deleted
 
+Folders are made with mode 0700 and files with 0600, less what the umask takes away; a folder that is there already
+keeps its mode. Other entries are left alone.
+
 What is durable: a file after its fsync, a name after the fsync of its folder. Hence the order in
 :meth:`commit`.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.checkpoint import notes
 from paceline.checkpoint.lock import FolderLock
 from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.notes import Keep, Notes
 from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _OURS = re.compile(r"\.(writing|replaced|deleted)-(step-\d{8,18})")
-_PROBE = ".probe"
+_PROBE = re.compile(r"\.probe-[0-9a-f]{16}")
+FOLDER_MODE, FILE_MODE = 0o700, 0o600  # weights and data positions are their owner's; the umask may take more away
 
 
 def step_name(step: int) -> str:
@@ -36,24 +44,63 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """The step of the folder called `name`; None if that is no checkpoint's name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps that have a folder in `folder`, whole or damaged, in ascending order.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    try:
+        folders = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint folder {folder} cannot be read: {reason(error)}; bring it back"
+        ) from error
+    return sorted(step for step in map(step_of, folders) if step is not None)
+
+
+def newest(folder: Path, named: set[int]) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint in `folder` that is whole, None if there is none.
+
+    Warns of each damaged one, unless its step is in `named`, and adds it there.
+    """
+    for step in reversed(steps_in(folder)):
+        path = folder / step_name(step)
+        try:
+            return path, read_whole(path, step)
+        except Damaged as damage:
+            if step not in named:
+                named.add(step)
+                warnings.warn(
+                    f"the checkpoint {path} is damaged and skipped: {damage}",
+                    CheckpointWarning,
+                    stacklevel=2,
+                )
+    return None
+
+
 class Storage:
     """The checkpoint folder `folder`, opened for one run.
 
     Raises:
-        UsageError: if the folder cannot be made or written to, another run uses it, or it holds something
-            that is no checkpoint.
+        UsageError: if the folder cannot be made or written to, or another run uses it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._named: set[int] = set()  # damaged steps that were warned of
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            _make(folder)
             self._lock = FolderLock(folder)
         except OSError as error:
             raise self._unusable(error) from None
         try:
-            self._refuse_foreign()
             self._clean()
             self._probe()
         except OSError as error:
@@ -69,29 +116,11 @@ class Storage:
         Raises:
             CheckpointError: if the folder cannot be read.
         """
-        try:
-            names = [entry.name for entry in os.scandir(self.folder) if _is_step(entry)]
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint folder {self.folder} cannot be read: {reason(error)}; bring it back"
-            ) from error
-        return sorted(int(name.removeprefix("step-")) for name in names)
+        return steps_in(self.folder)
 
     def newest(self) -> tuple[Path, Manifest] | None:
         """The newest checkpoint that is whole, None if there is none. Warns of each damaged one, once."""
-        for step in reversed(self.steps()):
-            path = self.path(step)
-            try:
-                return path, read_whole(path, step)
-            except Damaged as damage:
-                if step not in self._named:
-                    self._named.add(step)
-                    warnings.warn(
-                        f"the checkpoint {path} is damaged and skipped: {damage}",
-                        CheckpointWarning,
-                        stacklevel=2,
-                    )
-        return None
+        return newest(self.folder, self._named)
 
     def path(self, step: int) -> Path:
         """The folder of `step`."""
@@ -101,12 +130,19 @@ class Storage:
         """An empty temporary folder for `step`; hand it to :meth:`commit` or :meth:`abandon`.
 
         Raises:
-            OSError: if it cannot be made.
+            OSError: if it cannot be made, or something else has the checkpoint's name.
+            UsageError: if the folder was removed and made again, and another run uses the new one.
         """
+        if not self._lock.is_on(self.folder):
+            lock = FolderLock(self.folder)
+            self._lock.release()
+            self._lock = lock
+        self._clean()
+        final = self.path(step)
+        if os.path.lexists(final) and (final.is_symlink() or not final.is_dir()):
+            raise FileExistsError(errno.EEXIST, f"{final.name} is there and is no folder")
         draft = self.folder / f".writing-{step_name(step)}"
-        if draft.exists():
-            shutil.rmtree(draft)
-        draft.mkdir()
+        draft.mkdir(FOLDER_MODE)
         return draft
 
     def commit(self, draft: Path, step: int) -> Path:
@@ -119,8 +155,8 @@ class Storage:
         final, replaced = self.path(step), self.folder / f".replaced-{step_name(step)}"
         sync_folder(draft)
         self._named.discard(step)
-        if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+        again = final.exists()
+        if again:
             final.rename(replaced)
         try:
             draft.rename(final)
@@ -128,10 +164,10 @@ class Storage:
         except BaseException:
             if final.exists():
                 final.rename(draft)
-            if replaced.exists():
+            if again:
                 replaced.rename(final)
             raise
-        if replaced.exists():
+        if again:
             with suppress(OSError):  # removed when the folder is opened next
                 self._delete(replaced, step)
         return final
@@ -140,15 +176,16 @@ class Storage:
         """Remove what :meth:`start` made and what was written into it, as far as that is possible."""
         shutil.rmtree(draft, ignore_errors=True)
 
-    def prune(self, step: int, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints up to `step`, which was just saved.
+    def notes(self) -> dict[int, Notes]:
+        """The notes of every step."""
+        return {step: notes.read(self.path(step)) for step in self.steps()}
 
-        Later ones, of a run that went further and was resumed from an earlier step, are left alone: they are
-        not older. Failures are left to the next time.
-        """
+    def prune(self, step: int, keep: Keep) -> None:
+        """Delete what need not stay now that `step` was saved. Failures are left to the next time."""
         with suppress(OSError, CheckpointError):
-            for present in [present for present in self.steps() if present <= step][:-keep]:
-                self._delete(self.path(present), present)
+            found = self.notes()
+            for doomed in keep.doomed(sorted(found), step, found):
+                self._delete(self.path(doomed), doomed)
 
     def close(self) -> None:
         """Let other runs use the folder."""
@@ -161,19 +198,12 @@ class Storage:
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
-    def _refuse_foreign(self) -> None:
-        for entry in sorted(os.scandir(self.folder), key=lambda entry: entry.name):
-            ours = _is_step(entry) or _OURS.fullmatch(entry.name) or entry.name == _PROBE
-            if not ours:
-                raise UsageError(
-                    f"the checkpoint folder {self.folder} holds {entry.name!r}, which is no checkpoint; "
-                    "choose a folder that is empty or holds checkpoints only"
-                )
-
     def _clean(self) -> None:
-        """Remove what a killed save left behind."""
+        """Remove what a killed or failed save left behind."""
         for entry in list(os.scandir(self.folder)):
-            if not (match := _OURS.fullmatch(entry.name)):
+            if _PROBE.fullmatch(entry.name):
+                Path(entry.path).unlink()
+            if not (match := _OURS.fullmatch(entry.name)) or not entry.is_dir(follow_symlinks=False):
                 continue
             kind, name = match.groups()
             if kind == "replaced" and not (self.folder / name).exists():
@@ -182,10 +212,8 @@ class Storage:
                 shutil.rmtree(entry.path)
 
     def _probe(self) -> None:
-        probe = self.folder / _PROBE
-        probe.unlink(missing_ok=True)
-        with probe.open("xb") as file:
-            file.write(b"can this folder be written to?")
+        probe = self.folder / f".probe-{secrets.token_hex(8)}"
+        write_file(probe, [b"can this folder be written to?"])
         probe.unlink()
 
     def _unusable(self, error: OSError) -> UsageError:
@@ -195,6 +223,15 @@ class Storage:
         )
 
 
+def _make(folder: Path) -> None:
+    """Make `folder` for this user alone; folders above it get the mode that is usual."""
+    try:
+        folder.mkdir(FOLDER_MODE, exist_ok=True)
+    except FileNotFoundError:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(FOLDER_MODE, exist_ok=True)
+
+
 def write_file(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """Write `content` to the new file `path` and fsync it; its size in bytes and its SHA-256.
 
@@ -202,7 +239,7 @@ def write_file(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, 
         OSError: if it cannot be written.
     """
     size, digest = 0, hashlib.sha256()
-    with path.open("xb") as file:
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, FILE_MODE)) as file:
         for piece in content:
             digest.update(piece)
             file.write(piece)
@@ -228,9 +265,3 @@ def sync_folder(folder: Path) -> None:
 def reason(error: OSError) -> str:
     """Why, without Python's number: ``No space left on device``."""
     return error.strerror or str(error)
-
-
-def _is_step(entry: os.DirEntry[str]) -> bool:
-    if not (match := _STEP.fullmatch(entry.name)):
-        return False
-    return entry.is_dir(follow_symlinks=False) and step_name(int(match[1])) == entry.name

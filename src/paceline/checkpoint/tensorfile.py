@@ -1,5 +1,5 @@
 """Safetensors files: written in a stream, so that bytes are hashed as they pass; read by the safetensors
-library.
+library, once their headers were checked here.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes length of the header, the header as JSON with
 dtype, shape and offsets per tensor, then the tensors' bytes, row-major and little-endian, without holes.
@@ -8,14 +8,17 @@ dtype, shape and offsets per tensor, then the tensors' bytes, row-major and litt
 from __future__ import annotations
 
 import ctypes
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from paceline.checkpoint import documents
 
 PIECE = 4 * 2**20  # bytes handed to the hash and to the file at a time
 CODES = {
@@ -72,19 +75,28 @@ def spec_of(tensor: torch.Tensor) -> Spec:
     return Spec(shape, str(dtype).removeprefix("torch."))
 
 
-def pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file with `tensors`, in pieces; one tensor at a time is copied to the CPU."""
+def pieces(
+    tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file with `tensors`, in pieces; one tensor at a time is copied to the CPU.
+
+    The metadata of the file map each of `aliases`, further names of tensors that are tied, to the name that is
+    stored, as ``safetensors.torch.save_model`` does.
+
+    Raises:
+        ValueError: if there are more tensors than a header may name.
+    """
     specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
     # Wide dtypes first, as the library does, so that every tensor is aligned when the file is mapped.
     names = sorted(specs, key=lambda name: (-getattr(torch, specs[name].dtype).itemsize, name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {**(aliases or {}), "format": "pt"}}
     offset = 0
     for name in names:
         spec = specs[name]
         end = offset + spec.nbytes
         header[name] = {"dtype": CODES[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text = documents.render(header)
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in names:
@@ -104,18 +116,71 @@ def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 def read_specs(path: Path) -> dict[str, Spec]:
     """Names and specs of the tensors that the file `path` holds.
 
+    The header is read here and not by the library, which would take memory for whatever it says.
+
     Raises:
-        ValueError: if it is no safetensors file, or has a dtype that checkpoints do not use.
+        ValueError: if it is no safetensors file, is larger or smaller than its tensors, or has a dtype that
+            checkpoints do not use.
+        OSError: if it cannot be read.
     """
+    header, data = _read_header(path)
+    header.pop("__metadata__", None)
     try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no dict
-            found = {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
-    except SafetensorError as error:
+        found = {name: _entry_in(entry) for name, entry in header.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"it is no safetensors file ({type(error).__name__}: {str(error)[:80]})") from None
+    end = 0
+    for spec, offsets in sorted(found.values(), key=lambda entry: entry[1]):
+        if offsets != (end, end + spec.nbytes):
+            raise ValueError(f"it is no safetensors file (a tensor's bytes are at {offsets}, not from {end} on)")
+        end = offsets[1]
+    if end != data:
+        raise ValueError(f"it is no safetensors file (it has {data} bytes for {end} bytes of tensors)")
+    return {name: spec for name, (spec, _) in found.items()}
+
+
+def read_aliases(path: Path, names: Container[str]) -> dict[str, str]:
+    """Further names of tied tensors in the file `path`, each with the one of `names` that is stored.
+
+    Raises:
+        ValueError: if it is no safetensors file.
+        OSError: if it cannot be read.
+    """
+    metadata = _read_header(path)[0].get("__metadata__")
+    pairs = metadata.items() if isinstance(metadata, dict) else ()
+    return {
+        alias: target
+        for alias, target in pairs
+        if isinstance(target, str) and target in names and alias not in names and alias != "format"
+    }
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of the file `path`, and the number of bytes after it."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size - 8
+        length = int.from_bytes(file.read(8), "little")
+        if size < 0 or length > min(size, documents.LIMIT):
+            raise ValueError(f"it is no safetensors file (its header would have {length} bytes)")
+        raw = file.read(length)
+    try:
+        header = documents.parse(raw)
+    except ValueError as error:
         raise ValueError(f"it is no safetensors file ({error})") from None
-    if unknown := [code for _, code in found.values() if code not in NAMES]:
-        raise ValueError(f"it has tensors of the dtype {unknown[0]}")
-    return {name: Spec(tuple(shape), NAMES[code]) for name, (shape, code) in found.items()}
+    if not isinstance(header, dict):
+        raise ValueError("it is no safetensors file (its header is no JSON object)")
+    return header, size - length
+
+
+def _entry_in(entry: Mapping[str, Any]) -> tuple[Spec, tuple[int, int]]:
+    """A header's entry: spec and offsets of the tensor."""
+    begin, end = entry["data_offsets"]
+    numbers = [*entry["shape"], begin, end]
+    if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
+        raise ValueError("an entry has numbers that are no counts")
+    if entry["dtype"] not in NAMES:
+        raise ValueError(f"a tensor has the dtype {documents.shown(entry['dtype'])}")
+    return Spec(tuple(entry["shape"]), NAMES[entry["dtype"]]), (begin, end)
 
 
 def read(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -25,17 +25,27 @@ def read_whole(folder: Path, step: int) -> Manifest:
     Raises:
         Damaged: if anything is missing, altered, of another step or malformed.
     """
+    found = read_manifest(folder, step)
+    for file in found.files:
+        check_bytes(folder / file.path, file)
+    for file in found.files:
+        if file.path.endswith(".safetensors"):
+            _check_tensors(folder / file.path, file)
+    return found
+
+
+def read_manifest(folder: Path, step: int) -> Manifest:
+    """The manifest of the checkpoint `folder`; the files that it lists are not looked at.
+
+    Raises:
+        Damaged: if it is missing, altered, of another step or malformed.
+    """
     try:
         found = manifest.parse(read_document(folder / manifest.NAME))
     except ValueError as error:
         raise Damaged(f"{manifest.NAME}: {error}") from None
     if found.step != step:
         raise Damaged(f"{manifest.NAME} is that of step {found.step}, not of step {step}")
-    for file in found.files:
-        _check_bytes(folder / file.path, file)
-    for file in found.files:
-        if file.path.endswith(".safetensors"):
-            _check_tensors(folder / file.path, file)
     return found
 
 
@@ -57,7 +67,12 @@ def read_document(path: Path) -> bytes:
         return bytes(raw)
 
 
-def _check_bytes(path: Path, file: File) -> None:
+def check_bytes(path: Path, file: File) -> None:
+    """Compare the content of `path` with what the manifest says of `file`.
+
+    Raises:
+        Damaged: if it is missing, or has another size or SHA-256.
+    """
     with _regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size != file.size:
@@ -72,7 +87,7 @@ def _check_bytes(path: Path, file: File) -> None:
 def _check_tensors(path: Path, file: File) -> None:
     try:
         specs = tensorfile.read_specs(path)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise Damaged(f"{file.path}: {error}") from None
     if specs != dict(file.tensors):
         raise Damaged(f"{file.path} holds other tensors than the manifest says")

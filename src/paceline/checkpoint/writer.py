@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint import documents, manifest, storage, tensorfile
+from paceline.checkpoint import documents, manifest, notes, storage, tensorfile
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.manifest import File, Manifest
+from paceline.checkpoint.notes import Notes
 from paceline.checkpoint.saved import RANK_ROLE
 from paceline.checkpoint.storage import Storage
 
@@ -43,6 +44,12 @@ class Draft:
         self._ranks.append(capture.nodes)
         self._add_tensors(RANK_ROLE, rank, capture)
 
+    def add_notes(self, given: Notes) -> None:
+        """Write ``metadata.json``, if it has anything to say."""
+        if given:
+            size, digest = storage.write_file(self._folder / notes.NAME, [given.render()])
+            self._files.append(File(notes.NAME, size, digest, notes.NAME, None, {}, {}))
+
     def commit(self) -> Path:
         """Write ``state.json`` and the manifest and give the folder its name; then the checkpoint is durable.
 
@@ -60,7 +67,7 @@ class Draft:
         if not capture.tensors:
             return
         path = f"{role}.safetensors" if rank is None else f"{role}-{rank:05d}.safetensors"
-        size, digest = storage.write_file(self._folder / path, tensorfile.pieces(capture.tensors))
+        size, digest = storage.write_file(self._folder / path, tensorfile.pieces(capture.tensors, capture.aliases))
         specs = {name: tensorfile.spec_of(tensor) for name, tensor in capture.tensors.items()}
         self._files.append(File(path, size, digest, role, rank, specs, dict(capture.aliases)))
 

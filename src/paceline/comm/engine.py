@@ -28,8 +28,8 @@ from datetime import timedelta
 from functools import cache
 from typing import NoReturn
 
-from paceline.comm.handshake import Peer, world_rank
 from paceline.comm.header import ROOTS, SLOTS, Header
+from paceline.comm.introduction import Peer, world_rank
 from paceline.comm.shared_memory import Arena, Segment
 from paceline.comm.signals import Signals
 from paceline.errors import CommunicationError, DesyncError

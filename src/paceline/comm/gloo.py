@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
+from paceline.comm.visitors import find_stranger, own_sockets
 from paceline.errors import CommunicationError
+from paceline.rendezvous import is_private
 from paceline.rollcall import GRACE_S, missing_from, named_ranks, reason_of
 
 
@@ -15,12 +18,19 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: 
     """Connect this rank with the others; all call this together. Messages call rank r ``names[r]``.
 
     Raises:
-        CommunicationError: if that fails; names the ranks that got no further either, or else that ended.
+        CommunicationError: if that fails; names the ranks that got no further either, or else that ended. On one host
+            also if another user's process has connected to Gloo.
     """
     try:
+        before = own_sockets()
         group = ProcessGroupGloo(store, rank, size, timeout)
+        if size > 1 and is_private(store):  # on one host
+            _expect_no_stranger(own_sockets() - before, names[rank])
         store.set(f"connected/{rank}", "")
         return group
+    except CommunicationError:
+        store.set(f"connected/{rank}", "failed")
+        raise
     except RuntimeError as error:
         try:
             store.set(f"connected/{rank}", "failed")
@@ -34,3 +44,14 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: 
             f"({reason_of(error)}); look for the first error of another rank; if there is none, name a network "
             "interface through which the hosts reach each other in GLOO_SOCKET_IFNAME"
         ).because_of(absent) from error
+
+
+def _expect_no_stranger(sockets: set[int], name: int) -> None:
+    found = find_stranger(sockets, os.geteuid())
+    if found is not None:
+        port, user = found
+        who = f"by user {user}" if user >= 0 else "by a process that has ended"
+        raise CommunicationError(
+            f"rank {name}: Gloo's port {port} was connected to {who} while the process group was made, and may take it "
+            "for a rank; if no rank has failed, find out who that is, and start again"
+        )

@@ -1,7 +1,7 @@
 """How the ranks of one host find each other and exchange the descriptors of their memory and signals.
 
-Each rank listens on an abstract Unix socket with a name that nobody can guess, for the time of the handshake only. A
-peer counts if it runs as the same user (SO_PEERCRED) and knows the secret that the listening rank put into the store.
+Each rank listens on an abstract Unix socket, for the time of the handshake only. The sockets' names and the group's
+secret are in a private store (:mod:`paceline.rendezvous`), where no other user can read or write them.
 """
 
 from __future__ import annotations
@@ -15,48 +15,24 @@ import socket
 import struct
 import sys
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from paceline.comm.shared_memory import Arena, Segment
+from paceline.comm.introduction import Introduction, Peer, Rejected, credentials
+from paceline.comm.shared_memory import Arena
 from paceline.errors import CommunicationError
-from paceline.rollcall import REMEDY
+from paceline.rollcall import REMEDY, missing_from
 
 SPLIT = "PACELINE_HOSTS"
 """Environment variable that makes one host count as several, for tests: ranks are dealt to so many in blocks."""
 _SECRET_BYTES = 32
-_WHO = struct.Struct("<qq")
 
 
 class Refused(Exception):
     """Shared memory cannot be used here; the message says why."""
-
-
-@dataclass
-class Peer:
-    """Another rank of this host."""
-
-    rank: int
-    """In the group."""
-    name: int
-    """In the world: what messages call it."""
-    pid: int
-    alive: int
-    """pidfd: readable once the process has ended."""
-    memory: Segment
-    ringing: int
-    """eventfd that the peer rings for us."""
-    bell: int
-    """eventfd that we ring for the peer."""
-
-    def descriptors(self) -> tuple[int, ...]:
-        """All descriptors held for this peer."""
-        return self.alive, self.ringing, self.bell
 
 
 def host_identity(rank: int, size: int) -> str:
@@ -76,12 +52,12 @@ def host_identity(rank: int, size: int) -> str:
         for trial in (os.eventfd(0), os.pidfd_open(os.getpid())):
             os.close(trial)
         Arena().close()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
             link.bind(f"\0paceline/{secrets.token_hex(16)}")
     except (OSError, ValueError) as error:
         raise Refused(f"the system refuses it: {error}") from error
     parts = int(os.environ.get(SPLIT, "1"))
-    return f"{boot}/{spaces}/{os.getuid()}/{rank * parts // size}"
+    return f"{boot}/{spaces}/{os.geteuid()}/{rank * parts // size}"
 
 
 def agree_on_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> list[str]:
@@ -103,11 +79,6 @@ def agree_on_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> li
         if "refused" in said:
             raise Refused(f"rank {other}: {said['refused']}")
     return [said["host"] for said in everyone]
-
-
-def world_rank(rank: int) -> int:
-    """What messages call this process: its rank in the world, which in a sub-group is not its `rank` there."""
-    return dist.get_rank() if dist.is_initialized() else rank
 
 
 def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta) -> list[Peer]:
@@ -139,143 +110,101 @@ def _connect(
     address, secret = f"\0paceline/{secrets.token_hex(16)}", secrets.token_bytes(_SECRET_BYTES)
     missing = set(peers)
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        links: dict[int, Introduction] = {}
+        stack.callback(_close, links)
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         listener.bind(address)
         listener.listen(1024)
         listener.setblocking(False)
         store.set(f"socket/{rank}", json.dumps([address, secret.hex()]))
         poll = select.poll()
         poll.register(listener, select.POLLIN)
-        links: dict[int, tuple[socket.socket, int | None, bytes, int]] = {}
-        """By descriptor: link, the rank it must be or None, what it must know, and our eventfd if we have sent it."""
-        stack.callback(_drop, links)
-        for other in (peer for peer in peers if peer < rank):
+        for other in sorted(peer for peer in peers if peer < rank):
             where, token = json.loads(_get(store, f"socket/{other}", rank, other, timeout))
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            links[link.fileno()] = link, other, bytes.fromhex(token), -1
-            link.settimeout(max(0.01, deadline - time.monotonic()))
-            link.connect(where)
-            links[link.fileno()] = link, other, bytes.fromhex(token), _send(link, bytes.fromhex(token), rank, arena)
+            if other == min(peers):  # the group's secret is its lowest rank's
+                secret = bytes.fromhex(token)
+            link = _reach(where, rank, other, deadline, timeout)
+            links[link.fileno()] = Introduction(link, secret, rank, arena, other)
             poll.register(link, select.POLLIN)
         while missing:
             ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-            if not ready:
+            if not ready or time.monotonic() > deadline:
                 raise _late(rank, missing, timeout)
             for descriptor, _ in ready:
                 if descriptor == listener.fileno():
-                    if (stranger := _accept(listener)) is not None:
-                        links[stranger.fileno()] = stranger, None, secret, -1
-                        poll.register(stranger, select.POLLIN)
-                    continue
-                link, expected, token, bell = links.pop(descriptor)
-                poll.unregister(descriptor)
-                with link:
-                    other, name, received = _receive(link, token)
-                    if other not in missing or expected not in (None, other):
-                        _close(received)
-                        if expected is not None:
-                            _close([bell])
-                            raise _gone(rank, expected)
-                        continue
-                    found[other] = _peer(link, rank, other, name, received, bell, token, arena)
-                    missing.discard(other)
+                    if (visitor := _accept(listener)) is not None:
+                        links[visitor.fileno()] = Introduction(visitor, secret, rank, arena)
+                        poll.register(visitor, select.POLLIN)
+                elif not _advance(links[descriptor], rank, missing, found):
+                    poll.unregister(descriptor)
+                    links.pop(descriptor).close()
+
+
+def _close(links: dict[int, Introduction]) -> None:
+    for link in links.values():
+        link.close()
+
+
+def _advance(link: Introduction, rank: int, missing: set[int], found: dict[int, Peer]) -> bool:
+    """Take the next step of `link`; whether more are to come.
+
+    Raises:
+        CommunicationError: if one of the `missing` ranks turns out to have ended.
+    """
+    try:
+        peer = link.advance(missing)
+    except Rejected as reason:
+        if link.expected is not None:
+            raise _gone(rank, link.expected) from reason
+        return False
+    if peer is None:
+        return True
+    found[peer.rank] = peer
+    missing.discard(peer.rank)
+    return False
+
+
+def _reach(address: str, rank: int, other: int, deadline: float, timeout: timedelta) -> socket.socket:
+    """Connect to rank `other`, which listens at `address`; if strangers crowd there, in the order of coming."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        left = max(0.01, deadline - time.monotonic())
+        # Not settimeout(): that tries again and again where a blocking call has its place in the queue.
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(left), int(left % 1 * 1e6)))
+        link.connect(address)
+        if (user := credentials(link)[1]) != os.geteuid():
+            raise CommunicationError(
+                f"rank {rank}: user {user} listens where rank {other} did, which has ended; look for its own error"
+            )
+        return link
+    except BaseException as error:
+        link.close()
+        if isinstance(error, BlockingIOError):
+            raise _late(rank, {other}, timeout) from error
+        if isinstance(error, ConnectionError):
+            raise _gone(rank, other) from error
+        raise
 
 
 def _accept(listener: socket.socket) -> socket.socket | None:
-    """Whoever connects, if it is a process of this user."""
+    """Accept a connection and return it if it comes from a process of this user."""
     try:
         link, _ = listener.accept()
-    except OSError:
+    except (BlockingIOError, ConnectionError):
         return None
-    if _credentials(link)[1] != os.getuid():
+    if credentials(link)[1] != os.geteuid():
         link.close()
         return None
     return link
 
 
-def _send(link: socket.socket, secret: bytes, rank: int, arena: Arena) -> int:
-    """Send who we are, our memory, and an eventfd to ring us with; returns the latter."""
-    ringing = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    try:
-        socket.send_fds(link, [secret + _WHO.pack(rank, world_rank(rank))], [arena.descriptor, ringing])
-    except BaseException:
-        os.close(ringing)
-        raise
-    return ringing
-
-
-def _receive(link: socket.socket, secret: bytes) -> tuple[int, int, list[int]]:
-    """The rank on the other side, its rank in the world, its descriptors; (-1, -1, …) for one who does not belong here.
-
-    Never waits, never reads more than a hello has.
-    """
-    descriptors: list[int] = []
-    try:
-        link.setblocking(False)
-        flags = socket.MSG_CMSG_CLOEXEC
-        text, descriptors, _, _ = socket.recv_fds(link, _SECRET_BYTES + _WHO.size, 2, flags)
-        if len(descriptors) == 2 and secrets.compare_digest(text[:_SECRET_BYTES], secret):
-            rank, name = _WHO.unpack(text[_SECRET_BYTES:])
-            return rank, name, descriptors
-    except (OSError, struct.error):
-        pass
-    return -1, -1, descriptors
-
-
-def _peer(
-    link: socket.socket,
-    rank: int,
-    other: int,
-    name: int,
-    received: list[int],
-    ringing: int,
-    secret: bytes,
-    arena: Arena,
-) -> Peer:
-    """The peer on the other side of `link`, which gets our hello if it has not had it yet."""
-    memory, bell = received
-    pid = _credentials(link)[0]
-    try:
-        if ringing < 0:
-            ringing = _send(link, secret, rank, arena)
-        alive = os.pidfd_open(pid)
-        try:
-            return Peer(other, name, pid, alive, Segment(memory), ringing, bell)
-        except BaseException:
-            os.close(alive)
-            raise
-    except BaseException as error:
-        _close([bell, ringing])
-        if isinstance(error, (ProcessLookupError, ConnectionError)):
-            raise _gone(rank, other) from error
-        raise
-    finally:
-        os.close(memory)  # the mapping keeps it
-
-
-def _close(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def _drop(links: dict[int, tuple[socket.socket, int | None, bytes, int]]) -> None:
-    for link, _, _, bell in links.values():
-        link.close()
-        _close([bell])
-
-
-def _credentials(link: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group of the other side, as the kernel knows them."""
-    raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, gid = struct.unpack("3i", raw)
-    return pid, uid, gid
-
-
 def _get(store: Store, key: str, rank: int, other: int, timeout: timedelta) -> Any:
     try:
-        store.wait([key], timeout)
+        if missing_from(store, [key], timeout.total_seconds()):  # a FileStore's own wait looks every 10 ms
+            raise _late(rank, {other}, timeout)
         return store.get(key)
+    except CommunicationError:
+        raise
     except RuntimeError as error:
         raise _late(rank, {other}, timeout) from error
 

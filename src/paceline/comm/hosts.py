@@ -15,6 +15,7 @@ from paceline.comm.gloo import connect_gloo
 from paceline.comm.handshake import Refused, agree_on_hosts, connect
 from paceline.comm.hierarchy import Hierarchy, rows_of
 from paceline.comm.shared_memory import Arena
+from paceline.rendezvous import private_store
 
 
 def agree_on_rows(
@@ -63,7 +64,8 @@ def open_collectives(
     """
     host = next(number for number, row in enumerate(rows) if rank in row)
     arena = Arena(len(rows[host]))
-    peers = connect(store, rank, [other for other in rows[host] if other != rank], arena, timeout)
+    private = private_store(PrefixStore(f"inside/{host}/", store), rank, rows[host], timeout, names)
+    peers = connect(private, rank, [other for other in rows[host] if other != rank], arena, timeout)
     engine = Engine(arena, peers, rank, timeout)
     inside = Collectives(engine)
     if len(rows) == 1:

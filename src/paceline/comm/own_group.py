@@ -35,10 +35,11 @@ def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | 
     )
     _forget(own, name)
     keep_in_children(own)
+    keep_in_children(group)  # torch does not know it any more once it is destroyed
     return own
 
 
-def _forget(group: Any, name: str) -> None:
+def _forget(group: Any, name: Any) -> None:
     """Take a new group out of what torch knows."""
     world: Any = dist.distributed_c10d._world
     for table in (world.pg_map, world.pg_names, world.pg_backend_config):

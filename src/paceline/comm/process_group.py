@@ -37,6 +37,7 @@ from paceline.comm.work import Handle
 from paceline.compiling import class_never_compiled
 from paceline.errors import UsageError
 from paceline.meeting import meet
+from paceline.rendezvous import on_one_host, private_store
 
 NAME = "paceline"
 
@@ -309,10 +310,13 @@ def _last(works: Sequence[Any]) -> Any:
 
 def _create(options: Any, _backend_options: Any = None) -> PacelineProcessGroup:
     """What torch calls for ``init_process_group("paceline")`` and ``new_group``."""
-    names = options.global_ranks_in_group or range(options.group_size)
-    number = meet(options.store, options.group_rank, options.group_size, options.timeout, names)
-    store = PrefixStore(f"{number}/", options.store)
-    return PacelineProcessGroup(store, options.group_rank, options.group_size, options.timeout, names)
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    names = options.global_ranks_in_group or range(size)
+    number = meet(options.store, rank, size, timeout, names)
+    store: Store = PrefixStore(f"{number}/", options.store)
+    if on_one_host(store):
+        store = private_store(store, rank, range(size), timeout, names)
+    return PacelineProcessGroup(store, rank, size, timeout, names)
 
 
 def register() -> None:

@@ -7,7 +7,7 @@ import select
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.comm.handshake import Peer
+from paceline.comm.introduction import Peer
 
 _DONE = 32
 """In what a ring adds, the number of operations done begins at this bit; below is the number of those posted."""

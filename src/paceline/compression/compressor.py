@@ -16,8 +16,9 @@ from torch._C._distributed_c10d import GradBucket
 
 from paceline.compression.gradients import Gradients
 from paceline.compression.wire import all_gather_bytes, all_reduce_bytes
-from paceline.errors import CheckpointMismatch
+from paceline.errors import CheckpointMismatch, UsageError
 from paceline.modules import plain_name, unwrap
+from paceline.shards import is_sharded, local_of
 
 
 class Compressor(ABC):
@@ -28,10 +29,16 @@ class Compressor(ABC):
 
     Register it with a Checkpointer as ``per_rank=True``, as every rank has residuals of its own.
 
+    Beside tensor parallelism each rank compresses its own shards, and every parameter by itself: what is compressed of
+    a parameter that the ranks of one replica all hold must not depend on the shards that lie next to it.
+
     Args:
         model: the model it is to be registered with, wrapped or not.
         process_group: the ranks to average over; by default those of the wrapper, or all. Models whose backwards may
             come in different order on different ranks need one each.
+
+    Raises:
+        UsageError: for a model with tensor-parallel parameters that is not wrapped, without `process_group`.
     """
 
     bytes_on_wire: int
@@ -42,11 +49,18 @@ class Compressor(ABC):
     """Synchronized backwards so far."""
 
     def __init__(self, model: nn.Module, process_group: Any = None) -> None:
+        module = unwrap(model)
+        self._by_parameter = any(is_sharded(parameter) for parameter in module.parameters())
         if process_group is None:
-            process_group = getattr(model, "process_group", None) or dist.distributed_c10d._get_default_group()
-        self.group = process_group
-        self.size, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-        self._parameters = {plain_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+            process_group = getattr(model, "process_group", None)
+        if process_group is None and self._by_parameter:
+            raise UsageError(
+                f"{type(self).__name__} got a model with tensor-parallel parameters that is not wrapped, so it cannot "
+                "know which ranks hold the same shards; give it the wrapped model, or the wrapper's process_group"
+            )
+        self.group = process_group or dist.distributed_c10d._get_default_group()
+        self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self._parameters = {plain_name(name): local_of(parameter) for name, parameter in module.named_parameters()}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._residuals: dict[str, Tensor] = {}
         self.bytes_on_wire = self.bytes_uncompressed = self.steps = 0
@@ -63,7 +77,7 @@ class Compressor(ABC):
     @torch.no_grad()
     def __call__(self, bucket: Any) -> "torch.futures.Future[Tensor]":
         """Take part in a bucket's reduction."""
-        gradients = Gradients.of(bucket, self._names)
+        gradients = Gradients.of(bucket, self._names, by_parameter=self._by_parameter)
         self.bytes_uncompressed += all_reduce_bytes(gradients.bytes_uncompressed, self.size)
         future = self.reduce(gradients)
         if bucket.is_last():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,13 @@ class Gradients:
     names: list[str]
     views: list[Tensor]
     """`flat` seen as each parameter's gradient: its shape and strides; a complex one has 2 for its last dimension."""
+    pieces: Sequence[Tensor]
+    """Consecutive parts of `flat`, each of which is compressed without a look at the others."""
     bucket: Any
 
     @classmethod
-    def of(cls, bucket: Any, names: Mapping[int, str]) -> Gradients:
-        """Of a ``GradBucket`` whose parameters have `names` by identity.
+    def of(cls, bucket: Any, names: Mapping[int, str], *, by_parameter: bool) -> Gradients:
+        """Of a ``GradBucket`` whose parameters have `names` by identity; in one piece, or one for each of them.
 
         Raises:
             UsageError: if there is a parameter without a name.
@@ -40,7 +42,9 @@ class Gradients:
         flat = _reals(bucket.buffer())
         if flat.dtype not in (torch.float32, torch.float64):
             flat = flat.float()
-        return cls(flat, [names[id(parameter)] for parameter in parameters], views_of(flat, parameters), bucket)
+        views = views_of(flat, parameters)
+        pieces = flat.split([view.numel() for view in views]) if by_parameter else [flat]
+        return cls(flat, [names[id(parameter)] for parameter in parameters], views, pieces, bucket)
 
     @property
     def bytes_uncompressed(self) -> int:

@@ -7,7 +7,7 @@ with both errors fed back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,30 +33,38 @@ class Int8(TwoStage):
     def first(self, gradients: Gradients) -> tuple[Any, Second]:
         """Launch the all-to-all of quantized shards."""
         self._add_residuals(gradients)
-        flat = gradients.flat
-        shards = shards_of(flat, self.size)
-        codes = encode(shards)
-        message = torch.cat([part.view(self.size, -1) for part in codes], dim=1)
-        flat.sub_(decode(*codes, flat.dtype).view(-1)[: flat.numel()])
+        dtype, shapes, parts = gradients.flat.dtype, [], []
+        for piece in gradients.pieces:
+            shards = shards_of(piece, self.size)
+            codes = encode(shards)
+            piece.sub_(decode(*codes, dtype).view(-1)[: piece.numel()])
+            shapes.append(shards.shape)
+            parts += [part.view(self.size, -1) for part in codes]
+        message = torch.cat(parts, dim=1)
         received = torch.empty_like(message)
         self.bytes_on_wire += all_to_all_bytes(message.numel(), self.size)
         work = dist.all_to_all_single(received, message, group=self.group, async_op=True)
-        return work, lambda: self._second(gradients, received, shards.shape)
+        return work, lambda: self._second(gradients, received, shapes)
 
-    def _second(self, gradients: Gradients, received: Tensor, shape: torch.Size) -> tuple[Any, Callable[[], Tensor]]:
-        flat = gradients.flat
-        mean = decode(*split(received, shape), flat.dtype).sum(0).div_(self.size)
-        codes = encode(mean[None])
-        error = mean.sub_(decode(*codes, flat.dtype)[0]).view(-1)
-        own = flat[self.rank * error.numel() : (self.rank + 1) * error.numel()]
-        own.add_(error[: own.numel()], alpha=self.size)
-
-        message = torch.cat([part.view(-1) for part in codes])
-        work, gathered = self._all_gather(message)
+    def _second(
+        self, gradients: Gradients, received: Tensor, shapes: Sequence[torch.Size]
+    ) -> tuple[Any, Callable[[], Tensor]]:
+        dtype, parts = gradients.flat.dtype, []
+        for piece, codes in zip(gradients.pieces, split(received, shapes), strict=True):
+            mean = decode(*codes, dtype).sum(0).div_(self.size)
+            rounded = encode(mean[None])
+            error = mean.sub_(decode(*rounded, dtype)[0]).view(-1)
+            own = piece[self.rank * error.numel() : (self.rank + 1) * error.numel()]
+            own.add_(error[: own.numel()], alpha=self.size)
+            parts += [part.view(-1) for part in rounded]
+        work, gathered = self._all_gather(torch.cat(parts))
 
         def finish() -> Tensor:
-            whole = decode(*split(gathered, shape), flat.dtype)
-            return self._finish(gradients, whole.view(-1)[: flat.numel()])
+            means = [
+                decode(*codes, dtype).view(-1)[: piece.numel()]
+                for piece, codes in zip(gradients.pieces, split(gathered, shapes), strict=True)
+            ]
+            return self._finish(gradients, means[0] if len(means) == 1 else torch.cat(means))
 
         return work, finish
 
@@ -88,8 +96,9 @@ def decode(scales: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.view(torch.int8).to(dtype) * torch.where(scale.isfinite(), scale, torch.nan)
 
 
-def split(messages: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Scales and codes of `messages`, (ranks, bytes), for values of `shape`: (ranks, chunks, chunk)."""
-    _, chunks, chunk = shape
-    scales, codes = messages.split([4 * chunks, chunks * chunk], dim=1)
-    return scales.reshape(-1, chunks, 4).contiguous(), codes.reshape(-1, chunks, chunk).contiguous()
+def split(messages: Tensor, shapes: Sequence[torch.Size]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scales and codes in `messages`, (ranks, bytes), of values of each of `shapes`: (ranks, chunks, chunk)."""
+    widths = [width for _, chunks, chunk in shapes for width in (4 * chunks, chunks * chunk)]
+    parts = iter(messages.split(widths, dim=1))
+    for (_, chunks, chunk), scales, codes in zip(shapes, parts, parts, strict=True):
+        yield scales.reshape(-1, chunks, 4).contiguous(), codes.reshape(-1, chunks, chunk).contiguous()

@@ -7,6 +7,7 @@ as SGD does: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from paceline.errors import UsageError
 
 class TopK(Compressor):
     """Each rank sends the elements of largest magnitude of every bucket, and keeps the others for the next step.
+
+    In a model with tensor-parallel parameters they are those of every parameter rather than bucket.
 
     The mean is the sum of what the ranks sent, in their order, by N. An element costs its value and 4 bytes, sent to
     each of the other ranks: with float32 the ratio to an all-reduce is ``fraction`` × N.
@@ -40,8 +43,7 @@ class TopK(Compressor):
         """Launch the exchange of what is largest."""
         self._add_residuals(gradients)
         flat = gradients.flat
-        count = max(1, math.ceil(self.fraction * flat.numel())) if flat.numel() else 0
-        indices = flat.abs().topk(count, sorted=False).indices
+        indices = torch.cat([flat.new_empty(0, dtype=torch.int64), *self._largest(gradients.pieces)])
         message = pack(flat[indices], indices)
         flat[indices] = 0
         work, gathered = self._all_gather(message)
@@ -54,6 +56,14 @@ class TopK(Compressor):
             return self._finish(gradients, total.div_(self.size))
 
         return after(work, mean)
+
+    def _largest(self, pieces: Sequence[Tensor]) -> Iterator[Tensor]:
+        """For each of the `pieces` of a flat tensor, which elements of that are the largest."""
+        begin = 0
+        for piece in pieces:
+            count = max(1, math.ceil(self.fraction * piece.numel())) if piece.numel() else 0
+            yield piece.abs().topk(count, sorted=False).indices.add_(begin)
+            begin += piece.numel()
 
 
 def pack(values: Tensor, indices: Tensor) -> Tensor:

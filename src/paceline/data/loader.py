@@ -48,6 +48,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
       epoch, batch, rank), and the rank's own streams are left alone. So augmentation is the same with any
       number of workers and after any resume.
     - A batch without a sample for this rank is ``None``; nothing is collated for it.
+    - ``loader.batch_size`` is the global batch's, ``loader.sampler`` the sampler of global batches (or the stream): so
+      ``loader.sampler.set_epoch(epoch)``, as scripts have it, works, and is not needed.
     - An error in a sample is a :class:`paceline.errors.DataError` that names rank, worker and sample.
 
     Args:
@@ -98,6 +100,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             sampler = self.progress
             fetch = Fetch(dataset, collate, sampler.seed, sampler.rank)
             super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
+        # torch would show a sampler that it does not use, and no batch size; it refuses to set them any more.
+        shown = {"sampler": self.progress, "batch_size": self.progress.batch_size, "drop_last": self.progress.drop_last}
+        vars(self).update(shown)
         self._at_last = False
         # torch draws a seed for its workers; from here rather than from the rank's global generator.
         self._worker_seed = torch.Generator()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, MIB
 from paceline.errors import UsageError, WorldError, WrapError
@@ -102,6 +103,71 @@ def trained_parameters(
             "device, one rank per GPU"
         )
     return trained
+
+
+def check_initialized(module: nn.Module) -> None:
+    """Refuse a module whose lazy layers do not know their shapes yet.
+
+    Raises:
+        WrapError: names the parameter or buffer.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise WrapError(
+                f"{name!r} is not initialized, as it belongs to a lazy layer that has not seen an input; run a dummy "
+                "forward through the module on every rank before wrapping it"
+            )
+
+
+def check_averaged(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters whose gradients cannot be summed over ranks.
+
+    Raises:
+        UsageError: names the parameter and its dtype or layout.
+    """
+    for name, parameter in named:
+        kind = _unfit_layout(parameter) or ("" if parameter.dtype in _SUMMED else f"of dtype {parameter.dtype}")
+        if kind:
+            raise UsageError(
+                f"parameter {name!r} is {kind}, whose gradient cannot be averaged over ranks; keep a dense one in "
+                "float32 or another of the usual dtypes, or freeze it"
+            )
+
+
+def check_broadcast(named: Sequence[tuple[str, Tensor]], backend: str) -> None:
+    """Refuse parameters and buffers that `backend` cannot broadcast.
+
+    Raises:
+        UsageError: names the first, with its dtype or layout, and the remedy.
+    """
+    unfit = _NEVER_BROADCAST if "gloo" not in backend else (*_NEVER_BROADCAST, torch.int16)
+    for name, tensor in named:
+        kind = _unfit_layout(tensor)
+        if not kind and (tensor.dtype in unfit or (tensor.dtype.itemsize == 1 and tensor.is_floating_point())):
+            kind = f"of dtype {tensor.dtype}"
+        if not kind and torch._debug_has_internal_overlap(tensor) == 1:
+            kind = f"expanded, of dtype {tensor.dtype}, so that several of its elements share memory,"
+        if kind:
+            raise UsageError(
+                f"{name!r} is {kind} and cannot be broadcast to the other ranks; make it contiguous, dense and of a "
+                "usual dtype, or name it in module._ddp_params_and_buffers_to_ignore and make it equal yourself"
+            )
+
+
+_SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+_NEVER_BROADCAST = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def _unfit_layout(tensor: Tensor) -> str:
+    """What kind of tensor it is, with its dtype, if its elements do not lie in memory as those of most tensors do."""
+    if tensor.is_quantized:
+        return f"quantized, of dtype {tensor.dtype}"
+    if tensor.is_nested:
+        return f"a nested tensor of dtype {tensor.dtype}"
+    if tensor.layout is not torch.strided:
+        sparse = "sparse, " if "sparse" in str(tensor.layout) else ""
+        return f"{sparse}of layout {tensor.layout} and dtype {tensor.dtype}"
+    return f"on the meta device, of dtype {tensor.dtype}, without values" if tensor.is_meta else ""
 
 
 def check_devices(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ class Accumulators:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._nodes = [_accumulate_node(parameter) for parameter in parameters]
+        trained = ((index, parameter) for index, parameter in enumerate(parameters) if parameter.requires_grad)
+        self._nodes = {index: _accumulate_node(parameter) for index, parameter in trained}
 
     def are_meant(self) -> bool:
         """Whether the running graph task is a backward for these parameters, not ``autograd.grad``."""
@@ -27,8 +28,16 @@ class Accumulators:
             # rank that uses none contributes zero.
             return any(parameter.requires_grad for parameter in self._parameters)
         try:
-            return any(map(torch._C._will_engine_execute_node, self._nodes))
+            return any(map(torch._C._will_engine_execute_node, self._nodes.values()))
         except RuntimeError:  # torch's answer while autograd.grad runs with respect to one of these parameters
+            return False
+
+    def are_reached(self, left_out: Collection[int]) -> bool:
+        """Whether the running graph task reaches one of these parameters, those with an index in `left_out` aside."""
+        nodes = (node for index, node in self._nodes.items() if index not in left_out)
+        try:
+            return any(map(torch._C._will_engine_execute_node, nodes))
+        except RuntimeError:  # as in are_meant()
             return False
 
 
@@ -47,9 +56,9 @@ def is_in_backward() -> bool:
     return current_task() != -1
 
 
-def queue_callback(callback: Callable[[], None]) -> None:
+def queue_callback(callback: Callable[[], object]) -> None:
     """Have autograd call `callback` at the end of the running graph task, after those queued before it."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]  # what it returns is dropped
 
 
 def _accumulate_node(parameter: nn.Parameter) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ from paceline.ddp.channel import Channel, Launched
 from paceline.ddp.control import ControlBlock, Status
 from paceline.ddp.finisher import Finisher
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.sharing import Share, Sharing
 from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
 from paceline.errors import UsageError
@@ -32,6 +34,7 @@ class Gear:
     recorder: Recorder
     check_finite: bool
     finisher: Finisher
+    sharing: Sharing
 
 
 @dataclass
@@ -41,6 +44,10 @@ class Backward:
     gear: Gear
     clear: bool
     """Whether no parameter had a gradient when it began."""
+    share: Share = field(default_factory=Share)
+    """The parameters that other wrappers have, too."""
+    at_end: bool = False
+    """Whether buckets are launched when backward has ended rather than as they fill."""
     absent: list[int] = field(default_factory=list)
     """Parameters for which this rank had no gradient."""
     held: dict[int, Tensor] = field(default_factory=dict)
@@ -62,10 +69,11 @@ class Backward:
         """Move the gradients in, free the parameters' own, and hand the bucket to communication."""
         gear = self.gear
         with gear.recorder.span("launch"):
+            gear.storage.claim(self.next, self.share.elsewhere.keys())
             parameters = [gear.parameters[index] for index in bucket.indices]
             gradients = [parameter.grad for parameter in parameters]
             dense = [one for one in gradients if one is not None and one.layout is torch.strided]
-            if self.clear and len(dense) == len(gradients):
+            if self.clear and not self.share.elsewhere and len(dense) == len(gradients):
                 torch._foreach_copy_(bucket.views, dense)
                 for parameter in parameters:
                     parameter.grad = None
@@ -81,6 +89,9 @@ class Backward:
         """Where gradients are absent, sparse, or were there before."""
         sources, targets = [], []
         for index, view in zip(bucket.indices, bucket.views, strict=True):
+            if index in self.share.elsewhere:
+                view.zero_()
+                continue
             gradient = self.gear.parameters[index].grad
             if gradient is None:
                 self.absent.append(index)
@@ -107,8 +118,10 @@ class Backward:
                 "gradient, which buckets cannot hold; use a layer with dense gradients"
             )
 
-    def launch_rest(self, *, aborted: bool) -> dict[int, Tensor]:
+    def launch_rest(self, *, aborted: bool, order: Sequence[int] = ()) -> dict[int, Tensor]:
         """Launch what is left, then the control block; returns this rank's gradients that are in no bucket.
+
+        `order` is the order of arrival that the control block is to tell, where it still does.
 
         These are, by parameter, late deltas and sparse gradients.
         """
@@ -116,7 +129,10 @@ class Backward:
         for bucket in gear.storage.buckets[self.next :]:
             self.launch(bucket)
         gradients = enumerate(parameter.grad for parameter in gear.parameters)
-        apart = {index: gradient for index, gradient in gradients if gradient is not None}
+        elsewhere = self.share.elsewhere
+        apart = {index: gradient for index, gradient in gradients if gradient is not None and index not in elsewhere}
+        if gear.sharing:
+            self._take_common(apart)
         # A sparse gradient that comes after a dense one was launched is a late delta as any other.
         alone = {*self.absent, *self._left_out, *gear.storage.outside}
         sparse = [index for index, gradient in apart.items() if gradient.is_sparse and index in alone]
@@ -125,25 +141,32 @@ class Backward:
             finite = {index: bool(torch.isfinite(elements_of(gradient)).all()) for index, gradient in apart.items()}
             self._non_finite += [index for index in apart if not finite[index]]
         # What comes late is present, too: its parameter must not end as None.
-        self.absent = [index for index in (*self.absent, *gear.storage.outside) if index not in apart]
-        status = gear.ledger.report(aborted=aborted)
-        block = gear.control.fill(self.absent, self._non_finite, late, status, sparse)
+        outside = [index for index in gear.storage.outside if index not in elsewhere]
+        self.absent = [index for index in (*self.absent, *outside) if index not in apart]
+        self.absent += [index for index in elsewhere if gear.sharing.lacks(index, self.share)]
+        status = gear.ledger.report(aborted=aborted, hook_failed=gear.finisher.failed)
+        block = gear.control.fill(self.absent, self._non_finite, late, status, sparse, order)
         self._launched.append(gear.channel.all_reduce(block))
         return apart
+
+    def _take_common(self, apart: dict[int, Tensor]) -> None:
+        """Leave no gradient of `apart` where another wrapper could take it for its own."""
+        for index in self.gear.sharing.common & apart.keys():
+            self.gear.parameters[index].grad = None
 
     def wait(self) -> list[Status]:
         """Wait for everything launched, and scale the sums; returns what every rank reported.
 
         Raises:
             CommunicationError: if a rank ended or did not come.
+            HookError: if a communication hook failed here.
+            DesyncError: if one failed on another rank.
         """
         gear = self.gear
         with gear.recorder.span("wait"):
             start = time.perf_counter()
-            for at, launched in enumerate(self._launched):
-                is_bucket = at < len(gear.storage)
-                what = f"all-reduce of gradient bucket {at}" if is_bucket else "exchange of control blocks"
-                gear.channel.wait(launched, what)
+            *buckets, block = self._launched
+            gear.finisher.wait(buckets, block, gear.channel, gear.control)
             self.exposed_seconds = time.perf_counter() - start
         statuses = gear.control.statuses()
         notes = [status.note for status in statuses]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from paceline.ddp.channel import Channel
-from paceline.ddp.sharded import local_of
+from paceline.shards import local_of
 
 
 class Buffers:
@@ -19,12 +20,27 @@ class Buffers:
     def __init__(self, module: nn.Module, ignored: set[str]) -> None:
         # Places rather than tensors: a module may assign a new tensor to a buffer's name (pytorch issue 63916).
         self._places: list[tuple[str, nn.Module, str]] = []
+        self._ignored = ignored
+        self._parts: WeakSet[nn.Module] = WeakSet()  # whose buffers were looked at
+        self.renew(module)
+
+    def renew(self, module: nn.Module) -> None:
+        """Take in the buffers of modules that are new in `module`, and leave out those of modules that are gone.
+
+        What a module adds to itself later stays this rank's own, as with torch DDP: most often that is a cache, whose
+        size may differ between ranks.
+        """
+        before = {(id(part), name) for _, part, name in self._places}
+        known, self._places = self._parts, []
+        self._parts = WeakSet(module.modules())
         seen: set[int] = set()
         for prefix, part in module.named_modules():
             for name, buffer in part._buffers.items():
                 full = f"{prefix}.{name}" if prefix else name
-                if buffer is not None and full not in ignored and id(buffer) not in seen:
-                    seen.add(id(buffer))
+                if buffer is None or full in self._ignored or id(buffer) in seen:
+                    continue
+                seen.add(id(buffer))
+                if part not in known or (id(part), name) in before:
                     self._places.append((full, part, name))
 
     def __len__(self) -> int:
@@ -32,7 +48,7 @@ class Buffers:
 
     def named(self) -> dict[str, Tensor]:
         """The tensors as of now."""
-        pairs = ((full, part._buffers[name]) for full, part, name in self._places)
+        pairs = ((full, part._buffers.get(name)) for full, part, name in self._places)
         return {full: buffer for full, buffer in pairs if buffer is not None}
 
     def broadcast(self, channel: Channel, source: int = 0) -> None:

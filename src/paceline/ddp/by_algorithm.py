@@ -1,7 +1,7 @@
 """Buckets summed by one of :mod:`paceline.comm.algorithms` in place of the backend's all-reduce, for study and for
 backends without a good one.
 
-It runs inside backward and is finished when it returns, so it overlaps with nothing.
+It runs at the end of backward and is finished when it returns, so it overlaps with nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from paceline.comm import algorithms
 from paceline.comm.algorithms.members import host_number
 from paceline.comm.header import Note
 from paceline.ddp.channel import Channel
+from paceline.ddp.finisher import Finished
 from paceline.errors import UsageError
 
 Algorithm = Literal["ring", "tree", "halving-doubling", "hierarchical"]
@@ -35,6 +36,7 @@ class Algorithms:
     """Takes a channel's place for the sums of buckets; its ranks make it together."""
 
     scales = False
+    blocks = True
 
     def __init__(self, channel: Channel, algorithm: Algorithm) -> None:
         self._group, self.size = channel.group, channel.size
@@ -49,10 +51,3 @@ class Algorithms:
         self._run(tensor, group=self._group, check=not self._checked, **self._options)
         self._checked = True
         return Finished()
-
-
-class Finished:
-    """What is launched and finished at once."""
-
-    def wait(self) -> None:
-        """Return."""

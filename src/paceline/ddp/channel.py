@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -38,6 +40,8 @@ class Channel:
 
     scales = False
     """Whether reductions with a note come out scaled; if not, they are plain sums."""
+    blocks = False
+    """Whether a launch returns only when every rank has taken part."""
 
     def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
         self.rank: int = dist.get_rank(group)
@@ -109,6 +113,14 @@ class Channel:
         """
         self.run(what, launched.wait)
 
+    def linger(self, launched: Any, seconds: float) -> None:
+        """Carry `launched` on until it is finished or failed, for at most so many seconds, without raising."""
+        end = time.monotonic() + seconds
+        with suppress(Exception):
+            while not launched.is_completed() and time.monotonic() < end:
+                self.progress()
+                time.sleep(0.001)
+
     def run(self, what: str, function: Any, *arguments: Any, **options: Any) -> None:
         """Call a collective, with a failure turned into an error that says what it was doing."""
         try:
@@ -158,6 +170,11 @@ class _InSharedMemory:
         factor = scale_of if note is not None else None
         self._operation = channel.group.launch_all_reduce(shared, note, factor)
 
+    def is_completed(self) -> bool:
+        """Whether it is finished."""
+        finished: bool = self._operation.finished
+        return finished
+
     def wait(self) -> None:
         """Return when it is finished."""
         self._channel.group.finish(self._operation)
@@ -167,6 +184,20 @@ class _InSharedMemory:
             self._copy = None
 
 
+def gather_numbers(channel: Channel, numbers: Sequence[int], what: str) -> Generator[bool, None, list[list[int]]]:
+    """Every rank's `numbers`, of which all have as many, as a sum to which each rank contributes its own row.
+
+    Pauses, by yielding ``True``, after the launch: other wrappers may go first.
+    """
+    table = torch.zeros(channel.size, len(numbers), dtype=torch.int64)
+    table[channel.rank] = torch.tensor(numbers, dtype=torch.int64)
+    launched = channel.all_reduce(table)
+    yield True
+    channel.wait(launched, what)
+    rows: list[list[int]] = table.tolist()
+    return rows
+
+
 def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     """A channel among the ranks of `group` for gradients on `device`; called by all of them together."""
     # The control block is host data: beside CUDA tensors it goes over Gloo, which stalls no stream.
@@ -174,12 +205,12 @@ def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
     backend = "cpu:gloo,cuda:nccl" if on_nccl else dist.get_backend(group)
     with called_by_all("DistributedDataParallel(…)"), collective("connection of the ranks", group):
-        own = open_own_group(group, backend, _timeout(group, device))
+        own = open_own_group(group, backend, timeout_of(group, device))
     shared = device.type == "cpu" and isinstance(own, PacelineProcessGroup) and own.native
     return SharedChannel(group, own) if shared else Channel(group, own)
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """The group's own timeout, which a group made from it does not inherit by itself."""
     if isinstance(group, PacelineProcessGroup):
         return group.timeout

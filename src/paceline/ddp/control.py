@@ -2,9 +2,10 @@
 
 One float64 vector, summed over the ranks in one collective of its own:
 
-    [ presence × P | non-finite × P | late × P | sparse × P | status of rank 0 | status of rank 1 | … ]
+    [ presence × P | non-finite × P | late × P | sparse × P | status of rank 0 | status of rank 1 | … | order × P ]
 
-Per parameter, a count of ranks; per rank, the fields of :class:`Status`, each rank filling only its own part.
+Per parameter, a count of ranks; per rank, the fields of :class:`Status`, each rank filling only its own part. The order
+in which gradients arrived, counted from 1, is rank 0's part, and is there only until it is known.
 Float64 holds whole numbers exactly up to 2**53. Everything here is a function of plain values.
 """
 
@@ -30,7 +31,7 @@ class Status:
     """What one rank reports of itself."""
 
     forwards: int = 0
-    """Forwards in training mode outside ``no_sync``, since the wrapper was made."""
+    """Forwards that broadcast buffers (training mode, outside ``no_sync``), since the wrapper was made."""
     optimizer_steps: int = 0
     """Optimizer steps over this model's parameters."""
     epoch: int = -1
@@ -50,6 +51,10 @@ class Status:
     """Whether this rank has no gradient at all, as one without data."""
     joined: bool = False
     """Whether this rank has run out of data inside ``join``; what must be equal then leaves it out."""
+    hook_failed: bool = False
+    """Whether a communication hook raised on this rank, or returned no future."""
+    changed: bool = False
+    """Whether this rank has a gradient of a parameter that came into the module after it was wrapped."""
 
     @property
     def note(self) -> tuple[float, float]:
@@ -60,8 +65,9 @@ class Status:
 _EQUAL = {
     "forwards": (
         "forward passes in training mode",
-        "run every forward on all ranks, evaluate under model.eval() or torch.no_grad(), and call "
-        "model.sync_gradients() on a rank that has no data",
+        "each broadcasts the model's buffers, so run every forward on all ranks, evaluate under model.eval() or "
+        "torch.no_grad(), and call model.sync_gradients() on a rank that has no data; forward_sync_buffers=False lets "
+        "the numbers differ",
     ),
     "optimizer_steps": ("optimizer steps", "call optimizer.step() on all ranks in the same steps"),
     "epoch": ("as the sampler's epoch", "call set_epoch() alike on all ranks"),
@@ -77,11 +83,18 @@ class ControlBlock:
     def __init__(self, names: Sequence[str], rank: int, size: int, allocate: Allocate = torch.zeros) -> None:
         self.names = names
         self.rank, self.size, self.count = rank, size, len(names)
-        self.vector = allocate(_SECTIONS * self.count + size * len(_KINDS), dtype=torch.float64)
+        self._end = _SECTIONS * self.count + size * len(_KINDS)  # of the part that stays
+        self.vector = allocate(self._end + self.count, dtype=torch.float64)
         self._everywhere = torch.full((self.count,), float(size), dtype=torch.float64)
 
     def fill(
-        self, absent: list[int], non_finite: list[int], late: list[int], status: Status, sparse: Sequence[int] = ()
+        self,
+        absent: list[int],
+        non_finite: list[int],
+        late: list[int],
+        status: Status,
+        sparse: Sequence[int] = (),
+        order: Sequence[int] = (),
     ) -> Tensor:
         """Write this rank's part; returns the vector to be summed over the ranks."""
         status = replace(status, non_finite=len(non_finite), idle=len(absent) == self.count)
@@ -92,7 +105,18 @@ class ControlBlock:
                 self.vector[[section * self.count + index for index in indices]] = value
         start = _SECTIONS * self.count + self.rank * len(_KINDS)
         self.vector[start : start + len(_KINDS)] = torch.tensor(astuple(status), dtype=torch.float64)
+        if order:
+            self.vector[self._end :] = torch.tensor(order, dtype=torch.float64) + 1
         return self.vector
+
+    def order(self) -> list[int]:
+        """Parameters in rank 0's order of arrival; empty if it told none."""
+        told = self.vector[self._end :]
+        return [int(place) - 1 for place in told.tolist()] if told.any() else []
+
+    def forget_order(self) -> None:
+        """Leave the order out from now on; on all ranks alike."""
+        self.vector = self.vector[: self._end]
 
     def absent_everywhere(self) -> list[int]:
         """Parameters for which no rank had a gradient."""
@@ -116,12 +140,15 @@ class ControlBlock:
 
     def statuses(self) -> list[Status]:
         """What every rank reported, in the order of ranks."""
-        rows = self.vector[_SECTIONS * self.count :].view(self.size, len(_KINDS)).tolist()
+        rows = self.vector[_SECTIONS * self.count : self._end].view(self.size, len(_KINDS)).tolist()
         return [Status(*(kind(value) for kind, value in zip(_KINDS, row, strict=True))) for row in rows]
 
     def missing_somewhere(self, statuses: Sequence[Status]) -> list[int]:
-        """Parameters without a gradient on a rank that has others, unless a backward was ended by an exception."""
-        if any(status.aborted for status in statuses):
+        """Parameters without a gradient on a rank that has others.
+
+        None are named where a backward was ended by an exception, nor where the module has other parameters now.
+        """
+        if any(status.aborted or status.changed for status in statuses):
             return []
         working = self.size - sum(status.idle for status in statuses)
         return (self.vector[: self.count] < working).nonzero().flatten().tolist()
@@ -141,7 +168,8 @@ class ControlBlock:
             if self.rank not in aborted:
                 raise DesyncError(
                     f"rank {self.rank}: backward was ended by an exception on {named_ranks(aborted)}, so the gradients "
-                    "of this step are not whole; see that rank's own error"
+                    "of this step are not whole; see that rank's own error, and leave this step out on every rank "
+                    "if training is to go on"
                 ).because_of(())  # that rank itself tells why
             return
         for name, (noun, remedy) in _EQUAL.items():

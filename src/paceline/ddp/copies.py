@@ -20,6 +20,7 @@ from paceline.ddp.arguments import choose_group
 from paceline.ddp.autograd import Accumulators
 from paceline.ddp.guard import StepGuard
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.module_changes import ModuleWatch, Named
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.replicas import InitSync
 from paceline.errors import UsageError
@@ -32,10 +33,12 @@ class Asleep:
 
     exposed_seconds = 0.0
 
-    def __init__(self, parameters: Sequence[nn.Parameter], ledger: Ledger, wake: Callable[[], Reducer]) -> None:
+    def __init__(self, watch: ModuleWatch, ledger: Ledger, wake: Callable[[], Reducer]) -> None:
         self.sync_enabled = True
-        self._parameters, self._ledger, self._wake = parameters, ledger, wake
-        self._accumulators = Accumulators(parameters)
+        self._watch, self._ledger, self._wake = watch, ledger, wake
+
+    def check_finite(self, enabled: bool) -> None:
+        """Nothing yet; the reducer that wakes up asks the wrapper's options."""
 
     def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward."""
@@ -44,18 +47,23 @@ class Asleep:
                 output.register_hook(partial(self._output_hook, on_local))
 
     def _output_hook(self, on_local: Callable[[], None], gradient: Tensor) -> None:
-        if not self._accumulators.are_meant():
+        parameters = [parameter for _, parameter in self._watch.named_parameters() if parameter.requires_grad]
+        if not Accumulators(parameters).are_meant():
             return
         if self.sync_enabled:
-            self._wake().backward_reached(on_local, gradient)
+            self._wake().backward_reached(on_local, None, gradient)
             return
         self._ledger.backward_began()
-        self._ledger.forget_dropped(self._parameters, in_backward=True)
+        self._ledger.forget_dropped(parameters, in_backward=True)
         self._ledger.local_backwards += 1
 
     def synchronize(self) -> None:
         """Wake up, and average what ``p.grad`` holds."""
         self._wake().synchronize()
+
+    def expect_equal(self) -> None:
+        """Wake up, and compare the gradients of all ranks."""
+        self._wake().expect_equal()
 
     def settle_aborted(self) -> None:
         """Nobody waits for one that has not begun."""
@@ -67,12 +75,16 @@ class Copyable:
     process_group: dist.ProcessGroup
     do_sync: Any
     _trained: list[tuple[str, nn.Parameter]]
+    _watch: ModuleWatch
     _ledger: Ledger
     _reducer: Any
     _guard: StepGuard
     _recorder: Recorder
 
     def _prepare(self) -> None:
+        raise NotImplementedError
+
+    def _take_over(self, named: Named, averaged: bool) -> None:
         raise NotImplementedError
 
     def _be_alone(self) -> None:
@@ -115,7 +127,7 @@ class Copyable:
             "_guard",
             "_ledger",
             "_trained",
-            "_frozen",
+            "_watch",
             "_buffers_to_sync",
             "_recorder",
             "_comm_hooks",
@@ -131,13 +143,17 @@ class Copyable:
             return
         parameters = [one for _, one in self._trained]
         wake = weakref.WeakMethod(self._wake)
-        self._reducer = Asleep(parameters, self._ledger, lambda: wake()())  # type: ignore[misc]
+        self._reducer = Asleep(self._watch, self._ledger, lambda: wake()())  # type: ignore[misc]
         self._guard = StepGuard(parameters, self._ledger, lambda: None)
 
     def _wake(self) -> Reducer:
         """Connect a copy that is trained; called by all ranks."""
         if not isinstance(self._reducer, Reducer):
             enabled = self.do_sync
+            if (change := self._watch.look()) is not None:  # since it was copied
+                change.close()
+                self._watch.follow(change.named)
+                self._take_over(change.named, True)
             self._connect([], False).sync_enabled = enabled
         assert isinstance(self._reducer, Reducer)
         return self._reducer

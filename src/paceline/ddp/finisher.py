@@ -14,10 +14,11 @@ from torch import Tensor
 
 from paceline.buckets import Bucket
 from paceline.comm.header import Note
-from paceline.ddp.channel import Launched
-from paceline.ddp.control import scale_of
+from paceline.ddp.channel import Channel, Launched
+from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.ledger import Ledger
 
+CONTROL = "exchange of control blocks"
 Notes = Sequence[tuple[float, float]]
 """Weight and weighting of every rank; see :class:`~paceline.ddp.control.Status`."""
 
@@ -25,8 +26,25 @@ Notes = Sequence[tuple[float, float]]
 class Finisher(Protocol):
     """Called for every bucket of a backward, in the order of launch, on every rank alike."""
 
+    steps_inside: bool
+    """Whether an optimizer steps with each bucket as soon as that is reduced."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether a launch of this backward failed on this rank, which the others learn from the control block."""
+
+    def launches_at_end(self, *, shadowed: bool) -> bool:
+        """Whether buckets are to be launched when backward has ended rather than as they fill.
+
+        `shadowed` if ranks that ran out of data inside ``join`` take part. Where it is true, no collective of a layer
+        comes between those of the finisher, on any rank.
+        """
+
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Hand bucket number `at` to communication."""
+
+    def wait(self, buckets: Sequence[Launched], block: Launched, channel: Channel, control: ControlBlock) -> None:
+        """Wait for all that :meth:`launch` returned, in its order, and for the control block."""
 
     def scale(self, flat: Tensor, notes: Notes) -> None:
         """Make what came back into a bucket the average."""
@@ -37,6 +55,8 @@ class Sums(Protocol):
 
     size: int
     scales: bool
+    blocks: bool
+    """Whether :meth:`all_reduce` returns only when every rank has taken part."""
 
     def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place."""
@@ -45,8 +65,19 @@ class Sums(Protocol):
 class AllReduce:
     """The sum over the ranks, scaled to the mean or by the weights."""
 
+    steps_inside = False
+
     def __init__(self, channel: Sums, ledger: Ledger) -> None:
         self._channel, self._ledger = channel, ledger
+
+    @property
+    def failed(self) -> bool:
+        """Never: what fails here raises."""
+        return False
+
+    def launches_at_end(self, *, shadowed: bool) -> bool:
+        """Where sums block, so that they overlap with nothing: then a layer's collective may come first elsewhere."""
+        return self._channel.blocks
 
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Launch the sum, in place."""
@@ -55,9 +86,22 @@ class AllReduce:
             return self._channel.all_reduce(bucket.flat)
         return self._channel.all_reduce(bucket.flat, self._ledger.status.note)
 
+    def wait(self, buckets: Sequence[Launched], block: Launched, channel: Channel, control: ControlBlock) -> None:
+        """Wait for them in the order of launch."""
+        for at, launched in enumerate(buckets):
+            channel.wait(launched, f"all-reduce of gradient bucket {at}")
+        channel.wait(block, CONTROL)
+
     def scale(self, flat: Tensor, notes: Notes) -> None:
         """Multiply the sums, unless the channel has done so."""
         if flat.dtype is torch.float16:
             flat.mul_(scale_of(notes) * self._channel.size)
         elif not self._channel.scales:
             flat.mul_(scale_of(notes))
+
+
+class Finished:
+    """What is launched and finished at once."""
+
+    def wait(self) -> None:
+        """Return."""

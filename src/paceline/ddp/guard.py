@@ -1,8 +1,8 @@
-"""The guard: counts optimizer steps for the control block, and refuses those over gradients that are not whole."""
+"""The guard: counts optimizer steps for the control block, and refuses those over gradients not known to be whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -14,21 +14,29 @@ from paceline.compiling import never_compiled
 from paceline.ddp.ledger import Ledger
 from paceline.errors import UsageError
 
+_BY_HAND = "; if they are the same on every rank already, call model.gradients_are_averaged() on all of them first"
+
 
 class StepGuard:
     """Watches every optimizer that trains one of `parameters`.
 
-    ``local_gradient()`` names a parameter whose gradient is this rank's own, if there is one.
+    ``local_gradient()`` names a parameter whose gradient the wrapper has not averaged, if there is one. It may be this
+    rank's own, or made alike on all ranks by the training loop; only ``model.gradients_are_averaged()`` tells these
+    apart, as a comparison between ranks has to be asked for on all of them.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], ledger: Ledger, local_gradient: Callable[[], str | None]
     ) -> None:
         self._ledger, self._local_gradient = ledger, local_gradient
-        self._ours = {id(parameter) for parameter in parameters}
+        self.watch(parameters)
         self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._outermost: tuple[int, int] | None = None
         _guards().add(self)
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take `parameters` for those that are averaged."""
+        self._ours = {id(parameter) for parameter in parameters}
 
     def before(self, optimizer: Optimizer) -> None:
         """The optimizer is about to step. Raises what :meth:`expect_whole` raises."""
@@ -52,8 +60,8 @@ class StepGuard:
         """
         if self._ledger.local_backwards:
             raise UsageError(
-                f"{caller} found gradients that were not averaged over the ranks: the last backward ran under "
-                "no_sync(); leave it for the last micro-batch, or call model.sync_gradients() first"
+                f"{caller} found gradients that the wrapper has not averaged over the ranks, as the last backward ran "
+                f"under no_sync(); leave it for the last micro-batch, or call model.sync_gradients() first{_BY_HAND}"
             )
         if self._ledger.is_weight_pending:
             raise UsageError(
@@ -63,9 +71,9 @@ class StepGuard:
             )
         if self._ledger.synchronizations == synchronizations_before and (name := self._local_gradient()) is not None:
             raise UsageError(
-                f"{caller} found a gradient of {name!r} that was not averaged over the ranks, as no backward was "
-                "synchronized since the last step; call the wrapper and not model.module, or call "
-                "model.sync_gradients() first"
+                f"{caller} found a gradient of {name!r} that the wrapper has not averaged over the ranks, as no "
+                "backward was synchronized since the last step; call the wrapper and not model.module, or call "
+                f"model.sync_gradients() first{_BY_HAND}"
             )
 
     def after(self, optimizer: Optimizer) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.optim import Optimizer
 
@@ -30,13 +29,13 @@ from paceline.ddp.buffers import Buffers
 from paceline.ddp.channel import Channel
 from paceline.ddp.copies import Asleep
 from paceline.ddp.guard import StepGuard
+from paceline.ddp.layers import expect_shadowable, layers_to_shadow
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.shadowing import Event, Message, Stage, decode, encode, number_of
-from paceline.ddp.sharded import local_of
 from paceline.ddp.solo import SoloReducer
-from paceline.errors import UsageError
 from paceline.modules import Communicates
+from paceline.shards import local_of
 
 
 class Joining(Joinable):
@@ -110,8 +109,8 @@ class Joining(Joinable):
         if isinstance(self._reducer, Asleep):
             self._wake()  # all ranks come here, which may not be so in the copy's first backward
         if isinstance(self._reducer, Reducer):
+            self._layers = layers_to_shadow(self.module, self.process_group)
             self._reducer.tell = self._tell
-            self._layers = [layer for layer in self.module.modules() if isinstance(layer, Communicates)]
             for index, layer in enumerate(self._layers):
                 layer.announce = partial(self._tell, Event.LAYER, index)
         return _Hook(self)
@@ -140,41 +139,32 @@ class Joining(Joinable):
         self._exchange(Message(Event.FORWARD))
         self._stage = Stage.ALONE if len(self._present) == dist.get_world_size(self.process_group) else Stage.FOLLOWED
 
-    def _tell(self, event: Event, layer: int = 0, code: int = 0) -> None:
-        """Before a collective: tell it to the ranks that ran out, if there are any."""
+    def _tell(self, event: Event, layer: int = 0, code: int = 0) -> bool:
+        """Before a collective: tell it to the ranks that ran out; returns whether there are any."""
         if not self._join_config.enable or self._stage is Stage.SHADOWING:
-            return
+            return self._stage is Stage.SHADOWING
         ends = event in (Event.END, Event.LOCAL)
         if self._stage is Stage.IDLE:
             if ends:
-                return
+                return False
             self._open_step()
-        if self._stage is Stage.FOLLOWED:
+        if is_followed := self._stage is Stage.FOLLOWED:
             self._exchange(Message(event, layer, code))
         if ends:
             self._stage = Stage.IDLE
-
-    def _expect_layers_that_can_be_shadowed(self) -> None:
-        for name, layer in self.module.named_modules():
-            if isinstance(layer, nn.SyncBatchNorm) and layer.training and not isinstance(layer, Communicates):
-                raise UsageError(
-                    f"a rank ran out of data inside join(), and cannot take part in torch's SyncBatchNorm {name!r}; "
-                    "use paceline.SyncBatchNorm.convert_sync_batchnorm(model)"
-                )
+        return is_followed
 
     def _exchange(self, message: Message | None) -> Message | None:
         """Collective: what the ranks that have data do next, and which these are."""
         channel = self._channel
         assert channel is not None
         vector = torch.tensor(encode(message, number_of(channel.name), channel.rank, channel.size), device=self.device)
-        # The collectives of a communication hook come on the process group, at moments of their own.
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        group: Any = channel.group if self._comm_hooks else self.process_group
-        group.allreduce([vector], options).wait()
+        # On the group of Join's own messages, where a wrapper whose turn it is not meets them, too. Collectives of
+        # layers and of communication hooks, which may be on it as well, come before or after it on all ranks alike.
+        dist.all_reduce(vector, dist.ReduceOp.MAX, group=self.process_group)
         message, self._present = decode(vector)
         if message is not None and message.event is Event.FORWARD and len(self._present) < channel.size:
-            self._expect_layers_that_can_be_shadowed()
+            expect_shadowable(self.module)
         return message
 
     # -- a rank that ran out ------------------------------------------------------------------------------------

@@ -41,34 +41,36 @@ class Ledger:
         self.status = Status()
         self._open: list[float] = []  # weights of the blocks around us, the innermost last
         self._unclaimed: list[float] = []  # weights whose backward has not begun
+        self._weighted = 0  # weights since the last synchronization
         self._current: float | None = None  # weight of the latest backward
         self._used_inside = False
         self._task = -1
 
-    def report(self, *, aborted: bool = False) -> Status:
+    def report(self, *, aborted: bool = False, hook_failed: bool = False) -> Status:
         """The rank's status as of now."""
-        if self.sampler is None:
-            return replace(self.status, aborted=aborted)
-        return replace(self.status, aborted=aborted, epoch=self.sampler.epoch, position=self.sampler.position)
+        status = replace(self.status, aborted=aborted, hook_failed=hook_failed)
+        if self.sampler is not None:
+            status.epoch, status.position = self.sampler.epoch, self.sampler.position
+        return status
 
     def synchronized(self) -> None:
         """A step has been synchronized: weights and pending forwards are used up."""
         self.forwards_since_sync = self.local_backwards = 0
         self.synchronizations += 1
         self._used_inside = bool(self._open)
-        self.status.weight, self.status.weighting = 0, 0
+        self.status.weight, self.status.weighting, self._weighted = 0, 0, 0
         self._unclaimed.clear()
 
     def contributes_nothing(self, *, counted: bool) -> None:
         """The rank has no data in this step; `counted` if a mean divides by it all the same."""
-        self.status.weight, self.status.weighting = 0, 0 if counted else UNCOUNTED
+        self.status.weight, self.status.weighting, self._weighted = 0, 0 if counted else UNCOUNTED, 0
         self._unclaimed.clear()
 
     # -- forwards -----------------------------------------------------------------------------------------------
 
-    def forward(self) -> None:
-        """A forward counts from now on."""
-        self.status.forwards += 1
+    def forward(self, *, broadcasts: bool) -> None:
+        """Count a forward in training mode; ranks must agree on how many of these broadcast buffers."""
+        self.status.forwards += broadcasts
         self.forwards_since_sync += 1
 
     def take_back_forward(self) -> Callable[[], None]:
@@ -78,7 +80,6 @@ class Ledger:
         def take_back() -> None:
             if pending:
                 pending.pop()
-                self.status.forwards -= 1
                 self.forwards_since_sync = max(0, self.forwards_since_sync - 1)
 
         return take_back
@@ -97,17 +98,26 @@ class Ledger:
             raise UsageError(f"model.weight() takes a finite number >= 0, such as a count of tokens, not {weight!r}")
         self.status.weight += weight
         self.status.weighting |= WEIGHTED
+        self._weighted += 1
         self._open.append(weight)
         self._unclaimed.append(weight)
         try:
             yield
         except BaseException:
             if self.status.weighting:  # else a synchronization inside the block has used it already
-                self.status.weight = max(0.0, self.status.weight - weight)
+                self._take_back_weight(weight)
             raise
         finally:
             self._open.pop()
             self._used_inside = False
+
+    def _take_back_weight(self, weight: float) -> None:
+        self._weighted -= 1
+        self.status.weight = max(0.0, self.status.weight - weight) if self._weighted else 0.0
+        if not self._weighted:  # nothing of this step is weighted
+            self.status.weighting &= ~WEIGHTED
+        if weight in self._unclaimed:
+            self._unclaimed.remove(weight)
 
     @property
     def is_weight_pending(self) -> bool:
@@ -147,8 +157,8 @@ class Ledger:
             return
         self.local_backwards = 0
         if not in_backward:
-            self.status.weight, self.status.weighting = 0, 0
+            self.status.weight, self.status.weighting, self._weighted = 0, 0, 0
         elif self._current is None:
-            self.status.weight, self.status.weighting = 0, UNWEIGHTED
+            self.status.weight, self.status.weighting, self._weighted = 0, UNWEIGHTED, 0
         else:
-            self.status.weight, self.status.weighting = self._current, WEIGHTED
+            self.status.weight, self.status.weighting, self._weighted = self._current, WEIGHTED, 1

@@ -1,4 +1,4 @@
-"""What a plain training loop needs beside the wrapper: accumulation, clipping, and metrics over all ranks."""
+"""What a plain training loop needs beside the wrapper: accumulation and clipping."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.rollcall import called_by_all, collective
 
 Batch = TypeVar("Batch")
 
@@ -125,63 +123,3 @@ def clip_grad_norm_(
         parameters.expect_averaged("clip_grad_norm_()")
     tensors = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite)
-
-
-def gather_for_metrics(value: Any) -> Any:
-    """Every rank's `value`, concatenated along dimension 0 in the order of ranks, on every rank.
-
-    Ranks may hold different numbers of rows; every row is there exactly once. With slices of a
-    :class:`paceline.data.GlobalBatchSampler` the result is in the order of the global batch.
-
-    Args:
-        value: a tensor of at least one dimension, or a tuple, list or dict of them (nested); ``None`` on a rank that
-            has no rows.
-
-    Returns:
-        The same structure, tuples as tuples and named ones by their names, on the CPU of every rank; ``None`` if no
-        rank had rows.
-
-    Raises:
-        UsageError: for a value that is no tensor, or a tensor without dimensions.
-    """
-    value = _rows_on_cpu(value)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    everyone: list[Any] = [None] * dist.get_world_size()
-    with called_by_all("gather_for_metrics()"), collective("all-gather"):
-        dist.all_gather_object(everyone, value)
-    return _concatenated([part for part in everyone if part is not None])
-
-
-def _rows_on_cpu(value: Any) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, Tensor):
-        if value.dim() == 0:
-            raise UsageError("gather_for_metrics takes tensors with rows, not a scalar; use value.unsqueeze(0)")
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _rows_on_cpu(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return _alike(value, [_rows_on_cpu(item) for item in value])
-    raise UsageError(
-        f"gather_for_metrics takes tensors, or tuples, lists and dicts of them, not {type(value).__name__}"
-    )
-
-
-def _concatenated(parts: list[Any]) -> Any:
-    if not parts:
-        return None
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(parts)
-    if isinstance(first, dict):
-        return {key: _concatenated([part[key] for part in parts]) for key in first}
-    return _alike(first, [_concatenated(list(items)) for items in zip(*parts, strict=True)])
-
-
-def _alike(model: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    """`items` as the kind of sequence that `model` is."""
-    if isinstance(model, list):
-        return items
-    return type(model)(*items) if hasattr(model, "_fields") else tuple(items)

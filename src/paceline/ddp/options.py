@@ -25,5 +25,3 @@ class Options:
     """What happens where a parameter has no gradient on some rank."""
     algorithm: Algorithm | None = None
     """What sums the buckets, if not the backend's own all-reduce."""
-    sparse: frozenset[int] = frozenset()
-    """The ``id`` of parameters that get no place in a bucket, as their gradients are expected to be sparse."""

@@ -14,7 +14,7 @@ Experiences on Accelerating Data Parallel Training", VLDB 2020.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -29,17 +29,21 @@ from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
 from paceline.ddp.by_algorithm import Algorithms
-from paceline.ddp.channel import Channel, Launched
+from paceline.ddp.by_hand import expect_equal_gradients
+from paceline.ddp.channel import Channel
 from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
 from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
+from paceline.ddp.newcomers import Newcomers, Settled
 from paceline.ddp.options import Options
 from paceline.ddp.replica_check import ReplicaCheck
 from paceline.ddp.shadowing import Event
 from paceline.ddp.sharded import as_local, release
+from paceline.ddp.sharing import Share, Sharing
 from paceline.ddp.sparse import elements_of
 from paceline.ddp.storage import BucketSet
+from paceline.ddp.together import begin_others, enter, settle_all
 from paceline.ddp.unused import UnusedReport
 from paceline.errors import CommunicationError, ReplicaMismatch, UsageError
 from paceline.events import Recorder
@@ -55,6 +59,10 @@ class Phase(Enum):
     BROKEN = "a collective failed"
 
 
+class Forward:
+    """Lives as long as the graph of a forward does, whose hooks hold the only reference."""
+
+
 @class_never_compiled
 class Reducer:
     """Owns the buckets of one wrapper and carries each synchronized backward from its start to its end."""
@@ -63,8 +71,8 @@ class Reducer:
     """False inside ``no_sync``: a backward that starts now stays local."""
     exposed_seconds: float
     """Time waited for communication at the end of backwards, in seconds, since the wrapper was made."""
-    tell: Callable[[Event], None] | None
-    """Inside ``join``, tells ranks that ran out of data how this rank's backward goes."""
+    tell: Callable[[Event], bool] | None
+    """Inside ``join``, tells ranks that ran out of data how this backward goes; returns whether there are any."""
 
     def __init__(
         self,
@@ -73,19 +81,23 @@ class Reducer:
         ledger: Ledger,
         options: Options,
         recorder: Recorder,
+        newcomers: Newcomers,
     ) -> None:
-        given = [parameter for _, parameter in named_parameters]
-        self.parameters = [as_local(parameter) for parameter in given]
-        self.names = [name for name, _ in named_parameters]
-        outside = frozenset(index for index, one in enumerate(given) if id(one) in options.sparse)
+        self._name(named_parameters)
         self.storage = BucketSet(
-            self.names, self.parameters, options.capacities, channel, outside, options.reduce_dtype
+            self.names,
+            self.parameters,
+            options.capacities,
+            channel,
+            newcomers.watch.sparse(self._given),
+            options.reduce_dtype,
         )
         self.sync_enabled = True
         self.exposed_seconds = 0.0
         self.tell = None
         self._channel, self._ledger = channel, ledger
-        self._in_backward = InBackward(given)
+        self._options, self._newcomers = options, newcomers
+        self.sharing = Sharing(self.names, self._given, self.parameters, ledger, channel.members)
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
             self.names,
@@ -97,18 +109,33 @@ class Reducer:
             recorder,
             options.check_finite,
             AllReduce(Algorithms(channel, options.algorithm) if options.algorithm else channel, ledger),
+            self.sharing,
         )
-        self._unused = UnusedReport(options.unused, self.names, self.parameters, channel)
         self.replica_check: ReplicaCheck | None = None
         self._phase = Phase.IDLE
-        self._aborted = self._owes_launch = False
+        self._aborted = self._owes_launch = self._is_settling_abort = False
+        # Forwards whose backward has not come yet; and whether one showed no output that could be hooked.
+        self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self._has_unseen_forward = False
         self._task: weakref.ref[GraphTask] | None = None
         self._backward = Backward(self._gear, clear=True)
         self._finishing: Iterator[bool] = iter(())
         # Averages that are no bucket's view; weak, as a gradient's memory goes when the user drops it.
         self._apart: dict[int, weakref.ref[Tensor]] = {}
+        self._expect_all()
+        enter(self)
+
+    def _name(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._given = [parameter for _, parameter in named_parameters]
+        self._local = [as_local(parameter) for parameter in self._given]
+        self.parameters = list(self._local)
+        self.names = [name for name, _ in named_parameters]
+
+    def _expect_all(self) -> None:
+        """Wait for the gradients of all parameters, in an order of arrival that is not known yet."""
+        self._unused = UnusedReport(self._options.unused, self.names, self.parameters, self._channel)
+        self._in_backward, self._accumulators = InBackward(self._given), Accumulators(self._given)
         self._order_known = False
-        self._accumulators = Accumulators(given)
         self._arrivals = Arrivals(self.parameters, self._hooked)
         self._arrivals.use_layout(self.storage.layout, order_known=False)
         self._arrivals.begin(clear=True)
@@ -122,8 +149,13 @@ class Reducer:
         self.settle_aborted()
         self.storage.use_named(layout)
         self._order_known = True
+        self._control.forget_order()
         self._arrivals.observed = []
         self._arrivals.use_layout(self.storage.layout, order_known=True)
+
+    def check_finite(self, enabled: bool) -> None:
+        """Look for NaN and Inf in gradients, or not, from the next backward on."""
+        self._gear = replace(self._gear, check_finite=enabled)
 
     def finish_with(self, finisher: Finisher) -> None:
         """Let `finisher` take the place of the buckets' all-reduce, from the next backward on; on all ranks alike."""
@@ -138,36 +170,71 @@ class Reducer:
         `on_local` is called if that backward turns out to be local, inside ``no_sync``.
         """
         self._in_backward.take_over()
+        forward, is_unseen = Forward(), True
         for output in outputs:
             if output.grad_fn is not None:
-                output.register_hook(partial(self.backward_reached, on_local))
+                output.register_hook(partial(self.backward_reached, on_local, forward))
+                is_unseen = False
+        if is_unseen:
+            self._has_unseen_forward = True
+        else:
+            self._forwards.add(forward)
 
-    def backward_reached(self, on_local: Callable[[], None], _gradient: Tensor) -> None:
+    def backward_reached(self, on_local: Callable[[], None], forward: Forward | None, _gradient: Tensor) -> None:
         """A backward has reached an output of the wrapper."""
         expect_eager_backward(self._channel.rank)
-        if self._phase in (Phase.BACKWARD, Phase.SETTLING) or not self._accumulators.are_meant():
-            return
-        self.settle_aborted()
+        if self._phase not in (Phase.BACKWARD, Phase.SETTLING) and self._is_meant():
+            self.settle_aborted()
+            try:
+                self._ledger.backward_began()
+                self._ledger.forget_dropped(self.parameters, in_backward=True)
+                if self.sync_enabled:
+                    self._begin_in_task()
+                else:
+                    self._stay_local(on_local)
+            finally:
+                begin_others(self)
+        if forward is not None:
+            self._forwards.discard(forward)
+
+    def _stay_local(self, on_local: Callable[[], None]) -> None:
+        self.sharing.expect_no_average()
+        self._ledger.local_backwards += 1
+        on_local()
+        if self.tell is not None:
+            queue_callback(partial(self.tell, Event.LOCAL))
+
+    def is_expected(self) -> bool:
+        """Whether the backward under way is going to reach a forward of this wrapper, and to be synchronized."""
+        if self._phase is not Phase.IDLE or not self.sync_enabled or not self._forwards:
+            return False
+        self._look_for_newcomers()
+        return self._accumulators.are_reached(self.sharing.common)
+
+    def begin_early(self) -> None:
+        """Begin in a backward that has reached another wrapper first, so that an exception ends both alike."""
         self._ledger.backward_began()
         self._ledger.forget_dropped(self.parameters, in_backward=True)
-        if not self.sync_enabled:
-            self._ledger.local_backwards += 1
-            on_local()
-            if self.tell is not None:
-                queue_callback(partial(self.tell, Event.LOCAL))
-            return
+        self._begin_in_task()
+
+    def _begin_in_task(self) -> None:
         self._begin()
         self._queue_finish()
 
     def _begin(self) -> None:
         self._channel.expect_open()
-        if self.tell is not None:
-            self.tell(Event.BACKWARD)
+        share = self.sharing.begin()
+        self._expect_no_optimizer_inside(share)
+        shadowed = self.tell is not None and self.tell(Event.BACKWARD)
+        self._look_for_newcomers()
+        self._newcomers.begin()
         self._phase = Phase.BACKWARD
+        self._has_unseen_forward = False
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
         clear = all(parameter.grad is None for parameter in self.parameters)
-        self._backward = Backward(self._gear, clear)
-        self._arrivals.begin(clear=clear)
+        at_end = self._gear.finisher.launches_at_end(shadowed=shadowed)
+        self._backward = Backward(self._gear, clear, share, at_end)
+        self._arrivals.begin(clear=clear and not share.elsewhere)
         self._finishing = self._finish()
 
     def _queue_finish(self) -> None:
@@ -195,15 +262,18 @@ class Reducer:
         if not self.sync_enabled:
             return
         if self._phase not in (Phase.BACKWARD, Phase.SETTLING):
-            # Forward went past the wrapper (model.module.loss(…)): begin here. Gradients that came unnoticed
-            # before are found at the end, as nothing is launched that has not been seen.
+            # A backward of something else than this wrapper's outputs. It is meant if a forward waits for it, whose
+            # loss was left on the module, say. Gradients that came unnoticed before are found at the end, as nothing
+            # is launched that has not been seen.
+            is_meant = self._has_unseen_forward or (self._forwards and index not in self.sharing.common)
+            if not is_meant or self.sharing.is_partner_active:
+                return
             expect_eager_backward(self._channel.rank)
             self.settle_aborted()
-            self._begin()
-            self._queue_finish()
+            self._begin_in_task()
         self._arrivals.arrived(index)
         backward, buckets = self._backward, self.storage.buckets
-        while backward.next < len(buckets) and self._arrivals.complete(backward.next):
+        while not backward.at_end and backward.next < len(buckets) and self._arrivals.complete(backward.next):
             backward.launch(buckets[backward.next])
         self._channel.progress()
 
@@ -213,65 +283,103 @@ class Reducer:
         """The end of a synchronized backward; pauses where the callbacks of other wrappers may go first."""
         backward = self._backward
         try:
-            mine = backward.launch_rest(aborted=self._aborted)
             if self.tell is not None:
                 self.tell(Event.END)
+            self._ledger.status.changed = self._newcomers.have_gradients()
+            mine = backward.launch_rest(aborted=self._aborted, order=self._observed_order())
+            self.sharing.launched(backward.absent)
             self._phase = Phase.SETTLING
             yield True
             statuses = backward.wait()
             self.exposed_seconds += backward.exposed_seconds
             scale = scale_of([one.note for one in statuses])
-            order = None if self._order_known else self._launch_order()
-            if order:
-                yield True
             apart = yield from average_apart(self._gear, mine, scale)
+            new = yield from self._newcomers.settle(statuses, scale, self._gear)
             unused = yield from self._unused.look(self._control.missing_somewhere(statuses), backward.absent)
             drift = None
             if self.replica_check is not None:
                 drift = yield from self.replica_check.run(statuses)
             self._publish(apart)
-            if order:
-                self._adopt_order(*order)
+            self._adopt_order(self._control.order())
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
             self._phase = Phase.BROKEN
             raise
         self._phase = Phase.IDLE
+        self.sharing.end()
+        if self._is_settling_abort:  # the exception that ended this backward has been seen
+            return
         self._control.check(statuses)
         self._unused.say(unused)
         if drift is not None:
             raise ReplicaMismatch(drift)
+        if new is not None:
+            self._take_in(new)
         if not any(one.aborted for one in statuses):
             self._in_backward.step(self._ledger)
 
-    def _launch_order(self) -> tuple[Tensor, Launched]:
-        """Send rank 0's order of arrival to all, as a sum to which only rank 0 contributes."""
-        order = torch.zeros(len(self.parameters), dtype=torch.int64)
-        if self._channel.rank == 0 and self._arrivals.observed and not self._aborted:
-            order += torch.tensor(arrival_order(self._arrivals.observed, len(order))) + 1
-        return order, self._channel.all_reduce(order)
+    def _observed_order(self) -> list[int]:
+        """Rank 0's order of arrival, for the first backward's control block; empty if there is none to tell."""
+        if self._channel.rank != 0 or self._order_known or self._aborted or not self._arrivals.observed:
+            return []
+        return arrival_order(self._arrivals.observed, len(self.parameters))
 
-    def _adopt_order(self, order: Tensor, launched: Launched) -> None:
-        """Rebuild the buckets in rank 0's order; all zeros say that it had no data, so try again next time."""
-        self._channel.wait(launched, "exchange of the order of arrival")
-        if order.any():
+    def _adopt_order(self, order: list[int]) -> None:
+        """Rebuild the buckets in rank 0's order; an empty one says that it had no data, so try again next time."""
+        if order:
             self._order_known = True
-            self.storage.assign_in((order - 1).tolist())
+            self._control.forget_order()
+            self.storage.assign_in(order)
             self._arrivals.use_layout(self.storage.layout, order_known=True)
 
     def _publish(self, apart: dict[int, Tensor]) -> None:
         """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
         self._apart = {index: weakref.ref(average) for index, average in apart.items()}
-        for index, average in enumerate(self.storage.averages()):
-            if index not in self.storage.outside:
-                self.parameters[index].grad = average
-        for index, average in apart.items():
+        averages = self.storage.averages(self._backward.held)
+        shown: dict[int, Tensor | None] = {
+            index: average for index, average in enumerate(averages) if index not in self.storage.outside
+        }
+        shown |= apart
+        shown |= dict.fromkeys(self._control.absent_everywhere())
+        if self.sharing:
+            self.sharing.show({index: shown.pop(index, None) for index in self.sharing.common}, self._backward.share)
+        for index, average in shown.items():
             self.parameters[index].grad = average
-        for index in self._control.absent_everywhere():
-            self.parameters[index].grad = None
         if not self._ledger.status.joined:  # else nothing was to be expected
             self._arrivals.end(self._backward.absent)
         self._backward = Backward(self._gear, clear=True)  # what was launched, and what hooks returned, is let go
         self._ledger.synchronized()
+
+    # -- parameters that the module got after it was wrapped, see paceline.ddp.module_changes -----------------------
+
+    def _is_meant(self) -> bool:
+        self._look_for_newcomers()  # first, as all that trains may be new
+        return self._accumulators.are_meant()
+
+    def _look_for_newcomers(self) -> None:
+        if self._newcomers.look():
+            together = [*self._given, *self._newcomers.parameters()]
+            self._in_backward, self._accumulators = InBackward(together), Accumulators(together)
+            pairs = zip(self._given, self._local, strict=True)
+            self.parameters[:] = [self._newcomers.stand_in(given, local) for given, local in pairs]
+
+    def _take_in(self, new: Settled) -> None:
+        """Average from now on what the module has now."""
+        named = self._newcomers.accept(new)
+        self._phase = Phase.BROKEN  # until all is in its place
+        self._release()
+        self._name(named)
+        self.storage.use_parameters(self.names, self.parameters, self._newcomers.watch.sparse(self._given))
+        shown = [(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
+        self._apart = {index: weakref.ref(gradient) for index, gradient in shown if gradient is not None}
+        self._channel.free(self._control.vector)
+        self._control = ControlBlock(self.names, self._channel.rank, self._channel.size, self._channel.allocate)
+        self.sharing = self.sharing.renewed(self.names, self._given, self.parameters)
+        self._gear = replace(
+            self._gear, names=self.names, parameters=self.parameters, control=self._control, sharing=self.sharing
+        )
+        self._backward = Backward(self._gear, clear=True)
+        self._expect_all()
+        self._phase = Phase.IDLE
 
     # -- without a backward, and after one that failed ----------------------------------------------------------
 
@@ -283,9 +391,10 @@ class Reducer:
         self.finish()
 
     def launch_all(self) -> None:
-        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later."""
+        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later, and launches what is to wait."""
         self._begin()
-        self._advance()
+        if not self._backward.at_end:
+            self._advance()
 
     def finish(self) -> None:
         """Carry a synchronization to its end."""
@@ -299,15 +408,25 @@ class Reducer:
         self._owes_launch = self._phase is Phase.BACKWARD
         self._phase = Phase.ABORTED
         for index, parameter in enumerate(self.parameters):
+            if index in self._backward.share.elsewhere:
+                continue
             if self._backward.clear:
                 parameter.grad = None
             elif index in self._backward.held:
                 parameter.grad = self._backward.held[index]
+        self._newcomers.restore()
+        self._backward.held.clear()  # these keep their values while the others' collectives are met
+        self.sharing.abort(self._backward.share)
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether an exception ended a backward, of which peers still wait for this rank's part."""
+        return self._phase is Phase.ABORTED
 
     def settle_aborted(self) -> None:
         """Take part in what the other ranks wait for since this rank's backward was ended by an exception.
 
-        They learn of it from the control block, and raise; here the exception has been seen already.
+        So do all wrappers that it ran through. The other ranks learn of it from the control block, and raise.
 
         Raises:
             CommunicationError: if a collective has failed before, or fails now.
@@ -317,20 +436,35 @@ class Reducer:
                 f"rank {self._channel.rank}: a step of this model has failed in the middle before, so ranks no longer "
                 "agree on where they are; start again from the last checkpoint"
             )
-        if self._phase is not Phase.ABORTED:
-            return
+        settle_all()
+
+    def settle(self) -> Generator[None, None, None]:
+        """Carry the backward that an exception ended to its end: launch what is owed, pause, then wait."""
         gradients = [parameter.grad for parameter in self.parameters]
         self._phase = Phase.BACKWARD if self._owes_launch else Phase.SETTLING
-        self._aborted = self._owes_launch
+        self._aborted, self._is_settling_abort = self._owes_launch, True
         try:
             for parameter in self.parameters:
                 parameter.grad = None
-            while self._advance():
-                pass
+            if self._owes_launch:
+                self._advance()
+            yield  # the other wrappers launch, too
+            self.finish()
+            yield  # the gradients stay away until the others have finished, too
         finally:
-            self._aborted = False
+            self._aborted = self._is_settling_abort = False
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
+
+    def _expect_no_optimizer_inside(self, share: Share) -> None:
+        inside = bool(self._in_backward) or self._gear.finisher.steps_inside
+        if inside and share.elsewhere:
+            self.sharing.abort(share)
+            name = self.names[min(share.elsewhere)]
+            raise UsageError(
+                f"one backward runs through two DistributedDataParallel that share {name!r}, and an optimizer steps "
+                "inside it, which would see only one's part; use an optimizer outside of backward"
+            )
 
     def expect_idle(self) -> None:
         """Refuse to go on where a backward has not come to its end.
@@ -341,14 +475,24 @@ class Reducer:
         if self._phase is not Phase.IDLE:
             raise UsageError(f"rank {self._channel.rank}: the last backward has not ended: {self._phase.value}")
 
+    def expect_equal(self) -> None:
+        """Refuse gradients that are not the same on every rank.
+
+        Raises:
+            UsageError: names one that differs, or says that a backward has not ended.
+        """
+        self.settle_aborted()
+        self.expect_idle()
+        expect_equal_gradients(self.names, self.parameters, self._channel)
+
     def local_gradient(self) -> str | None:
-        """The name of a parameter whose gradient is this rank's own, not an average; None if there is none.
+        """The name of a parameter whose gradient the wrapper has not averaged; None if there is none.
 
         Zeros do not count: torch sets them itself, to have an optimizer make its state.
         """
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
             gradient = parameter.grad
-            if gradient is None or self.storage.is_average(index, gradient):
+            if gradient is None or index in self.sharing.left_to_others or self.storage.is_average(index, gradient):
                 continue
             if index in self._apart and gradient is self._apart[index]():
                 continue
@@ -358,7 +502,12 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters, and let go of what refers back to the reducer."""
-        self._arrivals.close()
-        for parameter in self.parameters:
-            release(parameter)
+        self._release()
+        self._newcomers.close()
+        self.sharing.close()
         self._task = self.tell = None
+
+    def _release(self) -> None:
+        self._arrivals.close()
+        for parameter in self._local:
+            release(parameter)

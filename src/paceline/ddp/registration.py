@@ -10,13 +10,15 @@ from torch import nn
 from torch._C._distributed_c10d import BuiltinCommHookType as Builtin
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from paceline.ddp.channel import timeout_of
 from paceline.ddp.comm_hook import Hook, HookFinisher, check_hook, name_of
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.options import Options
 from paceline.ddp.reducer import Reducer
-from paceline.ddp.sharded import local_of
 from paceline.ddp.sparse import sparse_by_layer
 from paceline.errors import UsageError
+from paceline.modules import Communicates
+from paceline.shards import local_of
 
 
 class TakesHooks:
@@ -24,6 +26,7 @@ class TakesHooks:
 
     module: nn.Module
     process_group: dist.ProcessGroup
+    device: torch.device
     _ledger: Ledger
     _comm_hooks: list[tuple[Hook, object]]
     _options: Options
@@ -46,6 +49,7 @@ class TakesHooks:
             HookError: if `hook` is not callable or its signature is not that of a hook. In backward: if it raises,
                 or returns something else than a future of one tensor like ``bucket.buffer()``.
             UsageError: if there is a hook already.
+            DesyncError: in backward, if the hook failed on another rank.
         """
         check_hook(hook)
         self._put(state, hook)
@@ -68,7 +72,12 @@ class TakesHooks:
         reducer = self._whole_reducer()
         rank = dist.get_rank(self.process_group)
         parameters = [local_of(parameter) for _, parameter in self._named_trained()]
-        finisher = HookFinisher(state, hook, parameters, rank, self._ledger)
+        timeout = timeout_of(self.process_group, self.device)
+        finisher = HookFinisher(state, hook, parameters, rank, self._ledger, timeout)
+        # A bucket fills earlier on a rank that does not use some of it, and then comes before a layer's collective
+        # there and after it elsewhere; both are on the process group as a rule.
+        layers = any(isinstance(layer, nn.SyncBatchNorm | Communicates) for layer in self.module.modules())
+        finisher.layers_first = layers and self._options.unused == "allow"
         reducer.finish_with(finisher)
         self._comm_hooks.append((hook, state))
         return finisher

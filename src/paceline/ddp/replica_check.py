@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.ddp.channel import Channel
+from paceline.ddp.channel import Channel, gather_numbers
 from paceline.ddp.control import Status
 from paceline.ddp.ledger import Ledger
-from paceline.ddp.sharded import local_of
 from paceline.errors import UsageError
 from paceline.fingerprint import quick_digest
-from paceline.modules import plain_name
 from paceline.rollcall import named_ranks
+from paceline.shards import local_of
+
+_WHAT = "comparison of replicas"
 
 
 def check_interval(every: int | None) -> int:
@@ -44,12 +45,20 @@ def check_interval(every: int | None) -> int:
 
 
 class ReplicaCheck:
-    """Compares what the ranks of `channel` hold of `module`, every `every` optimizer steps."""
+    """Compares the parameters that the ranks of `channel` hold, every `every` optimizer steps.
 
-    def __init__(self, every: int, module: nn.Module, ignored: set[str], ledger: Ledger, channel: Channel) -> None:
+    ``named_parameters()`` gives them as they are at the time of a check: a module may get others after it was wrapped.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        named_parameters: Callable[[], Sequence[tuple[str, nn.Parameter]]],
+        ledger: Ledger,
+        channel: Channel,
+    ) -> None:
         self._every, self._ledger, self._channel = every, ledger, channel
-        named = module.named_parameters()
-        self._parameters = {plain_name(name): parameter for name, parameter in named if name not in ignored}
+        self._named_parameters = named_parameters
         self._buffers: dict[str, Tensor] = {}
         self._checked_at = 0
         self._layouts: list[int] = []  # what each rank holds, as a number, when `_common` was agreed on
@@ -76,28 +85,19 @@ class ReplicaCheck:
         self._checked_at = steps
         mine = self._digests()
         layout, total = _number("\n".join(mine)), self._total(mine)
-        rows = yield from self._gather([layout, total, len(mine)])
+        rows = yield from gather_numbers(self._channel, [layout, total, len(mine)], _WHAT)
         layouts = [row[0] for row in rows]
         if layouts == self._layouts and len({row[1] for row in rows}) == 1:
             return None
         if layouts != self._layouts:
             numbers = {_number(name): name for name in mine}
             padding = [0] * (max(row[2] for row in rows) - len(mine))
-            held = yield from self._gather([*numbers, *padding])
+            held = yield from gather_numbers(self._channel, [*numbers, *padding], _WHAT)
             shared = set.intersection(*map(set, held)) & set(numbers)
             self._common = sorted(numbers[number] for number in shared)
             self._layouts = layouts
-        rows = yield from self._gather([mine[name] for name in self._common])
+        rows = yield from gather_numbers(self._channel, [mine[name] for name in self._common], _WHAT)
         return drift(self._common, rows, steps)
-
-    def _gather(self, numbers: list[int]) -> Generator[bool, None, list[list[int]]]:
-        """Every rank's `numbers`, as a sum to which each rank contributes its own row."""
-        table = torch.zeros(self._channel.size, len(numbers), dtype=torch.int64)
-        table[self._channel.rank] = torch.tensor(numbers, dtype=torch.int64)
-        launched = self._channel.all_reduce(table)
-        yield True
-        self._channel.wait(launched, "comparison of replicas")
-        return table.tolist()
 
     def _total(self, mine: Mapping[str, int]) -> int:
         return _number(" ".join(str(mine.get(name)) for name in self._common))
@@ -106,7 +106,7 @@ class ReplicaCheck:
         """A digest of all that this rank holds, by name."""
         tensors: dict[str, Tensor] = dict(self._buffers)
         self._buffers = {}
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._named_parameters():
             tensors[f"parameter {name}"] = quick_digest(local_of(parameter))
             for optimizer in self._ledger.optimizers:
                 for key, value in optimizer.state.get(parameter, {}).items():

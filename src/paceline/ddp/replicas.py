@@ -8,9 +8,9 @@ from typing import Literal
 from torch import Tensor
 
 from paceline.ddp.channel import Channel
-from paceline.ddp.sharded import is_sharded, local_of
 from paceline.errors import ReplicaMismatch, UsageError
 from paceline.fingerprint import tensor_digest
+from paceline.shards import is_sharded, local_of
 
 InitSync = Literal[True, False, "verify"]
 Named = Sequence[tuple[str, Tensor]]
@@ -52,23 +52,27 @@ class _Value(str):
 
 
 def _description(tensor: Tensor) -> str:
+    return describe_form(tensor) + ("" if tensor.requires_grad else ", no gradient")
+
+
+def describe_form(tensor: Tensor) -> str:
+    """Return what has to be equal of a parameter's memory on all ranks."""
     # Strides too: a bucket holds the gradient in the parameter's own memory layout.
-    gradient = "" if tensor.requires_grad else ", no gradient"
     strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
     shard = f", of which {tuple(local_of(tensor).shape)} here" if is_sharded(tensor) else ""
-    return f"shape {tuple(tensor.shape)}{shard}, {tensor.dtype}{strides}{gradient}"
+    return f"shape {tuple(tensor.shape)}{shard}, {tensor.dtype}{strides}"
 
 
 def _compare(channel: Channel, mine: list[tuple[str, str]]) -> None:
     everyone = channel.all_gather_object(mine)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
-            raise ReplicaMismatch(_first_difference(everyone[0], theirs, rank))
+            remedy = "build the same model on every rank"
+            raise ReplicaMismatch(first_difference(everyone[0], theirs, rank, remedy))
 
 
-def _first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int) -> str:
-    """One sentence on where rank `rank` differs from rank 0."""
-    remedy = "build the same model on every rank"
+def first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int, remedy: str) -> str:
+    """One sentence on where rank `rank` differs from rank 0, with the `remedy`."""
     here, there = dict(reference), dict(theirs)
     for name, what in reference:
         if name not in there:

@@ -11,22 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from paceline.shards import is_sharded
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether `tensor` is a DTensor."""
-    if type(tensor) in (Tensor, nn.Parameter):
-        return False
-    from torch.distributed.tensor import DTensor  # not before there may be one: it takes a while to load
-
-    return isinstance(tensor, DTensor)
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, in place; any other tensor as it is."""
-    return cast("DTensor", tensor)._local_tensor if is_sharded(tensor) else tensor
 
 
 def as_local(parameter: nn.Parameter) -> nn.Parameter:

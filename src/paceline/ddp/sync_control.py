@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.ddp.channel import Channel
 from paceline.ddp.guard import StepGuard
 from paceline.ddp.ledger import Ledger, Positioned
+from paceline.ddp.options import Options
 
 
 class SyncControl:
@@ -16,6 +18,7 @@ class SyncControl:
 
     training: bool
     _channel: Channel | None
+    _options: Options
     _guard: StepGuard
     _ledger: Ledger
     _reducer: Any
@@ -24,6 +27,9 @@ class SyncControl:
 
         def sync_buffers(self) -> bool:
             """Broadcast buffers."""
+
+        def will_sync_module_buffers(self) -> bool:
+            """Tell whether a training forward broadcasts buffers."""
 
         def _join_forward(self) -> None:
             """Tell ranks that ran out of data that a forward begins."""
@@ -50,6 +56,16 @@ class SyncControl:
     def disable_grad_sync(self) -> None:
         """Accumulate gradients locally in the backwards that start from now on."""
         self._reducer.sync_enabled = False
+
+    @property
+    def check_finite(self) -> bool:
+        """Whether a gradient that holds NaN or Inf is an error on every rank; may be set, on all ranks alike."""
+        return self._options.check_finite
+
+    @check_finite.setter
+    def check_finite(self, enabled: bool) -> None:
+        self._options = replace(self._options, check_finite=enabled)
+        self._reducer.check_finite(enabled)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -79,9 +95,23 @@ class SyncControl:
             self._reducer.settle_aborted()
             if self.training and self._ledger.forwards_since_sync == 0:
                 self._join_forward()
-                self._ledger.forward()
+                self._ledger.forward(broadcasts=self.will_sync_module_buffers())
                 self.sync_buffers()
         self._reducer.synchronize()
+
+    def gradients_are_averaged(self) -> None:
+        """Let an optimizer step over gradients that were averaged over the ranks by hand, or made alike on all of them.
+
+        Such as by ``autograd.grad`` and ``all_reduce``, or from random numbers that are the same everywhere. Call it on
+        all ranks, after ``p.grad`` is set and before the step: it compares 64 bits of each gradient, which costs one
+        read of them and a small collective. What was counted for :meth:`weight` and :meth:`no_sync` is taken as used.
+
+        Raises:
+            UsageError: if a gradient is not the same on every rank; names it.
+            CommunicationError: if a rank ended or did not come.
+        """
+        self._reducer.expect_equal()
+        self._ledger.synchronized()
 
     def weight(self, weight: float) -> AbstractContextManager[None]:
         """Surround a micro-batch whose loss is a *sum*, with the number of samples or tokens it sums over.

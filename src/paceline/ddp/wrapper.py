@@ -7,8 +7,8 @@ is :mod:`paceline.ddp.reducer`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +22,11 @@ from paceline.comm.forking import finalize
 from paceline.compiling import call_module, compiled_below, never_compiled
 from paceline.ddp.arguments import (
     capacities,
+    check_averaged,
+    check_broadcast,
     check_delayed,
     check_devices,
+    check_initialized,
     check_reduce_dtype,
     choose_group,
     tensors_in,
@@ -38,6 +41,8 @@ from paceline.ddp.guard import StepGuard
 from paceline.ddp.joining import Joining
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.low_precision import LowPrecision
+from paceline.ddp.module_changes import ModuleWatch, Named
+from paceline.ddp.newcomers import Newcomers, OnChange
 from paceline.ddp.options import Options
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.registration import TakesHooks
@@ -45,13 +50,12 @@ from paceline.ddp.replica_check import ReplicaCheck, check_interval
 from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
 from paceline.ddp.shadowing import Event
 from paceline.ddp.solo import SoloReducer
-from paceline.ddp.sparse import sparse_by_layer
 from paceline.ddp.sync_control import SyncControl
 from paceline.ddp.torch_members import TorchMembers
 from paceline.ddp.unused import UnusedParameters, check_unused_parameters
-from paceline.errors import UsageError
 from paceline.events import Recorder
 from paceline.modules import plain_name
+from paceline.shards import local_of
 
 
 class DistributedDataParallel(  # type: ignore[misc, override]
@@ -68,9 +72,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     for slices of any size with :meth:`weight` around a summed loss. A parameter for which no rank has a gradient keeps
     ``grad is None``.
 
-    Call the wrapper, not ``model.module``: a backward through a part of the module that was called by itself is
-    synchronized only if it reaches a parameter that still has a hook. An optimizer step over gradients of which none
-    was averaged is refused.
+    Call the wrapper, not ``model.module``: only backwards through a forward of the wrapper are synchronized. An
+    optimizer step over gradients of which none was averaged is refused. Several wrappers may share parameters, whose
+    gradient is the sum of what each of them averages.
 
     Args:
         module: the module to replicate, on its device already; the same on every rank.
@@ -156,6 +160,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._check_replicas_every = check_interval(check_replicas_every)
         self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.module = module
+        check_initialized(module)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         if self._low_precision is not None:
             self._low_precision.cast_buffers(module, self.parameters_to_ignore)
@@ -184,16 +189,18 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         buffers = self._buffers_to_sync.named() if forward_sync_buffers is not None or sync is not False else {}
         parameters = [*module.named_parameters(), *self._delayed]
         named = [(name, one) for name, one in parameters if name not in self.parameters_to_ignore]
-        self._connect([*named, *buffers.items()], init_sync)
+        replicated = [*named, *buffers.items()]
+        broadcast = replicated if init_sync is True else buffers.items() if self.forward_sync_buffers else []
+        check_broadcast([(name, local_of(one)) for name, one in broadcast], str(dist.get_backend(self.process_group)))
+        self._connect(replicated, init_sync)
 
     def _prepare(self) -> None:
         """Find out what there is to average, which needs no other rank."""
         module, ignored = self.module, self.parameters_to_ignore
         trained = trained_parameters(module, ignored, self._delayed)
+        check_averaged(trained)
         self._trained = [(plain_name(name), parameter) for name, parameter in trained]
-        self._frozen = [
-            (name, p) for name, p in module.named_parameters() if not p.requires_grad and name not in ignored
-        ]
+        self._watch = ModuleWatch(self._modules, ignored, self._delayed, self._trained)
         self._buffers_to_sync = Buffers(module, ignored)
         self.device = trained[0][1].device
         self._ledger = Ledger()
@@ -203,7 +210,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _be_alone(self) -> None:
         """A world of one."""
-        self._reducer = SoloReducer(self._trained, self._ledger, self._options.check_finite)
+        self._reducer = SoloReducer(
+            self._trained, self._ledger, self._options.check_finite, self._watch, self._on_change()
+        )
         self._guard = StepGuard([one for _, one in self._trained], self._ledger, lambda: None)
 
     def _connect(self, replicated: list[tuple[str, torch.Tensor]], init_sync: InitSync) -> Reducer:
@@ -216,15 +225,36 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _reduce_over(self, channel: Channel) -> Reducer:
         """Make the reducer that communicates on `channel`."""
-        options = replace(self._options, sparse=frozenset(sparse_by_layer(self.module)))
-        self._reducer = reducer = Reducer(self._trained, channel, self._ledger, options, self._recorder)
+        newcomers = Newcomers(self._watch, channel, self._on_change())
+        self._reducer = reducer = Reducer(
+            self._trained, channel, self._ledger, self._options, self._recorder, newcomers
+        )
         if self._check_replicas_every:
             reducer.replica_check = ReplicaCheck(
-                self._check_replicas_every, self.module, self.parameters_to_ignore, self._ledger, channel
+                self._check_replicas_every, self._watch.named_parameters, self._ledger, channel
             )
         self._guard = StepGuard([one for _, one in self._trained], self._ledger, reducer.local_gradient)
         finalize(self, reducer.close)
         return reducer
+
+    def _on_change(self) -> OnChange:
+        """What the reducer calls when the module has got other parameters after it was wrapped."""
+        take_over = weakref.WeakMethod(self._take_over)
+
+        def tell(named: Named, averaged: bool) -> None:
+            if (call := take_over()) is not None:  # the wrapper is not gone
+                call(named, averaged)
+
+        return tell
+
+    def _take_over(self, named: Named, averaged: bool) -> None:
+        """The parameters `named` are `averaged` from now on, or will be; a step over them is guarded already."""
+        self._guard.watch(parameter for _, parameter in named)
+        if averaged:
+            self._trained = named
+            if self._low_precision is not None:
+                self._low_precision.cast_buffers(self.module, self.parameters_to_ignore)
+            self._buffers_to_sync.renew(self.module)
 
     def _whole_reducer(self) -> Reducer:
         """The reducer, with buckets also where the rank is alone: a communication hook is called there, too."""
@@ -275,7 +305,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     @never_compiled
     def _begin_forward(self) -> Callable[[], None]:
         """Before a forward: what has to happen on all ranks. Returns what undoes its count."""
-        self._expect_frozen()
         if not self.training or self._channel is None:
             return _nothing
         self._channel.expect_open()
@@ -284,18 +313,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._join_forward()
         if not self.do_sync:
             return _nothing
-        self._ledger.forward()
+        self._ledger.forward(broadcasts=self.will_sync_module_buffers())
         if self.sync_buffers():
             return _nothing  # the broadcast has happened, so this forward counts whatever its backward does
         return self._ledger.take_back_forward()
-
-    def _expect_frozen(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UsageError(
-                    f"parameter {name!r} was frozen when DistributedDataParallel was made and requires a gradient now, "
-                    "which would not be averaged; wrap the module again after unfreezing"
-                )
 
     def sync_buffers(self) -> bool:
         """Broadcast rank 0's buffers, as every training forward does; returns whether there are any to sync.

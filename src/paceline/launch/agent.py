@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, cast
 
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event, EventSource
@@ -28,6 +29,7 @@ from paceline.launch.failure import End
 from paceline.launch.files import RankFiles
 from paceline.launch.signals import SPARE, Caught, Stopped
 from paceline.launch.store import LOOPBACK, loopback_store
+from paceline.rendezvous import STORE, make_file, path_of
 
 INTERRUPT_GRACE_S = 1.0  # after Ctrl-C everything has to be gone within 2 s
 FAILURE_GRACE_S = 3.0  # after a failure the others have to be gone within 5 s
@@ -48,10 +50,23 @@ def _patience(ended: Sequence[End], running: Sequence[End]) -> float:
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """One host needs no rendezvous: each start gets a fresh store, so no rank meets a dead one's address."""
+    """One host needs no rendezvous: each start gets fresh stores, so no rank meets a dead one's address.
+
+    There are three, because every user of the host can write into a TCPStore: the agent's own stays in this process,
+    :func:`paceline.init` finds the private one in ``PACELINE_STORE``, and torch's own functions find the public one
+    in ``MASTER_ADDR`` and ``MASTER_PORT``.
+    """
+
+    private: str
+    """The value of ``PACELINE_STORE`` for the ranks of this start."""
+    _file: int
+    """Descriptor of the private store's memory file, or -1."""
+    _public: TCPStore | None
+    """Serves as long as it is held."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
+        self.private, self._file, self._public = "", -1, None
 
     def get_backend(self) -> str:
         """Name of this rendezvous."""
@@ -63,9 +78,13 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """A fresh store; the agent drops the one before when it takes this one."""
-        store = loopback_store()
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
+        """Fresh stores, after the ones before have been let go."""
+        self.shutdown()
+        self._public = loopback_store()
+        if sys.platform == "linux":
+            self._file = make_file(str(self._public.port))
+            self.private = f"{self._public.port} {path_of(self._file)}"
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, self._public.port))
 
     def is_closed(self) -> bool:
         """Never: the launcher is the only participant."""
@@ -83,7 +102,10 @@ class LoopbackRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Nothing outlives the store."""
+        """Let the stores go; the ranks have ended."""
+        if self._file >= 0:
+            os.close(self._file)
+        self.private, self._file, self._public = "", -1, None
         return True
 
 
@@ -142,6 +164,7 @@ class Agent(LocalElasticAgent):
         super()._set_local_rank_env(worker_env, local_rank, spec)
         for name, value in self._environment.items():
             worker_env.setdefault(name, value)
+        worker_env[STORE] = cast(LoopbackRendezvous, spec.rdzv_handler).private
 
     def _construct_event(self, state: str, source: EventSource, *arguments: Any, **options: Any) -> Event:
         """An event without the host's full name: looking that up can block for seconds."""

@@ -104,7 +104,11 @@ def headline(ends: Sequence[End]) -> str:
         return "a rank failed"
     culprits = missed(ends)
     if not culprits:
-        return f"rank {failed[0].rank} failed first ({failed[0].detail})"
+        text = f"rank {failed[0].rank} failed first ({failed[0].detail})"
+        before = [end.rank for end in ends if end.has_left and end.when < failed[0].when]
+        # It may have handled an error about a rank that it missed, and have told nobody.
+        untold = failed[0].record is None and failed[0].code > 0
+        return f"{text}, after {_named(before)} had ended with exit code 0" if before and untold else text
     who, victim = _named(end.rank for end in culprits), _complaint(failed)
     so = f"so rank {victim.rank} failed ({victim.detail})"
     if not culprits[0].has_left:
@@ -148,10 +152,11 @@ def remarks(ends: Sequence[End]) -> list[str]:
         if end in others and end not in consequences:
             by_detail.setdefault(end.detail, []).append(end.rank)
     lines += [f"{_named(ranks)} failed, too ({detail})" for detail, ranks in by_detail.items()]
+    because = f"because of {_named(end.rank for end in culprits)}"
     if consequences:
-        lines.append(f"{_named(end.rank for end in consequences)} failed because of {_named(e.rank for e in culprits)}")
+        lines.append(f"{_named(end.rank for end in consequences)} failed {because}")
     if stopped := [end.rank for end in others if end.stopped and end not in failed]:
-        lines.append(f"stopped because of that: {_named(stopped)}")
+        lines.append(f"{_named(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped {because}")
     return lines
 
 

@@ -46,7 +46,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             or all ranks together have one value per channel; on this rank, for a weight of a type that does not fit.
     """
 
-    announce: Callable[[int], None] | None = None
+    announce: Callable[[int], object] | None = None
     """Called before each collective with what :meth:`shadow` needs to take part in it; see ``Communicates``."""
     process_group: Any
     _is_compared = False
@@ -54,7 +54,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `input`; in training mode together with all ranks."""
-        if not self.training or self._ranks() == 1:
+        # With a group of one rank it announces what it does all the same, as the layer on other ranks may not be alone.
+        if not self.training or (self._ranks() == 1 and self.announce is None):
             return _BatchNorm.forward(self, input)
         return self._synchronized(input)
 
@@ -94,6 +95,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         with collective("sum of SyncBatchNorm's gradients", self._group):
             dist.all_reduce(tensor, group=self._group)
         return tensor
+
+    def ranks(self) -> list[int]:
+        """The ranks, as the world counts them, whose statistics are joined."""
+        return dist.get_process_group_ranks(self._group)
 
     def shadow(self, code: int, device: torch.device) -> None:
         """Take part, with no values, in the collective that another rank has announced with `code`."""

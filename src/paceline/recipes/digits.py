@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import MissingExtra, UsageError
+from paceline.errors import CheckpointError, MissingExtra, UsageError
 from paceline.outputs import check_file, write_file
 from paceline.recipes.report import Report, print_report, report_of
 from paceline.rng import set_seed
-from paceline.train import Evaluation, TrainConfig, Trainer
+from paceline.train import Evaluation, Result, TrainConfig, Trainer
 from paceline.world import World, init
 
 HELD_OUT = 0.2
@@ -40,6 +40,7 @@ class DigitsConfig:
     checkpoint_dir: str | None = None
     checkpoint_every: int | None = None
     resume: bool = False
+    allow_changed_settings: bool = False
     json: str | None = None
     backend: str | None = None
 
@@ -62,8 +63,12 @@ class DigitsConfig:
             raise UsageError(f"--lr must be a finite number greater than 0, not {self.lr}")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must be at least 0 and below 2**63, not {self.seed}")
+        if self.checkpoint_dir == "":
+            raise UsageError("--checkpoint-dir must not be empty; name a folder, or leave it out")
         if self.checkpoint_dir is None and self.resume:
             raise UsageError("--resume needs --checkpoint-dir, the folder to resume from")
+        if self.allow_changed_settings and not self.resume:
+            raise UsageError("--allow-changed-settings is about a checkpoint's settings and needs --resume")
         if self.checkpoint_dir is None and self.checkpoint_every is not None:
             raise UsageError("--checkpoint-every needs --checkpoint-dir, the folder to write to")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
@@ -134,12 +139,12 @@ def _on_device_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor
     return [part.to(device) for part in batch]
 
 
-def train_digits(config: DigitsConfig, world: World) -> Report:
-    """Train on this rank; the same report on every rank."""
+def train_digits(config: DigitsConfig, world: World) -> tuple[Report, Result]:
+    """Train on this rank; the report is the same on every rank."""
     train_data, test_data = load_digits()
     with set_seed(config.seed):
         net = DigitsNet().to(world.device)
-    model = DistributedDataParallel(net, check_finite=True)
+    model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
     micro_batch = config.batch_size // config.accumulate
     loader = DataLoader(train_data, batch_size=micro_batch, shuffle=True, seed=config.seed)
@@ -152,17 +157,27 @@ def train_digits(config: DigitsConfig, world: World) -> Report:
         checkpoint_dir=config.checkpoint_dir,
         checkpoint_every=config.checkpoint_every,
         resume=config.resume,
+        allow_changed_settings=config.allow_changed_settings,
     )
     evaluation = Evaluation(held_out, summed_metrics, ("accuracy", "test_loss"))
     result = Trainer(model, optimizer, summed_loss, loader, settings, evaluation).fit()
-    return report_of(model, result, world)
+    return report_of(model, result, world), result
 
 
 def main(text: str) -> None:
-    """A rank's work: train, and on rank 0 print the report."""
+    """A rank's work: train, and on rank 0 print the report.
+
+    Raises:
+        CheckpointError: at the end, if what was trained could not be saved.
+    """
     config = DigitsConfig.from_json(text)
     with init(config.backend) as world:
-        report = train_digits(config, world)
+        report, result = train_digits(config, world)
         if world.is_main:
             print_report("digits", report)
             write_file("--json", config.json, json.dumps(asdict(report), indent=2) + "\n")
+        if result.steps in result.failed_saves:
+            raise CheckpointError(
+                f"training has ended at step {result.steps}, but that step is not saved in {config.checkpoint_dir}; "
+                "make room there, and --resume goes on from the newest checkpoint"
+            )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from numbers import Real
+from operator import index
+from typing import Any, SupportsIndex, get_args
 
 from paceline.errors import UsageError
 from paceline.train.schedule import Decay, LrScaling
@@ -15,7 +19,7 @@ class TrainConfig:
     The global batch of a step is ``accumulate`` times the loader's. Steps are optimizer steps.
 
     Raises:
-        UsageError: for values out of range, or that need one another.
+        UsageError: for values of another type, out of range, or that need one another.
     """
 
     epochs: int
@@ -32,6 +36,9 @@ class TrainConfig:
     """Whether the learning rate falls after the warm-up."""
     clip_norm: float | None = None
     """Largest norm of the gradient; None for no clipping."""
+    check_finite: bool = True
+    """Whether a gradient that holds NaN or Inf ends training on every rank, before the optimizer steps. On a GPU
+    the CPU waits for that in every step."""
     checkpoint_dir: str | None = None
     """Folder of checkpoints; None to keep none."""
     checkpoint_every: int | None = None
@@ -41,7 +48,8 @@ class TrainConfig:
     resume: bool = False
     """Go on from the newest checkpoint in ``checkpoint_dir``."""
     metrics_file: str | None = None
-    """JSON Lines file to which rank 0 writes a line for every ``log_every`` steps and every evaluation."""
+    """JSON Lines file to which rank 0 writes a line for every ``log_every`` steps and every evaluation, behind those
+    of earlier runs. It may lie in ``checkpoint_dir``."""
     tensorboard_dir: str | None = None
     """Folder to which rank 0 writes the same for TensorBoard."""
     log_every: int = 10
@@ -49,17 +57,55 @@ class TrainConfig:
     show_progress: bool = True
     """A progress bar on rank 0, or a line for every epoch where output is no terminal."""
 
+    allow_changed_settings: bool = False
+    """Resume although settings differ from the checkpoint's: this run's are taken over, and rank 0 says which."""
+
     def __post_init__(self) -> None:
-        for name in ("epochs", "accumulate", "keep", "log_every"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.warmup_steps < 0:
-            raise UsageError(f"warmup_steps must be at least 0, not {self.warmup_steps}")
-        if self.decay not in ("none", "linear"):
-            raise UsageError(f"decay must be none or linear, not {self.decay!r}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise UsageError(f"clip_norm must be greater than 0, not {self.clip_norm}")
-        if self.checkpoint_every is not None and self.checkpoint_every < 1:
-            raise UsageError(f"checkpoint_every must be at least 1, not {self.checkpoint_every}")
-        if self.checkpoint_dir is None and (self.resume or self.checkpoint_every):
-            raise UsageError("resume and checkpoint_every need checkpoint_dir, the folder of the checkpoints")
+        for name, least in (("epochs", 1), ("accumulate", 1), ("keep", 1), ("log_every", 1), ("warmup_steps", 0)):
+            self._take(name, _whole_number(name, getattr(self, name), least))
+        for name in ("base_batch_size", "checkpoint_every"):
+            if (value := getattr(self, name)) is not None:
+                self._take(name, _whole_number(name, value, 1))
+        for name in ("resume", "show_progress", "allow_changed_settings"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        for name in ("checkpoint_dir", "metrics_file", "tensorboard_dir"):
+            if (value := getattr(self, name)) is not None:
+                self._take(name, _path(name, value))
+        for name, choices in (("lr_scaling", get_args(LrScaling)), ("decay", get_args(Decay))):
+            if (value := getattr(self, name)) not in choices:
+                raise UsageError(f"{name} must be {' or '.join(choices)}, not {value!r}")
+        if self.clip_norm is not None:
+            self._take("clip_norm", _positive("clip_norm", self.clip_norm))
+        for name in ("resume", "checkpoint_every"):
+            if self.checkpoint_dir is None and getattr(self, name):
+                raise UsageError(f"{name} needs checkpoint_dir, the folder of the checkpoints")
+        if self.allow_changed_settings and not self.resume:
+            raise UsageError("allow_changed_settings is about a checkpoint's settings and needs resume=True")
+
+    def _take(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # frozen for everyone else
+
+
+def _whole_number(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise UsageError(f"{name} must be a whole number, not {value!r}")
+    if index(value) < least:
+        raise UsageError(f"{name} must be at least {least}, not {value}")
+    return index(value)
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise UsageError(f"{name} must be a number, not {value!r}")
+    if not float(value) > 0:
+        raise UsageError(f"{name} must be greater than 0, not {value}")
+    return float(value)
+
+
+def _path(name: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike) or not isinstance(path := os.fspath(value), str):
+        raise UsageError(f"{name} must be a path, not {value!r}")
+    if not path:
+        raise UsageError(f"{name} must not be empty; name a path, or leave {name} out")
+    return path

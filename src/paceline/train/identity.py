@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from typing import Any
 
-from paceline.errors import CheckpointMismatch
+from paceline.checkpoint import exchange
+from paceline.errors import CheckpointMismatch, CheckpointWarning
 from paceline.fingerprint import dataset_digest
 from paceline.train.config import TrainConfig
 
@@ -17,6 +19,7 @@ class Settings:
 
     def __init__(self, config: TrainConfig, **more: Any) -> None:
         chosen = asdict(config)
+        self._allow_changed = config.allow_changed_settings
         self._values: dict[str, Any] = {name: chosen[name] for name in _DECISIVE} | more
         if config.decay == "none":
             del self._values["epochs"]  # a run may be made longer unless its schedule depends on its length
@@ -25,19 +28,36 @@ class Settings:
         """The settings by name."""
         return dict(self._values)
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def check_state_dict(self, saved: dict[str, Any]) -> None:
         """Compare with what was saved.
 
         Raises:
-            CheckpointMismatch: names the first setting that differs, with both values.
+            CheckpointMismatch: names the first setting that differs, with both values, unless they may.
         """
-        for name in sorted(saved.keys() | self._values.keys()):
-            before, now = saved.get(name), self._values.get(name)
-            if before != now:
+        for name, before, now in self._changed(saved):
+            if not self._allow_changed:
                 raise CheckpointMismatch(
                     f"the checkpoint was written with {name}={before!r}, this run has {name}={now!r}; "
-                    "resume with the same settings, or start anew in another folder"
+                    "resume with the same settings, take over this run's with allow_changed_settings=True "
+                    "(--allow-changed-settings), or start anew in another folder"
                 )
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Compare with what was saved; rank 0 says what is taken over.
+
+        Raises:
+            CheckpointMismatch: as :meth:`check_state_dict`.
+        """
+        self.check_state_dict(saved)
+        changed = [f"{name}={now!r} instead of {before!r}" for name, before, now in self._changed(saved)]
+        if changed and exchange.here().rank == 0:
+            warnings.warn(f"this run's settings are taken over: {', '.join(changed)}", CheckpointWarning, stacklevel=2)
+
+    def _changed(self, saved: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+        """Names, saved and own values of the settings that differ."""
+        names = sorted(saved.keys() | self._values.keys())
+        both = [(name, saved.get(name), self._values.get(name)) for name in names]
+        return [(name, before, now) for name, before, now in both if before != now]
 
 
 class DataIdentity:
@@ -53,7 +73,7 @@ class DataIdentity:
         """The data set's SHA-256."""
         return {"sha256": self._digest}
 
-    def load_state_dict(self, saved: dict[str, str]) -> None:
+    def check_state_dict(self, saved: dict[str, str]) -> None:
         """Compare with what was saved.
 
         Raises:
@@ -64,3 +84,11 @@ class DataIdentity:
                 f"the training data are not those that the checkpoint was written with (SHA-256 {self._digest[:12]}… "
                 f"now, {saved['sha256'][:12]}… then); resume on the same data, or start anew in another folder"
             )
+
+    def load_state_dict(self, saved: dict[str, str]) -> None:
+        """Compare with what was saved.
+
+        Raises:
+            CheckpointMismatch: if the data differ.
+        """
+        self.check_state_dict(saved)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -20,7 +19,8 @@ class MetricsLog:
     """Writes metrics as JSON Lines and, if asked for, for TensorBoard; on rank 0 only.
 
     Args:
-        file: JSON Lines file, or None. Lines of steps after `step`, which a resumed run repeats, are dropped.
+        file: JSON Lines file, or None. Lines are added to those of earlier runs; a resumed run drops those of its own
+            that are after `step`, which it repeats.
         tensorboard_dir: folder for TensorBoard, or None.
         step: the step that the run begins at.
 
@@ -61,20 +61,37 @@ class MetricsLog:
 def _reopen(path: Path, step: int) -> TextIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_bytes().splitlines(keepends=True) if step and path.exists() else []
-        kept = takewhile(lambda line: line.endswith(b"\n") and _step_of(line) <= step, lines)
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        kept = lines[: _lines_until(lines, step)] if step else lines
         file = path.open("a")
         file.truncate(sum(map(len, kept)))  # never rewritten, so that a kill just now loses nothing
+        if kept and not kept[-1].endswith(b"\n"):
+            file.write("\n")  # another run was killed in the midst of its last line
         return file
     except OSError as error:
         raise UsageError(f"metrics cannot be written to {path}: {error.strerror}; choose another file") from error
 
 
-def _step_of(line: bytes) -> float:
+def _lines_until(lines: Sequence[bytes], step: int) -> int:
+    """How many of `lines` a run keeps that is resumed at `step`: all of runs before it, and its own up to `step`."""
+    steps = [_step_of(line) for line in lines]
+    begin, before = 0, 0.0
+    for index, number in enumerate(steps):
+        if number is not None:
+            begin = index if number < before else begin  # another run began here
+            before = number
+    end = next((index for index in range(begin, len(steps)) if (steps[index] or 0) > step), len(steps))
+    while end > begin and steps[end - 1] is None:
+        end -= 1
+    return end
+
+
+def _step_of(line: bytes) -> float | None:
+    """The step of a whole line; None for half a one, of a run that was killed."""
     try:
-        return float(json.loads(line)["step"])
+        return float(json.loads(line)["step"]) if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):
-        return float("inf")  # half a line, from a run that was killed
+        return None
 
 
 class ProgressDisplay:

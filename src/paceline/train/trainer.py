@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,10 +17,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from paceline.checkpoint import Checkpointer, exchange
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
-from paceline.errors import NoCheckpoint, UsageError
+from paceline.errors import CheckpointError, CheckpointWarning, NoCheckpoint, UsageError
 from paceline.modules import unwrap
+from paceline.train.averages import LossAverage
 from paceline.train.config import TrainConfig
-from paceline.train.evaluation import Evaluation, all_sum, evaluate
+from paceline.train.evaluation import Evaluation, evaluate
 from paceline.train.identity import DataIdentity, Settings
 from paceline.train.reporting import MetricsLog, ProgressDisplay
 from paceline.train.schedule import lr_factor, scaled_lr
@@ -43,6 +45,8 @@ class Result:
     """Of ``seconds``, time this rank waited for communication at the end of backwards."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The last evaluation."""
+    failed_saves: list[int] = field(default_factory=list)
+    """Steps whose checkpoint could not be written, by a full disk, say; every rank has warned of each."""
 
     @property
     def samples_per_second(self) -> float:
@@ -101,7 +105,9 @@ class Trainer:
         total = self._steps_per_epoch * config.epochs
         factor = partial(lr_factor, warmup_steps=config.warmup_steps, decay=config.decay, total_steps=total)
         self.scheduler = LambdaLR(optimizer, factor)
+        self._average = LossAverage(model)
         model.watch(loader.progress)
+        model.check_finite = model.check_finite or config.check_finite
         self._checkpointer = self._open_checkpoints() if config.checkpoint_dir else None
 
     def _refuse_what_cannot_work(self) -> None:
@@ -126,14 +132,18 @@ class Trainer:
     def fit(self) -> Result:
         """Train to the end of the last epoch, from the newest checkpoint if the config says so.
 
+        A checkpoint that cannot be written does not end the training: every rank warns, and the next save tries
+        again (:attr:`Result.failed_saves`).
+
         Raises:
             NoCheckpoint: if there is nothing to resume from.
             CheckpointMismatch: if the checkpoint is of another model, other data or other settings.
-            NonFiniteGradient: if the wrapper checks for it and a gradient holds NaN or Inf.
+            NonFiniteGradient: if a gradient holds NaN or Inf, unless neither the config nor the wrapper checks for it.
         """
         try:
             if self.config.resume and self._checkpointer is not None:
-                self.result.steps = self.result.resumed_from_step = self._checkpointer.restore()
+                step = self._checkpointer.restore(allow_changed_settings=self.config.allow_changed_settings)
+                self.result.steps = self.result.resumed_from_step = step
             self._train_and_log()
         finally:
             if self._checkpointer is not None:
@@ -182,35 +192,31 @@ class Trainer:
         """The rest of the epoch; returns the mean loss over it and the learning rate at its end."""
         start, exposed, before = time.perf_counter(), self.model.exposed_seconds, self._samples_consumed()
         epoch = self.loader.progress.epoch
-        # Where the losses are, so that the CPU waits for a GPU only when it logs; MPS has no float64.
-        home = "cpu" if self.model.device.type == "mps" else self.model.device
-        seen, logged = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64, device=home)
+        if self.loader.progress.position == 0:
+            self._average.restart()
         values: dict[str, float] = {}
         for batch in accumulate(self.model, self.loader, self.config.accumulate):
-            self._micro_batch(batch, logged)
+            self._micro_batch(batch)
             if not self.model.do_sync:
                 continue
             lr = self._step()
             display.advance(epoch)
             if self.result.steps % self.config.log_every == 0 or self.loader.at_last:
-                sums = all_sum(logged, self.model)
-                seen += sums
-                values = {"loss": float(sums[0] / sums[1]), "lr": lr}
+                values = {"loss": self._average.line(), "lr": lr}
                 log.write(self.result.steps, values)
-                logged.zero_()
             self._save_if_due()
             if self.loader.at_last:
                 self.result.samples += self._samples_consumed() - before
         self.result.seconds += time.perf_counter() - start
         self.result.exposed_seconds += self.model.exposed_seconds - exposed
-        return values | {"loss": float(seen[0] / seen[1])} if values else {}
+        return values | {"loss": self._average.epoch()} if values else {}
 
     def _samples_consumed(self) -> int:
         """Samples of this epoch that were consumed so far, by all ranks."""
         sampler = self.loader.progress
         return min(sampler.position * sampler.batch_size, self._dataset_size)
 
-    def _micro_batch(self, batch: Any, logged: Tensor) -> None:
+    def _micro_batch(self, batch: Any) -> None:
         """Forward and backward of one micro-batch, of which this rank may have no sample."""
         if batch is None:
             if self.model.do_sync:
@@ -219,8 +225,7 @@ class Trainer:
         loss, weight = self.loss(self.model, batch)
         with self.model.weight(weight):
             loss.backward()
-        logged[0] += loss.detach().squeeze().to(logged.device)
-        logged[1] += float(weight)
+        self._average.add(loss, weight)
 
     def _step(self) -> float:
         """The optimizer's step; returns the learning rate that it used."""
@@ -271,6 +276,7 @@ class Trainer:
         checkpointer.register("optimizer", self.optimizer)
         checkpointer.register("scheduler", self.scheduler)
         checkpointer.register("loader", self.loader)
+        checkpointer.register("loss_average", self._average)
         hook_state = self.model.comm_hook_state
         if hasattr(hook_state, "state_dict") and hasattr(hook_state, "load_state_dict"):
             checkpointer.register("comm_hook", hook_state, per_rank=True)  # every rank has residuals of its own
@@ -282,4 +288,16 @@ class Trainer:
         at_end = self.loader.at_last and (every is None or self.loader.progress.epoch == self.config.epochs - 1)
         if at_end or (every is not None and self.result.steps % every == 0):
             self.model.sync_buffers()  # rank 0's are saved, and a resumed run goes on with them on every rank
-            self._checkpointer.save(self.result.steps)
+            self._save()
+
+    def _save(self) -> None:
+        """Save, or say on every rank that it failed: what was learnt is worth more than the checkpoint."""
+        assert self._checkpointer is not None
+        step, last = self.result.steps, self._steps_per_epoch * self.config.epochs
+        self._average.gather()
+        try:
+            self._checkpointer.save(step)
+        except CheckpointError as error:
+            self.result.failed_saves.append(step)
+            goes_on = "training goes on, and the next save tries again" if step < last else "training has ended with it"
+            warnings.warn(f"{error}; {goes_on}", CheckpointWarning, stacklevel=2)

@@ -1,0 +1,142 @@
+"""What its author says about a checkpoint, ``metadata.json``: free metadata, and whether it may be deleted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from paceline.checkpoint import codec, documents, manifest, verify
+from paceline.checkpoint.codec import Encoder, Unencodable
+from paceline.errors import UsageError
+
+NAME = "metadata.json"  # and its role, which no registered object can have
+
+
+@dataclass(frozen=True)
+class Notes:
+    """``metadata`` has names as keys; ``protected`` if the checkpoint is never deleted to make room."""
+
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    protected: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.metadata) or self.protected
+
+    def render(self) -> bytes:
+        """The bytes of ``metadata.json``."""
+        body = {"protected": self.protected, "metadata": Encoder().encode(self.metadata)}
+        return documents.render(body, indent=1) + b"\n"
+
+
+def check(metadata: Mapping[str, Any] | None, protect: bool) -> Notes:
+    """The notes that a save was given; tensors of one element count as numbers.
+
+    Raises:
+        UsageError: if they cannot be saved; names the path to the value.
+    """
+    if metadata is not None and (not isinstance(metadata, Mapping) or any(type(key) is not str for key in metadata)):
+        raise UsageError(f"metadata must be a dict with strings as keys, not {documents.shown(metadata)}")
+    if not isinstance(protect, bool):
+        raise UsageError(f"protect must be True or False, not {protect!r}")
+    numbers = {
+        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for key, value in (metadata or {}).items()
+    }
+    encoder = Encoder()
+    try:
+        encoder.encode(numbers)
+    except Unencodable as error:
+        raise UsageError(f"metadata{error.path} {error.reason}; give numbers, strings, lists and dicts") from None
+    if encoder.tensors:
+        raise UsageError(f"metadata has a tensor, {min(encoder.tensors)!r}; register an object whose state has it")
+    return Notes(numbers, protect)
+
+
+def parse(raw: bytes) -> Notes:
+    """The notes that the bytes of a ``metadata.json`` hold.
+
+    Raises:
+        ValueError: if they hold none.
+    """
+    body = documents.parse(raw)
+    if not isinstance(body, dict) or body.keys() != {"protected", "metadata"} or type(body["protected"]) is not bool:
+        raise ValueError("it has other entries than it should")
+    metadata = codec.decode(body["metadata"], {})
+    if not isinstance(metadata, dict):
+        raise ValueError("its metadata are no dict")
+    return Notes(metadata, body["protected"])
+
+
+def read(folder: Path) -> Notes:
+    """The notes in the checkpoint `folder`. One whose notes cannot be read counts as protected."""
+    if not (folder / NAME).exists():
+        return Notes()
+    try:
+        return parse(verify.read_document(folder / NAME))
+    except (ValueError, verify.Damaged):
+        return Notes(protected=True)
+
+
+def read_verified(folder: Path, step: int) -> Notes:
+    """The notes in the checkpoint `folder` of `step`, as its manifest lists them; other files are not looked at.
+
+    Raises:
+        Damaged: if they or the manifest are altered, missing or malformed.
+    """
+    found = verify.read_manifest(folder, step)
+    if (file := found.file(NAME)) is None:
+        return Notes()
+    verify.check_bytes(folder / file.path, file)
+    try:
+        return parse(verify.read_document(folder / file.path))
+    except ValueError as error:
+        raise verify.Damaged(f"{manifest.NAME}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay: the ``newest``, the protected ones, and the one whose metadata are best."""
+
+    newest: int
+    metric: str | None = None
+    better: Literal["max", "min"] = "max"
+
+    def check(self) -> None:
+        """Refuse what cannot be meant.
+
+        Raises:
+            UsageError: names the argument.
+        """
+        if type(self.newest) is not int or self.newest < 1:
+            raise UsageError(f"keep must be a whole number >= 1, not {self.newest!r}")
+        if self.metric is not None and (not isinstance(self.metric, str) or not self.metric):
+            raise UsageError(f"keep_best must be the name of a number in the metadata, not {self.metric!r}")
+        if self.better not in ("max", "min"):
+            raise UsageError(f"best must be max or min, not {self.better!r}")
+
+    def best(self, notes: Mapping[int, Notes]) -> int | None:
+        """The step whose metric is best, the first of equal ones; None if none has it. NaN is never best."""
+        found: int | None = None
+        for step in sorted(notes):
+            value = notes[step].metadata.get(self.metric or "")
+            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+                continue
+            other = None if found is None else notes[found].metadata[self.metric or ""]
+            if other is None or (value > other if self.better == "max" else value < other):
+                found = step
+        return found
+
+    def doomed(self, steps: Sequence[int], saved: int, notes: Mapping[int, Notes]) -> list[int]:
+        """Those of `steps`, in ascending order, that need not stay once `saved` is durable.
+
+        Later ones, of a run that went further and was resumed from an earlier step, are left alone: they are not
+        older.
+        """
+        old = [step for step in steps if step <= saved][: -self.newest]
+        best = self.best(notes) if self.metric else None
+        return [step for step in old if step != best and not notes[step].protected]

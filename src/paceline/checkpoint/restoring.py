@@ -1,0 +1,174 @@
+"""Brings a saved checkpoint back into what is registered: all of it, on every rank, or nothing on any."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.checkpoint import exchange, notes
+from paceline.checkpoint.capture import generators
+from paceline.checkpoint.codec import Encoder
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.notes import Notes
+from paceline.checkpoint.optimizers import follow
+from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.saved import Saved
+from paceline.checkpoint.storage import Storage, step_name
+from paceline.checkpoint.tensorfile import stored
+from paceline.checkpoint.verify import Damaged, read_whole
+from paceline.errors import CheckpointWarning, NoCheckpoint
+from paceline.world import World
+
+Result = TypeVar("Result")
+
+
+def choose(store: Storage, step: int | None) -> tuple[Path, Manifest]:
+    """The checkpoint of `step`, or the newest that is whole, and its manifest; on rank 0.
+
+    Raises:
+        NoCheckpoint: if there is none, or that of `step` is damaged; names the damaged ones.
+    """
+    if step is not None:
+        return _choose_step(store, step)
+    newest = store.newest()
+    if newest is not None:
+        return newest
+    damaged = ", ".join(step_name(step) for step in store.steps())
+    if damaged:
+        raise NoCheckpoint(
+            f"no checkpoint in {store.folder} is whole (damaged: {damaged}); bring one back from a "
+            "copy, or start anew in another folder"
+        )
+    raise NoCheckpoint(
+        f"there is no checkpoint in {store.folder} to resume from; check the path, or start without resuming"
+    )
+
+
+def _choose_step(store: Storage, step: int) -> tuple[Path, Manifest]:
+    return store.path(step), _unless_damaged(store, step, read_whole)
+
+
+def read_notes(store: Storage, step: int) -> Notes:
+    """The notes of `step`, on rank 0; its other files are not looked at.
+
+    Raises:
+        NoCheckpoint: if there is no such checkpoint, or they are damaged.
+    """
+    return _unless_damaged(store, step, notes.read_verified)
+
+
+def _unless_damaged(store: Storage, step: int, read: Callable[[Path, int], Result]) -> Result:
+    if step not in (steps := store.steps()):
+        raise NoCheckpoint(
+            f"there is no checkpoint of step {step} in {store.folder}, which has {steps}; choose one of them"
+        )
+    try:
+        return read(store.path(step), step)
+    except Damaged as damage:
+        raise NoCheckpoint(
+            f"the checkpoint {store.path(step)} is damaged: {damage}; choose another step, or none for the newest that "
+            "is whole"
+        ) from None
+
+
+def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_changed: bool) -> None:
+    """Load `saved`, which fits, into `entries` and this rank's generators.
+
+    Settings of optimizers that differ are this run's afterwards if `allow_changed`; rank 0 warns of them.
+
+    If it fails on any rank, every rank puts back what it has loaded so far, and raises.
+    """
+    undo: list[_Before] = []
+    try:
+        for entry in entries:
+            if not entry.per_rank:
+                tensors = saved.tensors(world, entry.name)
+                _load(world, entry, saved.objects[entry.name], tensors, saved.step, undo)
+        if saved.manifest.world_size == world.size:
+            tensors = saved.rank_tensors(world)
+            for entry in [*(entry for entry in entries if entry.per_rank), generators()]:
+                _load(world, entry, saved.ranks[world.rank][entry.name], tensors, saved.step, undo)
+        else:
+            exchange.decide(world, lambda: _warn_of_other_size(saved, world))
+        # Last, because a layout ends the search for the order in which gradients arrive.
+        for entry in entries:
+            if not entry.per_rank:
+                exchange.agree(world, exchange.error_of(entry.load_layout, saved.objects[entry.name]))
+        if allow_changed:
+            exchange.agree(world, exchange.error_of(_take_over, world, saved, entries))
+    except BaseException:
+        _put_back(undo, saved.step)
+        raise
+
+
+@dataclass
+class _Before:
+    """An object's state before a restore, in memory of its own."""
+
+    entry: Registered
+    node: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    took_another: bool = False  # whether the object's load_state_dict has taken a state since
+
+    @classmethod
+    def of(cls, entry: Registered) -> _Before:
+        encoder = Encoder()
+        node = entry.capture(encoder)
+        return cls(entry, node, {name: stored(tensor.clone()) for name, tensor in encoder.tensors.items()})
+
+
+def _load(
+    world: World, entry: Registered, node: Any, tensors: Mapping[str, torch.Tensor], step: int, undo: list[_Before]
+) -> None:
+    def load() -> None:
+        undo.append(before := _Before.of(entry))
+        entry.load(node, tensors, step)
+        before.took_another = True
+
+    exchange.agree(world, exchange.error_of(load))
+
+
+def _take_over(world: World, saved: Saved, entries: Sequence[Registered]) -> None:
+    changes: list[str] = []
+    for entry in entries:
+        outline = saved.outline(entry.name, world.rank if entry.per_rank else None)
+        changes += entry.changes(outline)
+        entry.take_over(outline)
+    for entry in entries:
+        if isinstance(entry.object, LRScheduler):
+            follow(entry.object)
+    if changes and world.rank == 0:
+        warnings.warn(
+            f"this run's settings are taken over: {'; '.join(changes)} in the checkpoint of step {saved.step}",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+
+
+def _put_back(undo: Iterable[_Before], step: int) -> None:
+    """Load what was there before; without any communication, since other ranks may have ended."""
+    for before in reversed(list(undo)):
+        error = exchange.error_of(before.entry.load, before.node, before.tensors, step)
+        if error is not None and before.took_another:  # one that takes no state at all has not changed
+            warnings.warn(
+                f"{before.entry.name!r} does not take back the state that it had before the restore of step {step} "
+                f"failed ({error}); make it anew before training goes on",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+
+
+def _warn_of_other_size(saved: Saved, world: World) -> None:
+    warnings.warn(
+        f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}, "
+        "so every rank keeps its random generators as they are seeded now instead of going on with the "
+        "saved ones",
+        CheckpointWarning,
+        stacklevel=2,
+    )

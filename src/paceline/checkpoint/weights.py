@@ -1,0 +1,94 @@
+"""Weights out of a checkpoint, for evaluation or another program: no Checkpointer, no lock, no process group."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint import codec, documents, manifest, storage, tensorfile, verify
+from paceline.checkpoint.registered import Outline, Registered
+from paceline.errors import CheckpointError, NoCheckpoint, UsageError
+
+
+def load_weights(
+    path: str | os.PathLike[str], model: nn.Module | None = None, name: str = "model"
+) -> dict[str, torch.Tensor]:
+    """The weights that a checkpoint holds, on the CPU; tied ones under each of their names. ::
+
+        model.load_state_dict(paceline.load_weights("runs/7"))
+        paceline.load_weights("runs/7/step-00000120", model)
+
+    Nothing is changed in the folder, and a run may be using it.
+
+    Args:
+        path: a run's folder, of which the newest whole checkpoint is read; a checkpoint's folder; or a
+            ``model.safetensors`` by itself, which nothing verifies, and whose complex tensors are pairs of reals.
+        model: to load them into, on this rank; wrapped, compiled or plain. Names, shapes and dtypes must fit.
+        name: under which the model was registered; the Trainer's is ``"model"``.
+
+    Returns:
+        The ``state_dict`` of the model inside its wrappers, without ``module.`` and ``_orig_mod.``.
+
+    Raises:
+        NoCheckpoint: if there is none at `path`, or none that is whole.
+        CheckpointError: if the checkpoint at `path` is damaged.
+        CheckpointMismatch: if it does not fit `model`.
+        UsageError: if no module is registered as `name`.
+    """
+    place = Path(path)
+    if place.is_dir():
+        step, node, tensors = _read_folder(place, name)
+    elif place.is_file():
+        step, tensors = storage.step_of(place.resolve().parent.name) or 0, _read_file(place)
+        node = {"state": {"OrderedDict": {"dict": {key: {"tensor": key} for key in tensors}}}, "metadata": None}
+    else:
+        raise NoCheckpoint(f"there is no checkpoint at {place}; check the path")
+    state = codec.decode(node["state"], tensors)
+    if not isinstance(state, dict):
+        raise UsageError(f"what is saved as {name!r} in {place} is no module; give the name that the model has")
+    if model is not None:
+        entry = Registered(name, model)
+        entry.check(Outline(state, None), step, allow_changed=False)
+        entry.load(node, tensors, step)
+    return state
+
+
+def _read_file(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        specs = tensorfile.read_specs(path)
+        tensors = tensorfile.read(path, specs)
+        aliases = tensorfile.read_aliases(path, specs)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; use another checkpoint") from error
+    return OrderedDict(tensors | {alias: tensors[target] for alias, target in aliases.items()})
+
+
+def _read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Tensor]]:
+    """Step, node and tensors of the object `name` in the checkpoint, or the newest one of the run, `folder`."""
+    step = storage.step_of(folder.resolve().name)
+    try:
+        if step is not None:
+            found = verify.read_whole(folder, step)
+        elif (newest := storage.newest(folder, set())) is not None:
+            folder, found = newest
+        else:
+            raise NoCheckpoint(f"there is no checkpoint in {folder} that is whole; check the path")
+        state = documents.parse(verify.read_document(folder / manifest.STATE))
+        node = state["objects"].get(name)
+        if node is None:
+            raise UsageError(
+                f"nothing is saved as {name!r} in {folder}, which has {sorted(state['objects'])}; give name="
+            )
+        file = found.file(name)
+        tensors = {} if file is None else tensorfile.read(folder / file.path, file.tensors)
+        codec.decode(node["state"], tensors)
+    except UsageError:
+        raise
+    except (verify.Damaged, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint {folder} is damaged: {error}; use another one") from None
+    return found.step, node, tensors

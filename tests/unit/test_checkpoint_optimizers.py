@@ -1,0 +1,329 @@
+"""A saved optimizer is this run's, or refused by name; and its state comes back in the dtype that it had.
+
+torch's ``load_state_dict`` compares counts only: it took the saved momentum in place of a changed one, Adam's state for
+SGD (a ``KeyError`` in ``step()``), and one group's state for another's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_checkpoint_roundtrip import equal
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
+
+from paceline.checkpoint import Checkpointer, CheckpointWarning
+from paceline.errors import CheckpointMismatch
+from paceline.train import TrainConfig
+from trainings import LR, Outcome, Run, train
+from twins import Pools
+
+Make = Callable[[nn.Module], Optimizer]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def groups(order: tuple[int, ...] = (0, 1), reverse: bool = False, **options: Any) -> Make:
+    def make(model: nn.Module) -> Optimizer:
+        parts = [list(model[index].parameters())[:: -1 if reverse else 1] for index in order]  # type: ignore[index]
+        return SGD([{"params": part, **options} for part in parts], lr=0.1, momentum=0.9)
+
+    return make
+
+
+def step(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+
+
+def save(folder: Path, make: Make) -> None:
+    model = net()
+    optimizer = make(model)
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.register("model", model)
+        checkpointer.register("optimizer", optimizer)
+        step(model, optimizer)
+        checkpointer.save(4)
+
+
+def restored(folder: Path, make: Make, allow: bool = False) -> tuple[nn.Module, Optimizer]:
+    model = net()
+    optimizer = make(model)
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.register("model", model)
+        checkpointer.register("optimizer", optimizer)
+        checkpointer.restore(allow_changed_settings=allow)
+    return model, optimizer
+
+
+RATE, HALF = torch.tensor(0.5), torch.tensor(0.25)
+
+
+def sgd(**options: Any) -> Make:
+    return lambda model: SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
+
+
+def adam(kind: Any = Adam, **options: Any) -> Make:
+    return lambda model: kind(model.parameters(), **{"lr": 0.1, **options})
+
+
+OTHERS: dict[str, tuple[Make, Make, str]] = {
+    "class": (
+        adam(),
+        sgd(),
+        r"'optimizer' is of class SGD in this run but of class Adam in the checkpoint of",
+    ),
+    "class back": (sgd(), adam(), "is of class Adam in this run but of class SGD"),
+    "decoupled": (adam(), adam(AdamW, weight_decay=0), "is of class AdamW in this run but of class Adam"),
+    "groups swapped": (
+        groups(),
+        groups((1, 0)),
+        "parameter 0 of group 0 of 'optimizer' is 'model.1.weight' in this run",
+    ),
+    "parameters swapped": (groups(), groups(reverse=True), "is 'model.0.bias' in this run but 'model.0.weight' in the"),
+}
+
+
+@pytest.mark.parametrize("allow", [False, True])
+@pytest.mark.parametrize(("before", "now", "message"), OTHERS.values(), ids=OTHERS)
+def test_another_optimizer_is_refused_by_name(
+    tmp_path: Path, before: Make, now: Make, message: str, allow: bool
+) -> None:
+    save(tmp_path, before)
+    with pytest.raises(CheckpointMismatch, match=message):
+        restored(tmp_path, now, allow)
+
+
+CHANGES: dict[str, tuple[Make, Make, str]] = {
+    "momentum": (sgd(), sgd(momentum=0.5), "momentum of group 0 of 'optimizer' is 0.5 in this run and 0.9"),
+    "nesterov": (sgd(), sgd(nesterov=True), "nesterov of group 0 of 'optimizer' is True in this run and False"),
+    "weight decay": (sgd(), sgd(weight_decay=0.1), "weight_decay of group 0"),
+    "lr": (sgd(), sgd(lr=0.2), "lr of group 0 of 'optimizer' is 0.2 in this run and 0.1"),
+    "lr as a tensor": (
+        adam(lr=torch.tensor(0.5), foreach=False),
+        adam(lr=torch.tensor(0.25), foreach=False),
+        "is 0.25 in",
+    ),
+    "betas": (
+        adam(),
+        adam(betas=(0.8, 0.9)),
+        r"betas of group 0 of 'optimizer' is \(0.8, 0.9\) in this run and",
+    ),
+    "eps": (adam(), adam(eps=1e-6), "eps of group 0 of 'optimizer' is 1e-06 in"),
+    "amsgrad": (adam(amsgrad=True), adam(), "amsgrad of group 0 of 'optimizer' is False in"),
+    "maximize": (adam(), adam(maximize=True), "maximize of group 0"),
+    "one of the groups": (
+        groups(weight_decay=0),
+        lambda model: SGD(
+            [
+                {"params": model[0].parameters(), "weight_decay": 0},
+                {"params": model[1].parameters(), "weight_decay": 0.3},
+            ],
+            lr=0.1,
+            momentum=0.9,
+        ),
+        "weight_decay of group 1 of 'optimizer' is 0.3 in this run and 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "now", "message"), CHANGES.values(), ids=CHANGES)
+def test_a_changed_setting_is_refused_by_name_or_taken_over_and_said(
+    tmp_path: Path, before: Make, now: Make, message: str
+) -> None:
+    save(tmp_path, before)
+    fresh = now(net()).state_dict()["param_groups"]
+    with pytest.raises(
+        CheckpointMismatch, match=f"{message}.*in the checkpoint of step 4; give the saved value, or take"
+    ):
+        restored(tmp_path, now)
+    with pytest.warns(CheckpointWarning, match=f"this run's settings are taken over: .*{message}"):
+        model, optimizer = restored(tmp_path, now, allow=True)
+    assert equal(optimizer.state_dict()["param_groups"], fresh)
+    assert len(optimizer.state) == 4
+    step(model, optimizer)
+
+
+@pytest.mark.parametrize("make", [sgd(), adam(), adam(betas=[0.9, 0.99]), groups(), adam(lr=torch.tensor(0.5))])
+def test_equal_settings_are_not_said_to_have_changed(tmp_path: Path, make: Make) -> None:
+    save(tmp_path, make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restored(tmp_path, make, allow=True)
+        restored(tmp_path, make)
+
+
+SCHEDULES: dict[str, Any] = {
+    "step": lambda optimizer: StepLR(optimizer, 2, 0.5),
+    "exponential": lambda optimizer: ExponentialLR(optimizer, 0.9),
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: (step + 1) / 10),
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 10),
+    "cyclic": lambda optimizer: CyclicLR(optimizer, 0.01, 0.1, 3),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.2, 12),
+    "in turn": lambda optimizer: SequentialLR(
+        optimizer, [LambdaLR(optimizer, lambda step: (step + 1) / 3), StepLR(optimizer, 2, 0.5)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_what_a_schedule_changes_is_no_changed_setting(tmp_path: Path, schedule: Any) -> None:
+    # OneCycleLR and CyclicLR change momentum, too; a weight decay that follows a schedule is the user's own.
+    def run(steps: int, resume: bool, folder: Path = tmp_path / "cut") -> list[Any]:
+        model = net()
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        scheduler = schedule(optimizer)
+        seen = []
+        with Checkpointer(folder) as checkpointer, warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            for name, each in {"model": model, "optimizer": optimizer, "scheduler": scheduler}.items():
+                checkpointer.register(name, each)
+            if resume:
+                checkpointer.restore()
+            for _ in range(steps):
+                step(model, optimizer)
+                scheduler.step()
+                optimizer.param_groups[0]["weight_decay"] *= 0.9
+                seen.append({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
+                seen[-1] = copy.deepcopy(seen[-1])
+            checkpointer.save(steps)
+        return [*seen, copy.deepcopy(model.state_dict())]
+
+    run(4, resume=False)
+    ahead = run(3, resume=True)
+    assert equal(run(7, resume=False, folder=tmp_path / "whole")[4:], ahead)
+
+
+@pytest.mark.parametrize("name", ["step", "exponential", "lambda", "in turn"])
+def test_a_learning_rate_that_is_taken_over_stays_with_its_schedule(tmp_path: Path, name: str) -> None:
+    rates: dict[tuple[float, ...], list[float]] = {}
+    for lrs in ((0.1,), (0.2,), (0.1, 0.2)):
+        rates[lrs] = []
+        for lr in lrs:
+            model = net()
+            optimizer = SGD(model.parameters(), lr=lr)
+            scheduler = SCHEDULES[name](optimizer)
+            with Checkpointer(tmp_path / str(lrs)) as checkpointer, warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                checkpointer.register("optimizer", optimizer)
+                checkpointer.register("scheduler", scheduler)
+                if checkpointer.steps():
+                    checkpointer.restore(allow_changed_settings=True)
+                for _ in range(4 if len(lrs) == 2 else 8):
+                    rates[lrs].append(optimizer.param_groups[0]["lr"])
+                    optimizer.step()
+                    scheduler.step()
+                checkpointer.save(4)
+    assert rates[(0.1, 0.2)] == pytest.approx(rates[(0.1,)][:4] + rates[(0.2,)][4:])
+
+
+class Master(Optimizer):
+    """SGD with an fp32 master copy of each bf16 parameter, as AMP-O2 optimizers keep it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["master"] = parameter.detach().float()
+                state["nested"] = {"history": [torch.zeros(2, dtype=torch.float64)]}
+            state["master"] -= 0.01 * parameter.grad.float()
+            parameter.data.copy_(state["master"])
+
+
+def test_an_fp32_master_copy_of_a_bf16_parameter_comes_back_in_its_dtype(tmp_path: Path) -> None:
+    # torch's own load_state_dict casts it to bf16: the sums of small steps are lost on resume.
+    def make() -> tuple[nn.Module, Optimizer, Checkpointer]:
+        model = nn.Linear(3, 3).bfloat16()
+        optimizer = Master(model.parameters())
+        checkpointer = Checkpointer(tmp_path)
+        checkpointer.register("model", model)
+        checkpointer.register("optimizer", optimizer)
+        return model, optimizer, checkpointer
+
+    def go(model: nn.Module, optimizer: Optimizer) -> Any:
+        model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        return copy.deepcopy(optimizer.state_dict()["state"])
+
+    model, optimizer, checkpointer = make()
+    go(model, optimizer)
+    checkpointer.save(1)
+    optimizer.zero_grad()
+    ahead = go(model, optimizer)
+    checkpointer.close()
+    model, optimizer, checkpointer = make()
+    checkpointer.restore()
+    state = optimizer.state_dict()["state"][0]
+    assert (state["master"].dtype, state["nested"]["history"][0].dtype) == (torch.float32, torch.float64)
+    assert equal(go(model, optimizer), ahead)
+    checkpointer.close()
+
+
+def test_a_checkpoint_without_a_description_is_still_read(tmp_path: Path) -> None:
+    from test_checkpoint_damage import forge_state
+
+    save(tmp_path, sgd())
+    forge_state(tmp_path / "step-00000004", lambda state: state["objects"]["optimizer"].pop("optimizer"))
+    restored(tmp_path, sgd())
+
+
+def config(folder: Path, **options: Any) -> TrainConfig:
+    return TrainConfig(**{"epochs": 1, "checkpoint_dir": str(folder), "show_progress": False, **options})
+
+
+def resumed(world: Any, run: Run, options: dict[str, Any]) -> tuple[Outcome, list[str]]:
+    import trainings
+
+    trainings.optimizer_of = lambda run, model: SGD(  # type: ignore[assignment]
+        model.parameters(), **{"lr": LR, "momentum": 0.9, **options}
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CheckpointWarning)
+        outcome = train(world, run)
+    return outcome, [str(each.message) for each in caught if each.category is CheckpointWarning]
+
+
+def test_the_trainer_refuses_a_changed_setting_or_takes_it_over_and_says_so(pools: Pools, tmp_path: Path) -> None:
+    run = Run(config(tmp_path, warmup_steps=3))
+    pools.run(2, resumed, run, {})
+    again = replace(run, config=config(tmp_path, epochs=2, resume=True, warmup_steps=3))
+    for outcome, _ in pools.run(2, resumed, again, {"weight_decay": 0.5}):
+        assert outcome.error.startswith("CheckpointMismatch: weight_decay of group 0 of 'optimizer' is 0.5 in this run")
+        assert "--allow-changed-settings" in outcome.error
+    for outcome, _ in pools.run(2, resumed, again, {"lr": 2 * LR}):
+        assert outcome.error.startswith("CheckpointMismatch: the checkpoint was written with lr=[0.05], this run has")
+    log = tmp_path.parent / "metrics.jsonl"
+    allowed = replace(again.config, allow_changed_settings=True, metrics_file=str(log), clip_norm=9.0)
+    for rank, (outcome, warned) in enumerate(
+        pools.run(2, resumed, replace(again, config=allowed), {"lr": 2 * LR, "weight_decay": 0.5})
+    ):
+        assert (outcome.error, outcome.result.steps) == ("", 12)
+        assert len(warned) == (2 if rank == 0 else 0)
+        if rank == 0:
+            assert "clip_norm=9.0 instead of None, lr=[0.1] instead of [0.05]" in warned[0]
+            assert "0.5 in this run and 0; lr of group 0 of 'optimizer' is 0.1 in this run and 0.05 in" in warned[1]
+    assert json.loads(log.read_text().splitlines()[-1])["lr"] == pytest.approx(2 * LR)

@@ -1,0 +1,154 @@
+"""Weights for others: tied ones are named in the file, compiled parts leave no trace, and one call reads them."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from test_checkpoint_roundtrip import Holder, Tied, equal
+from torch import nn
+
+import paceline
+from paceline.checkpoint import Checkpointer, CheckpointWarning, load_weights
+from paceline.errors import CheckpointError, CheckpointMismatch, NoCheckpoint, UsageError
+
+
+def save(folder: Path, step: int = 1, **objects: Any) -> Path:
+    with Checkpointer(folder) as checkpointer:
+        for name, each in objects.items():
+            checkpointer.register(name, each)
+        return checkpointer.save(step)
+
+
+def test_tied_weights_are_named_in_the_files_own_metadata(tmp_path: Path) -> None:
+    # load_file and a strict load_state_dict failed with "Missing key head.weight", and nothing in the file said why.
+    model, fresh = Tied(), Tied()
+    path = save(tmp_path, model=model) / "model.safetensors"
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"head.weight": "embed.weight", "format": "pt"}
+    with pytest.raises(RuntimeError, match=r"Missing key"):
+        fresh.load_state_dict(load_file(path))
+    assert load_model(fresh, path) == (set(), [])
+    assert equal(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("what", ["run", "step", "file", "file alone"])
+def test_load_weights_needs_nothing_but_a_path(tmp_path: Path, what: str) -> None:
+    model, fresh, other = Tied(), Tied(), Tied()
+    path = save(tmp_path / "run", model=model)
+    shutil.copy(path / "model.safetensors", tmp_path)
+    places = {"run": tmp_path / "run", "step": path, "file": path / "model.safetensors"}
+    place = places.get(what, tmp_path / "model.safetensors")
+    fresh.load_state_dict(paceline.load_weights(str(place)))  # strict
+    assert equal(dict(fresh.state_dict()), dict(model.state_dict()))
+    weights = paceline.load_weights(place, other)
+    assert equal(dict(other.state_dict()), dict(model.state_dict()))
+    assert other.head.weight is other.embed.weight
+    assert list(weights) == list(model.state_dict()) or what.startswith("file")
+
+
+def test_a_run_may_go_on_while_its_weights_are_read(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        model = checkpointer.register("model", nn.Linear(2, 2))
+        checkpointer.save(1)
+        assert torch.equal(load_weights(tmp_path)["weight"], model.weight)
+        checkpointer.save(2)
+
+
+def test_the_newest_whole_one_of_a_run_is_read_and_a_damaged_one_named(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for step in (1, 2):
+        nn.init.constant_(model.weight, step)
+        save(tmp_path, step, model=model)
+    path = tmp_path / "step-00000002"
+    (path / "state.json").unlink()
+    with pytest.warns(CheckpointWarning, match=r"step-00000002 is damaged and skipped"):
+        assert load_weights(tmp_path)["weight"].mean() == 1
+    with pytest.raises(CheckpointError, match=r"step-00000002 is damaged: state.json is missing; use another"):
+        load_weights(path)
+
+
+def test_what_is_not_there_or_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    path = save(tmp_path / "run", model=nn.Linear(2, 2), notes=Holder([1]))
+    (tmp_path / "text").write_text("hello, world")
+    with pytest.raises(NoCheckpoint, match=r"there is no checkpoint at .*nowhere"):
+        load_weights(tmp_path / "nowhere")
+    with pytest.raises(NoCheckpoint, match=r"no checkpoint in .* that is whole"):
+        load_weights(tmp_path)
+    with pytest.raises(CheckpointError, match=r"text cannot be read: it is no safetensors file"):
+        load_weights(tmp_path / "text")
+    with pytest.raises(UsageError, match=r"nothing is saved as 'ema' in .*, which has \['model', 'notes'\]"):
+        load_weights(path, name="ema")
+    with pytest.raises(UsageError, match=r"'notes' in .* is no module"):
+        load_weights(path, name="notes")
+    for place in (path, path / "model.safetensors"):
+        with pytest.raises(CheckpointMismatch, match=r"'weight' of 'model' has shape \(2, 2\)"):
+            load_weights(place, nn.Linear(2, 3))
+        with pytest.raises(CheckpointMismatch, match=r"'0.weight' of 'model' is not in .* of step 1"):
+            load_weights(place, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+
+
+class Body(nn.Module):
+    _version = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.seen: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        self.seen = metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+def parts(compiled: bool) -> nn.Module:
+    model = nn.Sequential(Body(), nn.Linear(2, 1))
+    if compiled:
+        model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("now", [False, True], ids=["to plain", "to compiled"])
+@pytest.mark.parametrize("before", [False, True], ids=["plain", "compiled"])
+def test_a_compiled_sub_module_leaves_no_trace_in_names(tmp_path: Path, before: bool, now: bool) -> None:
+    # Its keys had "_orig_mod." in them: a run with and one without compilation could not read each other.
+    def objects(compiled: bool) -> dict[str, Any]:
+        model = parts(compiled)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    saved, fresh = objects(before), objects(now)
+    path = save(tmp_path, **saved)
+    assert set(load_file(path / "model.safetensors")) == {"0.linear.weight", "0.linear.bias", "1.weight", "1.bias"}
+    with Checkpointer(tmp_path) as checkpointer:
+        for name, each in fresh.items():
+            checkpointer.register(name, each)
+        checkpointer.restore()
+    body = fresh["model"][0]._orig_mod if now else fresh["model"][0]
+    assert body.seen == 5
+    for one, other in zip(saved["model"].parameters(), fresh["model"].parameters(), strict=True):
+        assert torch.equal(one, other)
+    again = parts(now)
+    load_weights(path, again)
+    assert torch.equal(next(again.parameters()), next(saved["model"].parameters()))
+
+
+def test_a_folder_called_step_by_its_user_is_read(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path, model=model).rename(tmp_path / "best")
+    with pytest.raises(NoCheckpoint):
+        load_weights(tmp_path / "best")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(load_weights(tmp_path / "best" / "model.safetensors")["weight"], model.weight)

@@ -1,0 +1,138 @@
+"""The launcher blames the rank that failed first, in real jobs, and shows its error once."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.launch import agent
+from paceline.launch.job import Job, launch
+from processes import Running, paceline, script
+
+# With four ranks the wrong one was named in 7 of 11 deaths: what the others said of the dead one was taken for a cause.
+DYING = """
+import os, signal, sys, torch, torch.distributed as dist
+import paceline
+backend, place, death = sys.argv[1:]
+
+def die():
+    if death == "abort": os.abort()
+    if death == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if death == "exit0": sys.exit(0)
+    if death == "exit3": os._exit(3)
+    raise ValueError("boom")
+
+class Dying(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+    @staticmethod
+    def backward(context, gradient):
+        if world.rank == 1:
+            die()
+        return gradient
+
+with paceline.init(backend) as world:
+    if place == "backward":
+        model = paceline.DistributedDataParallel(torch.nn.Linear(4, 4))
+        model(Dying.apply(torch.ones(1, 4, requires_grad=True))).sum().backward()
+    for step in range(3):
+        if world.rank == 1 and step == 1:
+            die()
+        dist.all_reduce(torch.ones(8))
+"""
+DEATHS = {
+    ("paceline", "collective", "abort"): "rank 1 failed first (signal SIGABRT)",
+    ("paceline", "collective", "exit0"): "rank 1 ended with exit code 0 while the others still needed it, so rank ",
+    ("paceline", "backward", "raise"): "rank 1 failed first (exit code 1: ValueError: boom)",
+    ("gloo", "collective", "exit0"): "rank 1 ended with exit code 0 while the others still needed it, so rank ",
+    ("gloo", "collective", "exit3"): "rank 1 failed first (exit code 3)",
+    ("gloo", "backward", "kill"): "rank 1 failed first (signal SIGKILL, which the kernel sends when memory runs out)",
+}
+
+
+@pytest.mark.parametrize(("case", "headline"), DEATHS.items(), ids=map("-".join, DEATHS))
+def test_the_dead_rank_is_named_last_and_at_most_one_traceback_is_shown(
+    case: tuple[str, str, str], headline: str, tmp_path: Path
+) -> None:
+    done = paceline(tmp_path, "run", "--nproc", "3", "--timeout", "60", script(tmp_path, DYING), *case)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert lines[-1].startswith(f"error: {headline}"), done.stderr
+    blocks = {line.partition(" | ")[0] for line in lines if " | " in line}
+    assert len(blocks) <= 1
+    assert not re.search(r"^\[rank\d\]:|SIGTERM|^Traceback", done.stderr, re.MULTILINE), done.stderr
+
+
+def test_a_rank_that_ends_with_a_code_of_its_own_because_of_another_is_not_named(tmp_path: Path) -> None:
+    # What it tells is when it began to leave; what the launcher sees of rank 1 is its end.
+    name = script(
+        tmp_path,
+        "import os, signal, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    open('pid', 'w').write(str(os.getpid()))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def lives():\n"
+        "    try: return open(f'/proc/{open(\"pid\").read()}/stat').read().rpartition(')')[2].split()[0] != 'Z'\n"
+        "    except (FileNotFoundError, ValueError, ProcessLookupError): return not os.path.exists('pid')\n"
+        "while lives(): pass\n"
+        "sys.exit(1)\n",
+    )
+    done = paceline(tmp_path, "run", "--nproc", "2", name)
+    assert done.stderr.splitlines()[-1].startswith("error: rank 1 failed first (signal SIGKILL"), done.stderr
+
+
+def test_a_rank_that_keeps_a_log_of_its_own_keeps_its_traceback_there(tmp_path: Path) -> None:
+    # The launcher shows the first rank's traceback on its own stderr; a log file without it would be of no use.
+    name = script(tmp_path, "raise OSError('no data')")
+    done = paceline(tmp_path, "run", "--redirects", "2", "--log-dir", "logs", name)
+    assert done.stderr.count("Traceback") == 1
+    [log] = (tmp_path / "logs").rglob("stderr.log")
+    assert log.read_text().splitlines()[-1] == "OSError: no data"
+
+
+def test_each_life_shows_the_traceback_that_ended_it(tmp_path: Path) -> None:
+    done = paceline(tmp_path, "run", "--max-restarts", "1", script(tmp_path, "raise OSError('no data')"))
+    ends = [line for line in done.stderr.splitlines() if line.startswith(("rank", "error"))]
+    assert done.stderr.count("Traceback") == 2
+    assert ends == [
+        "rank 0 failed first (exit code 1: OSError: no data); starting all ranks again (restart 1 of 1)",
+        "error: rank 0 failed first (exit code 1: OSError: no data)",
+    ]
+
+
+def test_what_ranks_raise_when_the_job_is_stopped_is_shown(tmp_path: Path) -> None:
+    # The ranks leave it to the launcher to show their errors, which has no failure to report here.
+    name = script(
+        tmp_path,
+        "import signal, time\n"
+        "def told(*_): raise OSError('no room for the last checkpoint')\n"
+        "signal.signal(signal.SIGTERM, told)\n"
+        "open('ready', 'w').close()\n"
+        "time.sleep(60)\n",
+    )
+    with Running(tmp_path, "run", name) as job:
+        job.wait_for("ready")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143
+        assert "  rank 0 | OSError: no room for the last checkpoint\nterminated by SIGTERM\n" in job.stderr
+
+
+def test_a_rank_that_raised_and_does_not_end_is_shown_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # A thread that runs on keeps the process, and all that wait for it, and the launcher kept what it knew to itself.
+    monkeypatch.setattr(agent, "SLOW_S", 0.2)
+    name = script(
+        tmp_path,
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(1,)).start()\nraise OSError('no data')\n",
+    )
+    assert launch(Job([sys.executable, str(tmp_path / name)], 1)) == 1
+    shown = capfd.readouterr().err.splitlines()
+    at = shown.index("rank 0 raised this 0 s ago and still runs")
+    assert shown[at - 1] == "  rank 0 | OSError: no data"
+    assert shown[-1] == "error: rank 0 failed first (exit code 1: OSError: no data)"
