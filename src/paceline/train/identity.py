@@ -13,6 +13,8 @@ from paceline.train.config import TrainConfig
 
 _DECISIVE = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "decay", "clip_norm")
 
+_ORDER = ("batch_size", "seed")  # without them a position in the data has no meaning, so they never change
+
 
 class Settings:
     """What decides the numbers of a run; a checkpoint is refused if it was written under other settings."""
@@ -35,12 +37,13 @@ class Settings:
             CheckpointMismatch: names the first setting that differs, with both values, unless they may.
         """
         for name, before, now in self._changed(saved):
-            if not self._allow_changed:
-                raise CheckpointMismatch(
-                    f"the checkpoint was written with {name}={before!r}, this run has {name}={now!r}; "
-                    "resume with the same settings, take over this run's with allow_changed_settings=True "
-                    "(--allow-changed-settings), or start anew in another folder"
-                )
+            if self._allow_changed and name not in _ORDER:
+                continue
+            take_over = "take over this run's with allow_changed_settings=True (--allow-changed-settings), "
+            raise CheckpointMismatch(
+                f"the checkpoint was written with {name}={before!r}, this run has {name}={now!r}; "
+                f"resume with the same settings, {'' if name in _ORDER else take_over}or start anew in another folder"
+            )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Compare with what was saved; rank 0 says what is taken over.
