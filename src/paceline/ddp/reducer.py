@@ -477,6 +477,7 @@ class Reducer:
         """Take the hooks off the parameters, and let go of what refers back to the reducer."""
         self._release()
         self._newcomers.close()
+        self._forwards.close()
         self.sharing.close()
         self._task = self.tell = None
 
