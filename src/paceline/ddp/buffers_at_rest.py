@@ -30,8 +30,8 @@ class BuffersAtRest:
     """
 
     forwards: int
-    """Counted forwards since buffers were equal, the same number on every rank. Forwards under ``no_sync`` do not count,
-    as ranks may run different numbers of them."""
+    """Counted forwards since buffers were equal, the same number on every rank. Forwards under ``no_sync`` do not
+    count, as ranks may run different numbers of them."""
 
     def __init__(self, buffers: Buffers, channel: Channel, is_wanted: Callable[[], bool], *, may_differ: bool) -> None:
         self.forwards = int(may_differ)
