@@ -27,9 +27,7 @@ class Forwards:
     is_unseen: bool
     """Whether one waits that showed no output to hook, as its loss was left on the module, say."""
 
-    def __init__(
-        self, ledger: Ledger, reached: Callable[[Callable[[], None], Forward | None, Tensor], None]
-    ) -> None:
+    def __init__(self, ledger: Ledger, reached: Callable[[Callable[[], None], Forward | None, Tensor], None]) -> None:
         self.is_unseen = False
         self._ledger = ledger
         self._differentiated_in = -1  # the count of optimizer steps when derivatives were taken last
@@ -66,7 +64,7 @@ class Forwards:
         self._reached = _nothing
 
     def came(self, forward: Forward | None) -> None:
-        """The backward of `forward` has come, or ``autograd.grad``, in which gradients are enabled to create a graph."""
+        """The backward of `forward` has come, or ``autograd.grad``; with gradients enabled, it creates a graph."""
         if torch.is_grad_enabled():
             self._differentiated_in = self._ledger.status.optimizer_steps
         elif forward is not None:
