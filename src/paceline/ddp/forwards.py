@@ -44,7 +44,15 @@ class Forwards:
         else:
             self.is_unseen = True
 
+    def close(self) -> None:
+        """Forget the function that is called."""
+        self._reached = _nothing
+
     def came(self, forward: Forward | None) -> None:
         """The backward of `forward` has come."""
         if forward is not None:
             self._waiting.discard(forward)
+
+
+def _nothing(_on_local: Callable[[], None], _forward: Forward | None, _gradient: Tensor) -> None:
+    """The function of one that is closed."""

@@ -211,10 +211,14 @@ class Reducer:
     def _begin(self) -> None:
         self._channel.expect_open()
         share = self.sharing.begin()
-        self._expect_no_optimizer_inside(share)
-        shadowed = self.tell is not None and self.tell(Event.BACKWARD)
-        self._look_for_newcomers()
-        self._newcomers.begin()
+        try:
+            self._expect_no_optimizer_inside(share)
+            shadowed = self.tell is not None and self.tell(Event.BACKWARD)
+            self._look_for_newcomers()
+            self._newcomers.begin()
+        except BaseException:
+            self.sharing.abort(share)
+            raise
         self._phase = Phase.BACKWARD
         self._forwards.is_unseen = False
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
@@ -440,7 +444,6 @@ class Reducer:
     def _expect_no_optimizer_inside(self, share: Share) -> None:
         inside = bool(self._in_backward) or self._gear.finisher.steps_inside
         if inside and share.elsewhere:
-            self.sharing.abort(share)
             name = self.names[min(share.elsewhere)]
             raise UsageError(
                 f"one backward runs through two DistributedDataParallel that share {name!r}, and an optimizer steps "
@@ -474,6 +477,7 @@ class Reducer:
         """Take the hooks off the parameters, and let go of what refers back to the reducer."""
         self._release()
         self._newcomers.close()
+        self._forwards.close()
         self.sharing.close()
         self._task = self.tell = None
 
