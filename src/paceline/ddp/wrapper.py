@@ -80,7 +80,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     Args:
         module: the module to replicate, on its device already; the same on every rank.
         device_ids: for a module on one GPU, that GPU; inputs are moved there. ``None`` for the CPU.
-        broadcast_buffers: send rank 0's buffers to all ranks at the end of every synchronized backward (default), or not.
+        broadcast_buffers: send rank 0's buffers to all ranks at the end of synchronized backwards (default), or not.
         init_sync: ``True`` broadcasts rank 0's parameters and buffers, after checking that names, shapes and dtypes
             are equal everywhere; ``"verify"`` raises unless the values are equal, too; ``False`` does neither.
         process_group: the ranks to average over; by default all.
