@@ -14,6 +14,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 import warnings
@@ -71,6 +72,7 @@ class Ranks:
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 silent = [rank for rank in range(self.size) if rank not in results]
+                self._show_stacks(silent)
                 self.kill()
                 raise RankFailed(f"ranks {silent} did not answer within {self.timeout:.0f} s")
             for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
@@ -86,6 +88,12 @@ class Ranks:
                     raise RankFailed(f"rank {rank} raised:\n{value}")
                 results[rank] = value
         return [results[rank] for rank in range(self.size)]
+
+    def _show_stacks(self, ranks: list[int]) -> None:
+        """Have `ranks` print where they are, from a signal handler in their own main threads."""
+        for rank in ranks:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)  # they answer at once, or are stuck so badly that they never do
 
     def kill(self) -> None:
         """End every rank at once."""
@@ -136,6 +144,9 @@ def _serve(rank: int, size: int, port: int, backend: str | None, timeout: float,
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
+    # A rank that hangs shows where, when it is asked to. A watchdog thread would read frames while they run, which has
+    # crashed ranks that were merely slow; a signal stops its thread first, so that thread alone is shown.
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     world: World | None = None
@@ -145,13 +156,10 @@ def _serve(rank: int, size: int, port: int, backend: str | None, timeout: float,
             if world is None:
                 # Shorter than the caller's, so that a hang ends with torch's message rather than with silence.
                 world = init(backend, timeout=timedelta(seconds=timeout * 0.8))
-            # A rank that hangs shows where, before the others' patience ends.
-            faulthandler.dump_traceback_later(timeout * 0.7)
             try:
                 answer: tuple[bool, Any] = (True, function(world, *arguments))
             except BaseException:
                 answer = (False, traceback.format_exc())
-            faulthandler.cancel_dump_traceback_later()
             try:
                 pipe.send(answer)
             except Exception:

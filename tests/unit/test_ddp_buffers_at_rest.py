@@ -1,7 +1,7 @@
 """Buffers are equal on every rank between steps, so that an evaluation is the same everywhere, also on one rank alone.
 
-Broadcast before each training forward, BatchNorm's running statistics were each rank's own when it was evaluated: rank 1
-of an ImageNet script reported a test loss of 4.6577 where rank 0 had 4.6599.
+Broadcast before each training forward, BatchNorm's running statistics were each rank's own when it was evaluated: rank
+1 of an ImageNet script reported a test loss of 4.6577 where rank 0 had 4.6599.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from paceline import sources
 from paceline.ddp.autograd import GraphTask, current_task, is_plain_backward, queue_callback
 from paceline.ddp.control import UNCOUNTED, UNWEIGHTED, WEIGHTED, Status
 from paceline.ddp.mistaken_means import MistakenMeans
@@ -62,9 +63,9 @@ class Ledger:
         self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward whose gradients are multiplied
         self._mistaken_means = MistakenMeans()
 
-    def report(self, *, aborted: bool = False, hook_failed: bool = False) -> Status:
-        """The rank's status as of now."""
-        status = replace(self.status, aborted=aborted, hook_failed=hook_failed)
+    def report(self, size: int, *, aborted: bool = False, hook_failed: bool = False) -> Status:
+        """The rank's status as of now, for a group of `size` ranks."""
+        status = replace(self.status, aborted=aborted, hook_failed=hook_failed, data=sources.told(size))
         if self.sampler is not None:
             status.epoch, status.position = self.sampler.epoch, self.sampler.position
         return status
@@ -73,6 +74,7 @@ class Ledger:
         """A step has been synchronized: weights and pending forwards are used up."""
         self.forwards_since_sync = self.local_backwards = 0
         self.synchronizations += 1
+        sources.note_synchronization()
         self._used_inside = bool(self._open)
         self.status.weight, self.status.weighting, self._weighted = 0, 0, 0
         self._unclaimed.clear()
