@@ -15,12 +15,15 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -47,12 +50,15 @@ class Ranks:
         self.size = size
         self.timeout = timeout
         self._store = loopback_store()
+        self._folder = tempfile.TemporaryDirectory()  # where ranks write their stacks
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(size):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_serve, args=(rank, size, self._store.port, backend, timeout, theirs), daemon=False
+                target=_serve,
+                args=(rank, size, self._store.port, backend, timeout, self._folder.name, theirs),
+                daemon=False,
             )
             process.start()
             theirs.close()
@@ -72,9 +78,9 @@ class Ranks:
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 silent = [rank for rank in range(self.size) if rank not in results]
-                self._show_stacks(silent)
+                stacks = self._stacks_of(silent)
                 self.kill()
-                raise RankFailed(f"ranks {silent} did not answer within {self.timeout:.0f} s")
+                raise RankFailed(f"ranks {silent} did not answer within {self.timeout:.0f} s{stacks}")
             for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
                 try:
                     ok, value = self._pipes[rank].recv()
@@ -89,11 +95,14 @@ class Ranks:
                 results[rank] = value
         return [results[rank] for rank in range(self.size)]
 
-    def _show_stacks(self, ranks: list[int]) -> None:
-        """Have `ranks` print where they are, from a signal handler in their own main threads."""
+    def _stacks_of(self, ranks: list[int]) -> str:
+        """Where `ranks` are, as their own main threads write it when a signal asks them to."""
         for rank in ranks:
-            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+            with suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)  # they answer at once, or are stuck so badly that they never do
+        files = {rank: Path(self._folder.name, str(rank)) for rank in ranks}
+        return "".join(f"\nrank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists())
 
     def kill(self) -> None:
         """End every rank at once."""
@@ -111,6 +120,7 @@ class Ranks:
                 process.kill()
                 process.join()
         self._pipes, self.processes = [], []
+        self._folder.cleanup()
 
     def __enter__(self) -> Ranks:
         return self
@@ -133,7 +143,7 @@ def run_ranks(
         return ranks.run(function, *arguments)
 
 
-def _serve(rank: int, size: int, port: int, backend: str | None, timeout: float, pipe: Connection) -> None:
+def _serve(rank: int, size: int, port: int, backend: str | None, timeout: float, folder: str, pipe: Connection) -> None:
     """A rank's life: join the world, answer calls until the pipe closes."""
     os.environ.update(
         RANK=str(rank),
@@ -146,7 +156,8 @@ def _serve(rank: int, size: int, port: int, backend: str | None, timeout: float,
     )
     # A rank that hangs shows where, when it is asked to. A watchdog thread would read frames while they run, which has
     # crashed ranks that were merely slow; a signal stops its thread first, so that thread alone is shown.
-    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    stack = Path(folder, str(rank)).open("w")  # noqa: SIM115  # as long as the rank lives
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     world: World | None = None
