@@ -7,13 +7,16 @@ own.
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -54,6 +57,8 @@ class Channel:
         self.name: str = own.group_name
         self._given = group
         self._process = os.getpid()
+        self._outstanding = 0  # launched and not waited for with success
+        _channels().add(self)
 
     def expect_open(self) -> None:
         """Refuse to begin anything where nobody would answer.
@@ -84,6 +89,7 @@ class Channel:
         options = AllreduceOptions()
         options.asyncOp = True
         work: dist.Work = self.group.allreduce([tensor], options)
+        self._outstanding += 1
         return work
 
     def progress(self) -> None:
@@ -112,6 +118,7 @@ class Channel:
             CommunicationError: if it failed; names `what` and this rank.
         """
         self.run(what, launched.wait)
+        self._outstanding -= 1
 
     def linger(self, launched: Any, seconds: float) -> None:
         """Carry `launched` on until it is finished or failed, for at most so many seconds, without raising."""
@@ -132,7 +139,26 @@ class Channel:
 
     def close(self) -> None:
         """Give the channel's connections back."""
-        self.group.shutdown()
+        if self.group is not None:
+            self.group.shutdown()
+
+    def join_threads(self) -> None:
+        """At the end of the process: let Gloo's threads end, if nothing is under way for which they could wait.
+
+        A work is waited for before the thread that ran it lets go of its tensors. A thread that does so while the
+        interpreter ends cannot get the interpreter's lock, and aborts the process.
+        """
+        is_gloo = self.group is not None and self.group.name() == "gloo"
+        if is_gloo and os.getpid() == self._process and self._outstanding == 0:
+            self.group = None  # its destructor joins them
+
+
+@cache
+def _channels() -> WeakSet[Channel]:
+    """The channels of this process, whose threads end before the interpreter does."""
+    channels: WeakSet[Channel] = WeakSet()
+    atexit.register(lambda: [channel.join_threads() for channel in list(channels)])
+    return channels
 
 
 class SharedChannel(Channel):

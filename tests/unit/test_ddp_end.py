@@ -1,0 +1,34 @@
+"""The end of a rank's process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from processes import paceline, script
+
+SHORT = """
+import atexit, os, torch, torch.distributed as dist
+from paceline import DistributedDataParallel
+
+def runners():
+    tasks = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    return tasks.count("pt_gloo_runloop")
+
+dist.init_process_group("gloo")
+atexit.register(lambda: open(f"runners-{os.environ['RANK']}", "w").write(f"{before} {runners() - torchs_own}"))
+torchs_own = runners()
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+model(torch.randn(3, 4)).sum().backward()
+before = runners() - torchs_own
+dist.destroy_process_group()
+"""
+
+
+def test_threads_of_the_wrappers_own_gloo_group_end_before_the_interpreter_does(tmp_path: Path) -> None:
+    """One that let go of a tensor while the interpreter ended aborted the rank, after a training that went well."""
+    ended = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, SHORT))
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(2):
+        before, at_exit = map(int, (tmp_path / f"runners-{rank}").read_text().split())
+        assert before > 0
+        assert at_exit == 0  # besides those of the group that torch made, on which the wrapper runs nothing
