@@ -157,8 +157,13 @@ class Channel:
 def _channels() -> WeakSet[Channel]:
     """The channels of this process, whose threads end before the interpreter does."""
     channels: WeakSet[Channel] = WeakSet()
-    atexit.register(lambda: [channel.join_threads() for channel in list(channels)])
+    atexit.register(_join_all, channels)
     return channels
+
+
+def _join_all(channels: WeakSet[Channel]) -> None:
+    for channel in list(channels):
+        channel.join_threads()
 
 
 class SharedChannel(Channel):
