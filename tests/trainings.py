@@ -172,6 +172,9 @@ def train(world: World, run: Run) -> Outcome:
         pass
     except PacelineError as raised:
         error = f"{type(raised).__name__}: {raised}"
+    finally:
+        if trainer is not None:
+            trainer.close()
     return Outcome(
         result=trainer.result if trainer else Result(),
         weights={name: tensor.numpy().copy() for name, tensor in module.state_dict().items()},

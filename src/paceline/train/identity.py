@@ -12,6 +12,7 @@ from paceline.fingerprint import dataset_digest
 from paceline.train.config import TrainConfig
 
 _DECISIVE = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "decay", "clip_norm")
+_FIXED = ("scheduler",)  # whose state comes from the checkpoint, this run's settings cannot be taken over
 
 
 class Settings:
@@ -35,6 +36,11 @@ class Settings:
             CheckpointMismatch: names the first setting that differs, with both values, unless they may.
         """
         for name, before, now in self._changed(saved):
+            if name in _FIXED:
+                raise CheckpointMismatch(
+                    f"the checkpoint was written with {name}={before!r}, this run has {name}={now!r}; give the "
+                    "scheduler that was saved, or start anew in another folder"
+                )
             if not self._allow_changed:
                 raise CheckpointMismatch(
                     f"the checkpoint was written with {name}={before!r}, this run has {name}={now!r}; "
