@@ -148,6 +148,16 @@ def private_store(public: Store, rank: int, members: Sequence[int], timeout: tim
     return PrefixStore("-".join(map(str, members)) + f"/{nonce}/", store)
 
 
+def store_of_group(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> Store:
+    """A part of `store` for a new group alone; private if all ranks are on this host. All of them call this together.
+
+    Raises:
+        CommunicationError: as :func:`private_store`, and if a rank does not come in time.
+    """
+    unused = PrefixStore(f"{meet(store, rank, size, timeout, names)}/", store)
+    return private_store(unused, rank, range(size), timeout, names) if on_one_host(store) else unused
+
+
 def world_stores(
     address: str, port: str, rank: int, size: int, one_host: bool, timeout: timedelta, process: int
 ) -> tuple[Store, ...]:

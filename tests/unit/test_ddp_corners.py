@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
@@ -46,6 +47,8 @@ def both(world: World, **options: Any) -> tuple[DistributedDataParallel, TorchDD
 
 def same(ours: nn.Module, theirs: nn.Module) -> None:
     same_weights(ours, theirs, 1e-9, "")
+    if dist.get_rank() != 0:
+        return  # torch's buffers are each rank's own between steps, ours are rank 0's
     for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
         same_tensor(mine.double(), other.double(), 1e-9, "buffer")
 

@@ -98,3 +98,11 @@ def test_where_and_how_often_to_write_may_change() -> None:
     saved = Settings(TrainConfig(epochs=2, checkpoint_dir="a", checkpoint_every=3, keep=1, log_every=1)).state_dict()
     other = TrainConfig(epochs=2, checkpoint_dir="b", keep=9, resume=True, metrics_file="m", show_progress=False)
     Settings(other).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "seed"])
+def test_what_the_position_in_the_data_depends_on_never_changes(name: str) -> None:
+    saved = Settings(TrainConfig(epochs=2), **{name: 1}).state_dict()
+    allowed = TrainConfig(epochs=2, checkpoint_dir="d", resume=True, allow_changed_settings=True)
+    with pytest.raises(CheckpointMismatch, match=f"{name}=1, this run has {name}=2; resume with the same settings, or"):
+        Settings(allowed, **{name: 2}).load_state_dict(saved)

@@ -57,6 +57,7 @@ class Checkpointer:
             or written to, or is in use by another run.
     """
 
+    @called_by_all("Checkpointer(…)")
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -71,8 +72,7 @@ class Checkpointer:
         self._registered: dict[str, Registered] = {}
         self._storage: Storage | None = None  # rank 0's
         self._closed = False
-        with called_by_all("Checkpointer(…)"):
-            exchange.decide(world, self._open)
+        exchange.decide(world, self._open)
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
         """Let `object` be saved and restored as `name`; returns it.

@@ -71,8 +71,7 @@ class Engine:
         self.memories = [self._segments[member] for member in self.members]
         self._posted = self._done = 0
         self._under_way: deque[Operation] = deque()
-        self._broken = ""
-        self._blamed: list[int] = []
+        self._broken, self._blamed = "", list[int]()
         self.reports_failures = False
         """Whether ranks of other hosts may wait for us over Gloo: then they have to learn that we came, and failed."""
         self._lock = threading.RLock()

@@ -36,8 +36,7 @@ from paceline.comm.operands import Flat, options_of, reduction_of
 from paceline.comm.work import Handle
 from paceline.compiling import class_never_compiled
 from paceline.errors import UsageError
-from paceline.meeting import meet
-from paceline.rendezvous import on_one_host, private_store
+from paceline.rendezvous import store_of_group
 
 NAME = "paceline"
 
@@ -310,13 +309,9 @@ def _last(works: Sequence[Any]) -> Any:
 
 def _create(options: Any, _backend_options: Any = None) -> PacelineProcessGroup:
     """What torch calls for ``init_process_group("paceline")`` and ``new_group``."""
-    rank, size, timeout = options.group_rank, options.group_size, options.timeout
-    names = options.global_ranks_in_group or range(size)
-    number = meet(options.store, rank, size, timeout, names)
-    store: Store = PrefixStore(f"{number}/", options.store)
-    if on_one_host(store):
-        store = private_store(store, rank, range(size), timeout, names)
-    return PacelineProcessGroup(store, rank, size, timeout, names)
+    names = options.global_ranks_in_group or range(options.group_size)
+    place = options.group_rank, options.group_size, options.timeout
+    return PacelineProcessGroup(store_of_group(options.store, *place, names), *place, names)
 
 
 def register() -> None:

@@ -129,6 +129,7 @@ class Copyable:
             "_trained",
             "_watch",
             "_buffers_to_sync",
+            "_rest",
             "_recorder",
             "_comm_hooks",
         )

@@ -26,6 +26,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 from torch.optim import Optimizer
 
 from paceline.ddp.buffers import Buffers
+from paceline.ddp.buffers_at_rest import BuffersAtRest
 from paceline.ddp.channel import Channel
 from paceline.ddp.copies import Asleep
 from paceline.ddp.guard import StepGuard
@@ -53,6 +54,7 @@ class Joining(Joinable):
     parameters_to_ignore: set[str]
     _delayed: Sequence[tuple[str, nn.Parameter]]
     _buffers_to_sync: Buffers
+    _rest: BuffersAtRest
     _comm_hooks: list[Any]
     _trained: list[tuple[str, nn.Parameter]]
     buffer_hook: Any
@@ -224,6 +226,7 @@ class Joining(Joinable):
             tensors = [parameter.data for name, parameter in named if name not in self.parameters_to_ignore]
             if self.forward_sync_buffers:
                 tensors += [buffer.data for buffer in self._buffers_to_sync.named().values()]
+                self._rest.forwards = 0
             self._channel.broadcast([local_of(tensor) for tensor in tensors], source)
             stale = [rank for rank, theirs in enumerate(everyone) if theirs[2] != everyone[source][2]]
             if stale and self._optimizers:

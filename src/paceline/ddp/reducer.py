@@ -28,11 +28,13 @@ from paceline.ddp.apart import average_apart
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.autograd import Accumulators, GraphTask, queue_callback
 from paceline.ddp.backward import Backward, Gear
+from paceline.ddp.buffers_at_rest import BuffersAtRest
 from paceline.ddp.by_algorithm import Algorithms
 from paceline.ddp.by_hand import expect_equal_gradients
 from paceline.ddp.channel import Channel
 from paceline.ddp.control import ControlBlock, scale_of
 from paceline.ddp.finisher import AllReduce, Finisher
+from paceline.ddp.forwards import Forward, Forwards
 from paceline.ddp.in_backward import InBackward
 from paceline.ddp.ledger import Ledger
 from paceline.ddp.newcomers import Newcomers, Settled
@@ -41,7 +43,7 @@ from paceline.ddp.replica_check import ReplicaCheck
 from paceline.ddp.shadowing import Event
 from paceline.ddp.sharded import as_local, release
 from paceline.ddp.sharing import Share, Sharing
-from paceline.ddp.sparse import elements_of
+from paceline.ddp.shown import Shown
 from paceline.ddp.storage import BucketSet
 from paceline.ddp.together import begin_others, enter, settle_all
 from paceline.ddp.unused import UnusedReport
@@ -57,10 +59,6 @@ class Phase(Enum):
     SETTLING = "everything is launched, results are waited for"
     ABORTED = "an exception ended backward; what the other ranks count on is still owed"
     BROKEN = "a collective failed"
-
-
-class Forward:
-    """Lives as long as the graph of a forward does, whose hooks hold the only reference."""
 
 
 @class_never_compiled
@@ -82,6 +80,7 @@ class Reducer:
         options: Options,
         recorder: Recorder,
         newcomers: Newcomers,
+        buffers: BuffersAtRest,
     ) -> None:
         self._name(named_parameters)
         self.storage = BucketSet(
@@ -96,7 +95,7 @@ class Reducer:
         self.exposed_seconds = 0.0
         self.tell = None
         self._channel, self._ledger = channel, ledger
-        self._options, self._newcomers = options, newcomers
+        self._options, self._newcomers, self._buffers = options, newcomers, buffers
         self.sharing = Sharing(self.names, self._given, self.parameters, ledger, channel.members)
         self._control = ControlBlock(self.names, channel.rank, channel.size, channel.allocate)
         self._gear = Gear(
@@ -114,14 +113,10 @@ class Reducer:
         self.replica_check: ReplicaCheck | None = None
         self._phase = Phase.IDLE
         self._aborted = self._owes_launch = self._is_settling_abort = False
-        # Forwards whose backward has not come yet; and whether one showed no output that could be hooked.
-        self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
-        self._has_unseen_forward = False
+        self._forwards = Forwards(self.backward_reached)
         self._task: weakref.ref[GraphTask] | None = None
         self._backward = Backward(self._gear, clear=True)
         self._finishing: Iterator[bool] = iter(())
-        # Averages that are no bucket's view; weak, as a gradient's memory goes when the user drops it.
-        self._apart: dict[int, weakref.ref[Tensor]] = {}
         self._expect_all()
         enter(self)
 
@@ -133,6 +128,7 @@ class Reducer:
 
     def _expect_all(self) -> None:
         """Wait for the gradients of all parameters, in an order of arrival that is not known yet."""
+        self._shown = Shown(self.names, self.parameters, self.storage, self.sharing)
         self._unused = UnusedReport(self._options.unused, self.names, self.parameters, self._channel)
         self._in_backward, self._accumulators = InBackward(self._given), Accumulators(self._given)
         self._order_known = False
@@ -170,15 +166,7 @@ class Reducer:
         `on_local` is called if that backward turns out to be local, inside ``no_sync``.
         """
         self._in_backward.take_over()
-        forward, is_unseen = Forward(), True
-        for output in outputs:
-            if output.grad_fn is not None:
-                output.register_hook(partial(self.backward_reached, on_local, forward))
-                is_unseen = False
-        if is_unseen:
-            self._has_unseen_forward = True
-        else:
-            self._forwards.add(forward)
+        self._forwards.watch(outputs, on_local)
 
     def backward_reached(self, on_local: Callable[[], None], forward: Forward | None, _gradient: Tensor) -> None:
         """A backward has reached an output of the wrapper."""
@@ -194,8 +182,7 @@ class Reducer:
                     self._stay_local(on_local)
             finally:
                 begin_others(self)
-        if forward is not None:
-            self._forwards.discard(forward)
+        self._forwards.came(forward)
 
     def _stay_local(self, on_local: Callable[[], None]) -> None:
         self.sharing.expect_no_average()
@@ -224,12 +211,16 @@ class Reducer:
     def _begin(self) -> None:
         self._channel.expect_open()
         share = self.sharing.begin()
-        self._expect_no_optimizer_inside(share)
-        shadowed = self.tell is not None and self.tell(Event.BACKWARD)
-        self._look_for_newcomers()
-        self._newcomers.begin()
+        try:
+            self._expect_no_optimizer_inside(share)
+            shadowed = self.tell is not None and self.tell(Event.BACKWARD)
+            self._look_for_newcomers()
+            self._newcomers.begin()
+        except BaseException:
+            self.sharing.abort(share)
+            raise
         self._phase = Phase.BACKWARD
-        self._has_unseen_forward = False
+        self._forwards.is_unseen = False
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
         clear = all(parameter.grad is None for parameter in self.parameters)
         at_end = self._gear.finisher.launches_at_end(shadowed=shadowed)
@@ -262,10 +253,9 @@ class Reducer:
         if not self.sync_enabled:
             return
         if self._phase not in (Phase.BACKWARD, Phase.SETTLING):
-            # A backward of something else than this wrapper's outputs. It is meant if a forward waits for it, whose
-            # loss was left on the module, say. Gradients that came unnoticed before are found at the end, as nothing
-            # is launched that has not been seen.
-            is_meant = self._has_unseen_forward or (self._forwards and index not in self.sharing.common)
+            # A backward of something else than this wrapper's outputs, which is meant if a forward waits for it.
+            # Gradients that came unnoticed before are found at the end, as nothing is launched that was not seen.
+            is_meant = self._forwards.is_unseen or (self._forwards and index not in self.sharing.common)
             if not is_meant or self.sharing.is_partner_active:
                 return
             expect_eager_backward(self._channel.rank)
@@ -287,10 +277,14 @@ class Reducer:
                 self.tell(Event.END)
             self._ledger.status.changed = self._newcomers.have_gradients()
             mine = backward.launch_rest(aborted=self._aborted, order=self._observed_order())
+            if self.tell is None:  # inside join, every forward tells of a broadcast of its own
+                self._buffers.launch()
             self.sharing.launched(backward.absent)
             self._phase = Phase.SETTLING
             yield True
             statuses = backward.wait()
+            if self._buffers.settle() and self.replica_check is not None:
+                self.replica_check.note_buffers(self._buffers.named())
             self.exposed_seconds += backward.exposed_seconds
             scale = scale_of([one.note for one in statuses])
             apart = yield from average_apart(self._gear, mine, scale)
@@ -333,17 +327,8 @@ class Reducer:
 
     def _publish(self, apart: dict[int, Tensor]) -> None:
         """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
-        self._apart = {index: weakref.ref(average) for index, average in apart.items()}
         averages = self.storage.averages(self._backward.held)
-        shown: dict[int, Tensor | None] = {
-            index: average for index, average in enumerate(averages) if index not in self.storage.outside
-        }
-        shown |= apart
-        shown |= dict.fromkeys(self._control.absent_everywhere())
-        if self.sharing:
-            self.sharing.show({index: shown.pop(index, None) for index in self.sharing.common}, self._backward.share)
-        for index, average in shown.items():
-            self.parameters[index].grad = average
+        self._shown.show(averages, apart, self._control.absent_everywhere(), self._backward.share)
         if not self._ledger.status.joined:  # else nothing was to be expected
             self._arrivals.end(self._backward.absent)
         self._backward = Backward(self._gear, clear=True)  # what was launched, and what hooks returned, is let go
@@ -369,8 +354,6 @@ class Reducer:
         self._release()
         self._name(named)
         self.storage.use_parameters(self.names, self.parameters, self._newcomers.watch.sparse(self._given))
-        shown = [(index, parameter.grad) for index, parameter in enumerate(self.parameters)]
-        self._apart = {index: weakref.ref(gradient) for index, gradient in shown if gradient is not None}
         self._channel.free(self._control.vector)
         self._control = ControlBlock(self.names, self._channel.rank, self._channel.size, self._channel.allocate)
         self.sharing = self.sharing.renewed(self.names, self._given, self.parameters)
@@ -379,6 +362,8 @@ class Reducer:
         )
         self._backward = Backward(self._gear, clear=True)
         self._expect_all()
+        gradients = ((index, parameter.grad) for index, parameter in enumerate(self.parameters))
+        self._shown.note({index: gradient for index, gradient in gradients if gradient is not None})
         self._phase = Phase.IDLE
 
     # -- without a backward, and after one that failed ----------------------------------------------------------
@@ -459,7 +444,6 @@ class Reducer:
     def _expect_no_optimizer_inside(self, share: Share) -> None:
         inside = bool(self._in_backward) or self._gear.finisher.steps_inside
         if inside and share.elsewhere:
-            self.sharing.abort(share)
             name = self.names[min(share.elsewhere)]
             raise UsageError(
                 f"one backward runs through two DistributedDataParallel that share {name!r}, and an optimizer steps "
@@ -486,24 +470,14 @@ class Reducer:
         expect_equal_gradients(self.names, self.parameters, self._channel)
 
     def local_gradient(self) -> str | None:
-        """The name of a parameter whose gradient the wrapper has not averaged; None if there is none.
-
-        Zeros do not count: torch sets them itself, to have an optimizer make its state.
-        """
-        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
-            gradient = parameter.grad
-            if gradient is None or index in self.sharing.left_to_others or self.storage.is_average(index, gradient):
-                continue
-            if index in self._apart and gradient is self._apart[index]():
-                continue
-            if bool(elements_of(gradient).any()):
-                return name
-        return None
+        """The name of a parameter whose gradient the wrapper has not averaged; None if there is none."""
+        return self._shown.local_gradient()
 
     def close(self) -> None:
         """Take the hooks off the parameters, and let go of what refers back to the reducer."""
         self._release()
         self._newcomers.close()
+        self._forwards.close()
         self.sharing.close()
         self._task = self.tell = None
 

@@ -33,8 +33,8 @@ class SyncControl:
         def sync_buffers(self) -> bool:
             """Broadcast buffers."""
 
-        def will_sync_module_buffers(self) -> bool:
-            """Tell whether a training forward broadcasts buffers."""
+        def _count_forward(self) -> bool:
+            """Count a forward that all ranks run."""
 
         def _join_forward(self) -> None:
             """Tell ranks that ran out of data that a forward begins."""
@@ -100,8 +100,7 @@ class SyncControl:
             self._reducer.settle_aborted()
             if self.training and self._ledger.forwards_since_sync == 0:
                 self._join_forward()
-                self._ledger.forward(broadcasts=self.will_sync_module_buffers())
-                self.sync_buffers()
+                self._count_forward()
         self._reducer.synchronize()
 
     def gradients_are_averaged(self) -> None:

@@ -102,6 +102,12 @@ class TorchMembers:
         """Whether a training forward synchronizes buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and len(self._buffers_to_sync) > 0
 
+    def _has_buffer_hook(self) -> bool:
+        return hasattr(self, "buffer_hook")
+
+    def _syncs_buffers_at_rest(self) -> bool:
+        return self.will_sync_module_buffers() and not self._has_buffer_hook()
+
     def _check_sync_bufs_pre_fwd(self) -> bool:
         hook = getattr(self, "buffer_hook", None)
         before = hook is None or hook.buffer_comm_hook_location == _BufferCommHookLocation.PRE_FORWARD

@@ -34,6 +34,7 @@ from paceline.ddp.arguments import (
 )
 from paceline.ddp.autograd import is_in_backward
 from paceline.ddp.buffers import Buffers
+from paceline.ddp.buffers_at_rest import BuffersAtRest
 from paceline.ddp.by_algorithm import Algorithm, check_algorithm
 from paceline.ddp.channel import Channel, open_channel
 from paceline.ddp.copies import Asleep, Copyable
@@ -221,13 +222,17 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         # When the wrapper goes, also one that is refused below, the module is the user's alone again.
         finalize(self, self._channel.close)
         make_equal(self._channel, replicated, init_sync)
-        return self._reduce_over(self._channel)
+        return self._reduce_over(self._channel, buffers_may_differ=not (replicated and init_sync))
 
-    def _reduce_over(self, channel: Channel) -> Reducer:
+    def _reduce_over(self, channel: Channel, *, buffers_may_differ: bool = False) -> Reducer:
         """Make the reducer that communicates on `channel`."""
+        wanted = weakref.WeakMethod(self._syncs_buffers_at_rest)
+        self._rest = BuffersAtRest(
+            self._buffers_to_sync, channel, lambda: bool((call := wanted()) and call()), may_differ=buffers_may_differ
+        )
         newcomers = Newcomers(self._watch, channel, self._on_change())
         self._reducer = reducer = Reducer(
-            self._trained, channel, self._ledger, self._options, self._recorder, newcomers
+            self._trained, channel, self._ledger, self._options, self._recorder, newcomers, self._rest
         )
         if self._check_replicas_every:
             reducer.replica_check = ReplicaCheck(
@@ -313,20 +318,29 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._join_forward()
         if not self.do_sync:
             return _nothing
-        self._ledger.forward(broadcasts=self.will_sync_module_buffers())
-        if self.sync_buffers():
-            return _nothing  # the broadcast has happened, so this forward counts whatever its backward does
-        return self._ledger.take_back_forward()
+        # A forward whose buffers travel counts, whatever its backward does.
+        return _nothing if self._count_forward() else self._ledger.take_back_forward()
+
+    def _count_forward(self) -> bool:
+        """Count a forward that all ranks run; returns whether its buffers travel."""
+        travels = self.will_sync_module_buffers()
+        self._ledger.forward(broadcasts=travels)
+        if travels and (self._rest.forwards or self._has_buffer_hook()):
+            self.sync_buffers()
+        self._rest.forwards += 1
+        return travels
 
     def sync_buffers(self) -> bool:
-        """Broadcast rank 0's buffers, as every training forward does; returns whether there are any to sync.
+        """Make buffers equal to rank 0's now; returns whether there are any to sync.
 
-        Call it on all ranks before an evaluation or a comparison in which ranks should agree on running statistics.
+        After a synchronized backward they are equal already. Call it on all ranks where something else has changed
+        them, such as training forwards under ``no_grad`` that recompute running statistics.
         """
         if self._channel is None or not self._check_sync_bufs_pre_fwd():
             return False
         self._tell(Event.BUFFERS)
         self._exchange_buffers()
+        self._rest.forwards = 0
         return True
 
     # -- what it costs ------------------------------------------------------------------------------------------

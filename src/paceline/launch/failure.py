@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.launch.record import Record
+from paceline.rollcall import named_ranks
 
 MAYBE, LOST_A_PEER = 1, 2
 NOTICE_S = 0.05  # the launcher notices an end later than it happens; ranks tell theirs at once
@@ -108,8 +109,8 @@ def headline(ends: Sequence[End]) -> str:
         before = [end.rank for end in ends if end.has_left and end.when < failed[0].when]
         # It may have handled an error about a rank that it missed, and have told nobody.
         untold = failed[0].record is None and failed[0].code > 0
-        return f"{text}, after {_named(before)} had ended with exit code 0" if before and untold else text
-    who, victim = _named(end.rank for end in culprits), _complaint(failed)
+        return f"{text}, after {named_ranks(sorted(before))} had ended with exit code 0" if before and untold else text
+    who, victim = named_ranks(sorted(end.rank for end in culprits)), _complaint(failed)
     so = f"so rank {victim.rank} failed ({victim.detail})"
     if not culprits[0].has_left:
         return f"{who} kept the others waiting, {so}"
@@ -151,21 +152,15 @@ def remarks(ends: Sequence[End]) -> list[str]:
     for end in failed:
         if end in others and end not in consequences:
             by_detail.setdefault(end.detail, []).append(end.rank)
-    lines += [f"{_named(ranks)} failed, too ({detail})" for detail, ranks in by_detail.items()]
-    because = f"because of {_named(end.rank for end in culprits)}"
+    lines += [f"{named_ranks(sorted(ranks))} failed, too ({detail})" for detail, ranks in by_detail.items()]
+    because = f"because of {named_ranks(sorted(end.rank for end in culprits))}"
     if consequences:
-        lines.append(f"{_named(end.rank for end in consequences)} failed {because}")
+        lines.append(f"{named_ranks(sorted(end.rank for end in consequences))} failed {because}")
     if stopped := [end.rank for end in others if end.stopped and end not in failed]:
-        lines.append(f"{_named(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped {because}")
+        lines.append(f"{named_ranks(sorted(stopped))} {'was' if len(stopped) == 1 else 'were'} stopped {because}")
     return lines
 
 
 def _complaint(failed: Sequence[End]) -> End:
     """The first of `failed` that said that it lost a peer."""
     return next(end for end in failed if end.suspicion == LOST_A_PEER)
-
-
-def _named(ranks: Iterable[int]) -> str:
-    """«rank 1», «ranks 0, 2»."""
-    listed = sorted(ranks)
-    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"

@@ -20,11 +20,9 @@ from paceline.launch.agent import Agent, LoopbackRendezvous
 from paceline.launch.files import Logs, RankFiles
 from paceline.launch.record import LAUNCHER
 from paceline.launch.signals import FORWARDED, Caught, Stopped
+from paceline.world import TIMEOUT
 
 HERE = Path(__file__).parent
-TIMEOUT = (
-    "PACELINE_TIMEOUT"  # how long a collective waits for a rank, in seconds: what paceline.init() takes by default
-)
 TIMEOUT_S = 600
 LONGEST_S = 2_000_000  # 23 days; the kernel waits for at most 2**31 ms at a time
 

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 from paceline.errors import UsageError
 from paceline.launch.files import Logs
-from paceline.launch.job import TIMEOUT, TIMEOUT_S, Job, launch, resolve_nproc, say, timeout_environment
+from paceline.launch.job import TIMEOUT_S, Job, launch, resolve_nproc, say, timeout_environment
+from paceline.world import TIMEOUT
 
 USAGE = "paceline run [options] script.py [the script's arguments]"
 ABOUT = """Start a script as N ranks that train together, as torchrun does.

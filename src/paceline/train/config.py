@@ -58,7 +58,8 @@ class TrainConfig:
     """A progress bar on rank 0, or a line for every epoch where output is no terminal."""
 
     allow_changed_settings: bool = False
-    """Resume although settings differ from the checkpoint's: this run's are taken over, and rank 0 says which."""
+    """Resume although settings differ from the checkpoint's: this run's are taken over, and rank 0 says which. Batch
+    size and seed never change, because the position in the data depends on them."""
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 1), ("accumulate", 1), ("keep", 1), ("log_every", 1), ("warmup_steps", 0)):

@@ -12,7 +12,8 @@ from paceline.fingerprint import dataset_digest
 from paceline.train.config import TrainConfig
 
 _DECISIVE = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "decay", "clip_norm")
-_FIXED = ("scheduler",)  # whose state comes from the checkpoint, this run's settings cannot be taken over
+# Without the first two a position in the data has no meaning; a user's scheduler brings its settings with its state.
+_FIXED = ("batch_size", "seed", "scheduler")
 
 
 class Settings:
@@ -36,17 +37,13 @@ class Settings:
             CheckpointMismatch: names the first setting that differs, with both values, unless they may.
         """
         for name, before, now in self._changed(saved):
-            if name in _FIXED:
-                raise CheckpointMismatch(
-                    f"the checkpoint was written with {name}={before!r}, this run has {name}={now!r}; give the "
-                    "scheduler that was saved, or start anew in another folder"
-                )
-            if not self._allow_changed:
-                raise CheckpointMismatch(
-                    f"the checkpoint was written with {name}={before!r}, this run has {name}={now!r}; "
-                    "resume with the same settings, take over this run's with allow_changed_settings=True "
-                    "(--allow-changed-settings), or start anew in another folder"
-                )
+            if self._allow_changed and name not in _FIXED:
+                continue
+            take_over = "take over this run's with allow_changed_settings=True (--allow-changed-settings), "
+            raise CheckpointMismatch(
+                f"the checkpoint was written with {name}={before!r}, this run has {name}={now!r}; "
+                f"resume with the same settings, {'' if name in _FIXED else take_over}or start anew in another folder"
+            )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Compare with what was saved; rank 0 says what is taken over.

@@ -1,0 +1,58 @@
+"""Forwards of a wrapper whose backward has not come yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from weakref import WeakSet
+
+from torch import Tensor
+
+
+class Forward:
+    """Lives as long as the graph of a forward does, whose hooks hold the only reference."""
+
+
+class Forwards:
+    """The forwards that wait for their backward.
+
+    Args:
+        reached: called as ``reached(on_local, forward, gradient)`` when a backward reaches an output.
+    """
+
+    is_unseen: bool
+    """Whether one waits that showed no output to hook, as its loss was left on the module, say."""
+
+    def __init__(self, reached: Callable[[Callable[[], None], Forward | None, Tensor], None]) -> None:
+        self.is_unseen = False
+        self._reached = reached
+        self._waiting: WeakSet[Forward] = WeakSet()
+
+    def __bool__(self) -> bool:
+        """Whether one waits whose outputs are hooked."""
+        return bool(self._waiting)
+
+    def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+        """Hook the outputs of a forward; `on_local` is handed on."""
+        forward, hooked = Forward(), False
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(partial(self._reached, on_local, forward))
+                hooked = True
+        if hooked:
+            self._waiting.add(forward)
+        else:
+            self.is_unseen = True
+
+    def close(self) -> None:
+        """Forget the function that is called."""
+        self._reached = _nothing
+
+    def came(self, forward: Forward | None) -> None:
+        """The backward of `forward` has come."""
+        if forward is not None:
+            self._waiting.discard(forward)
+
+
+def _nothing(_on_local: Callable[[], None], _forward: Forward | None, _gradient: Tensor) -> None:
+    """The function of one that is closed."""
