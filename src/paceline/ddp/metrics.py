@@ -78,7 +78,7 @@ def mean_over_ranks(value: Value, weight: float = 1.0) -> Value:
     _expect_alike(seen, "value is", "give the same on every rank", "mean_over_ranks")
     first = given[0][2]
     total = sum(weight for _, weight, _ in given)
-    mean = sum(weight * _wide(part) for _, weight, part in given) / total
+    mean: Any = sum(weight * _wide(part) for _, weight, part in given) / total
     if not isinstance(first, Tensor):
         return float(mean)
     dtype = first.dtype if first.is_floating_point() or first.is_complex() else torch.get_default_dtype()
