@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -80,9 +80,9 @@ def mean_over_ranks(value: Value, weight: float = 1.0) -> Value:
     total = sum(weight for _, weight, _ in given)
     mean: Any = sum(weight * _wide(part) for _, weight, part in given) / total
     if not isinstance(first, Tensor):
-        return float(mean)
+        return cast(Value, float(mean))
     dtype = first.dtype if first.is_floating_point() or first.is_complex() else torch.get_default_dtype()
-    return mean.to(dtype).to(value.device if isinstance(value, Tensor) else "cpu")
+    return cast(Value, mean.to(dtype).to(value.device if isinstance(value, Tensor) else "cpu"))
 
 
 def _from_every_rank(call: str, own: Any, refusal: str | None) -> list[Any]:
