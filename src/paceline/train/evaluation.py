@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.modules import unwrap
-from paceline.rollcall import called_by_all, collective
+from paceline.train.agreement import all_sum, expect_same_data
 
 Sums = Callable[[nn.Module, Any], tuple[dict[str, Tensor], int]]
 
@@ -40,6 +39,7 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
     Runs the module without its wrapper, in eval mode, with rank 0's running statistics. Collective.
 
     Raises:
+        DesyncError: if ranks differ in the evaluation's data.
         UsageError: if ``sums`` gives other names than the evaluation's.
     """
     model.sync_buffers()
@@ -49,6 +49,7 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
     totals = torch.zeros(len(evaluation.names) + 1, dtype=torch.float64)
     evaluation.loader.progress.set_epoch(0)  # the same batches every time, also after a resume
     evaluation.loader.progress.restart()
+    expect_same_data(evaluation.loader, model, epoch=0)
     try:
         for batch in evaluation.loader:
             if batch is None:
@@ -62,13 +63,3 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
             part.training = training
     totals = all_sum(totals, model)
     return {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
-
-
-def all_sum(values: Tensor, model: DistributedDataParallel) -> Tensor:
-    """The sum over the model's ranks of `values`, a small float64 vector; a new one, on the CPU."""
-    on_cpu = "cpu:" in str(dist.get_backend_config(model.process_group))
-    total = values.to("cpu" if on_cpu else model.device, copy=True)
-    if dist.get_world_size(model.process_group) > 1:
-        with called_by_all("the evaluation"), collective("sum over ranks", model.process_group):
-            dist.all_reduce(total, group=model.process_group)
-    return total.cpu()

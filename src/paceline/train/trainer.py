@@ -19,6 +19,7 @@ from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
 from paceline.errors import CheckpointError, CheckpointWarning, NoCheckpoint, UsageError
 from paceline.modules import unwrap
+from paceline.train.agreement import expect_same_data
 from paceline.train.averages import LossAverage
 from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, evaluate
@@ -97,6 +98,8 @@ class Trainer:
         if not isinstance(loader.progress, GlobalBatchSampler):
             raise UsageError("the Trainer needs data of a known length; write a plain loop for a stream")
         self._refuse_what_cannot_work()
+        expect_same_data(loader, model)
+        loader.progress.rewind()  # looking at a batch before is no training
         self._dataset_size = loader.progress.size
         self._steps_per_epoch = -(-len(loader) // config.accumulate)
         self.batch_size = loader.progress.batch_size * config.accumulate
@@ -175,6 +178,7 @@ class Trainer:
         self.model.train()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
         sampler = self.loader.progress
+        sampler.rewind()
         if sampler.position == len(self.loader):
             sampler.finish()  # the checkpoint was written after an epoch's last step
         while sampler.epoch < self.config.epochs:
