@@ -262,8 +262,6 @@ class Reducer:
             if not is_meant or self.sharing.is_partner_active:
                 return
             self.backward_reached(_nothing, None, parameter)
-            if self._phase is not Phase.BACKWARD:
-                return
         self._arrivals.arrived(index)
         backward, buckets = self._backward, self.storage.buckets
         while not backward.at_end and backward.next < len(buckets) and self._arrivals.complete(backward.next):
