@@ -88,6 +88,7 @@ class Trainer:
         self.batch_size = self._sampler.batch_size * config.accumulate
         self._own_schedule = scheduler is None
         self.scheduler = self._schedule() if scheduler is None else scheduler
+        self._lr = float(optimizer.param_groups[0]["lr"])  # the latest step's
         self._average = LossAverage(model)
         self._window: list[tuple[Tensor, float]] = []  # losses and weights since the last step
         self._closed = self._resumed = False
@@ -200,7 +201,7 @@ class Trainer:
         if self.evaluation is not None:
             self.result.metrics = evaluate(self.model, self.evaluation)
             log.write(self.result.steps, self.result.metrics)
-        values = {"loss": self._average.epoch(), "lr": self._lr()}
+        values = {"loss": self._average.epoch(), "lr": self._lr}
         display.epoch_ended(self._sampler.epoch, self.config.epochs, values | self.result.metrics)
         self._sampler.finish()
 
@@ -258,7 +259,7 @@ class Trainer:
         """The optimizer's step; returns the learning rate that it used."""
         if self.config.clip_norm is not None:
             clip_grad_norm_(self.model, self.config.clip_norm)
-        lr = self._lr()
+        self._lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self._stepped = self._sampler.position
         self.result.steps += 1
@@ -267,10 +268,7 @@ class Trainer:
         for loss, weight in self._window:
             self._average.add(loss, weight)
         self._window.clear()
-        return lr
-
-    def _lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return self._lr
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
