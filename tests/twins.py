@@ -28,7 +28,7 @@ INPUTS, OUTPUTS = 5, 3
 class Pools:
     """Ranks by world size, started when first asked for and again after a failure."""
 
-    def __init__(self, backend: str | None = None, timeout: float = 20) -> None:
+    def __init__(self, backend: str | None = None, timeout: float = 60) -> None:
         self.backend, self.timeout = backend, timeout
         self._pools: dict[int, Ranks] = {}
 

@@ -6,7 +6,7 @@ Importing it makes the process group backend ``"paceline"`` known to torch.distr
 from paceline import checkpoint, compression, data, ddp, errors, nn, train
 from paceline.checkpoint import Checkpointer, load_weights
 from paceline.comm.process_group import register as _register
-from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics
+from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics, mean_over_ranks
 from paceline.errors import PacelineError, UsageError
 from paceline.lookup import get
 from paceline.modules import unwrap
@@ -34,6 +34,7 @@ __all__ = [
     "get",
     "init",
     "load_weights",
+    "mean_over_ranks",
     "nn",
     "set_seed",
     "train",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -105,15 +106,135 @@ def test_position_counts_what_was_handed_over_and_not_what_workers_fetched() -> 
     assert (loader.progress.epoch, loader.progress.position) == (1, 0)
 
 
+def step() -> None:
+    """An optimizer step, whatever it trains."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
+
+
 def test_iterating_again_after_a_break_continues_and_restart_begins_anew() -> None:
     expected = list(loader_of())
     loader = loader_of()
-    first = next(iter(loader))
-    assert equal([first, *loader], expected)
+    first = []
+    for batch in loader:
+        first.append(batch)
+        step()
+        break
+    assert equal([*first, *loader], expected)
     loader.progress.set_epoch(0)
-    next(iter(loader))
+    loader.progress.set_position(1)
     loader.progress.restart()
     assert equal(list(loader), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("looks", [1, 2, 5])
+def test_looking_at_batches_uses_none_up(workers: int, looks: int) -> None:
+    """``next(iter(loader))`` before training cost the first batch, so that a Trainer took 5 of 6 steps."""
+    loader, expected = loader_of(num_workers=workers), list(loader_of())
+    for _ in range(2):
+        assert equal(list(itertools.islice(loader, looks)), expected[:looks])
+    seen = []
+    for batch in loader:
+        seen.append(batch)
+        step()
+    assert equal(seen, expected)
+    next(iter(loader))
+    assert loader.progress.epoch == 1
+    loader.sampler.set_epoch(1)
+    assert len(list(loader)) == 6
+
+
+def test_a_look_while_its_iterator_is_kept_uses_nothing_up_either() -> None:
+    loader, expected = loader_of(), list(loader_of())
+    kept = iter(loader)
+    next(kept)
+    assert equal(list(loader), expected)
+    with pytest.raises(UsageError, match="another pass over the same loader"):
+        next(kept)
+
+
+def test_a_look_in_mid_epoch_leaves_the_epochs_rest_as_it_was() -> None:
+    loader, expected = loader_of(), list(loader_of())
+    for _ in zip(loader, range(2), strict=False):  # takes a third in vain
+        step()
+    next(iter(loader))
+    assert loader.state_dict()["position"] == 2
+    assert equal(list(loader), expected[2:])
+
+
+def test_the_batch_that_zip_takes_in_vain_comes_again() -> None:
+    """The longer of two loaders gave a batch that nobody got, which was gone for that epoch."""
+    long, short = loader_of(), loader_of(Augmented(15))
+    seen = []
+    for _ in range(2):
+        for batch, _other in zip(long, short, strict=False):
+            seen.append(batch)
+            step()
+    assert equal(seen, list(loader_of()))
+    assert short.progress.epoch == 1
+
+
+def test_one_loader_twice_in_a_zip_is_refused_by_name() -> None:
+    loader = loader_of()
+    with pytest.raises(UsageError, match=r"another pass over the same loader or sampler has begun .*a loader for each"):
+        list(zip(loader, loader, strict=True))
+
+
+def test_a_loop_over_parts_of_an_epoch_goes_through_all_of_it() -> None:
+    loader = loader_of()
+    seen = []
+    for _ in range(3):
+        for batch in itertools.islice(loader, 2):
+            seen.append(batch)
+            step()
+    assert equal(seen, list(loader_of()))
+    next(iter(loader))
+    assert (loader.progress.epoch, loader.progress.position) == (1, 1)
+
+
+def test_an_evaluation_on_the_first_batches_takes_the_same_every_time() -> None:
+    """Steps between the passes are the training's, and none of theirs."""
+    evaluated, trained = loader_of(), loader_of()
+    passes = []
+    for _batch in trained:
+        step()
+        passes.append(list(itertools.islice(evaluated, 2)))
+    assert all(equal(one, passes[0]) for one in passes)
+
+
+def test_a_state_saved_before_the_step_has_the_batch_still_to_come() -> None:
+    """Loops that look at the clock, save and leave, do it with a batch in hand."""
+    loader = loader_of()
+    for number, _batch in enumerate(loader):
+        if number == 3:
+            state = loader.state_dict()
+            break
+        step()
+    assert state["position"] == 3
+    resumed = loader_of()
+    resumed.load_state_dict(state)
+    assert equal(list(resumed), list(loader_of())[3:])
+
+
+def test_leaving_in_the_middle_of_a_window_is_refused_until_the_script_says_where_to_go_on() -> None:
+    loader = loader_of()
+    for number, _batch in enumerate(loader, 1):
+        if number == 3:
+            break
+        if number == 2:
+            step()
+    with pytest.raises(UsageError, match=r"left after batch 3 of epoch 0, 1 after the last optimizer step.*rewind"):
+        next(iter(loader))
+    loader.sampler.rewind()
+    assert len(list(loader)) == 4
+    again = loader_of()
+    for number, _batch in enumerate(again, 1):
+        if number == 5:
+            break
+        if number == 2:
+            step()
+    again.sampler.set_position(5)
+    assert len(list(again)) == 1
 
 
 def test_leaving_the_loop_at_the_last_batch_starts_the_next_epoch() -> None:

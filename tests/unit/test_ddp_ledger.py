@@ -145,12 +145,12 @@ def test_a_guard_may_go_in_the_middle_of_a_step() -> None:
 
 def test_the_watched_sampler_is_reported_as_it_is_now() -> None:
     ledger = Ledger()
-    assert (ledger.report().epoch, ledger.report().position) == (-1, -1)
+    assert (ledger.report(2).epoch, ledger.report(2).position) == (-1, -1)
     ledger.sampler = SimpleNamespace(epoch=2, position=5)
-    assert (ledger.report().epoch, ledger.report().position) == (2, 5)
+    assert (ledger.report(2).epoch, ledger.report(2).position) == (2, 5)
     ledger.sampler.position = 6
-    assert ledger.report(aborted=True).position == 6
-    assert ledger.report(aborted=True).aborted
+    assert ledger.report(2, aborted=True).position == 6
+    assert ledger.report(2, aborted=True).aborted
 
 
 Pair = namedtuple("Pair", "left right")

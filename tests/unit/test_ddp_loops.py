@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 
 from deep import TINY, Deep, data
 from paceline.data import GlobalBatchSampler
-from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics
+from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics, mean_over_ranks
 from paceline.errors import UsageError
 from paceline.world import World
 from twins import Pools, same_gradients
@@ -268,3 +269,78 @@ def test_values_that_do_not_belong_together_are_refused_on_every_rank(pools: Poo
 def test_only_tensors_with_rows_are_gathered(value: Any) -> None:
     with pytest.raises(UsageError, match="gather_for_metrics takes tensors"):
         gather_for_metrics(value)
+
+
+# -- mean_over_ranks ---------------------------------------------------------------------------------------------------
+
+
+def means(world: World) -> None:
+    size, rank = world.size, world.rank
+    assert mean_over_ranks(float(rank)) == (size - 1) / 2
+    mean = mean_over_ranks(torch.tensor([rank, 1]), weight=rank + 1)
+    total = size * (size + 1) / 2
+    assert mean.dtype is torch.float32
+    torch.testing.assert_close(mean, torch.tensor([sum(r * (r + 1) for r in range(size)) / total, 1.0]))
+    # The mean loss over all samples, from each rank's mean over its own.
+    losses = torch.randn(3 * size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mine = losses[: rank + 1] if size == 1 else losses.split([1] * (size - 1) + [2 * size + 1])[rank]
+    expected = losses[:1].mean() if size == 1 else losses.mean()
+    torch.testing.assert_close(mean_over_ranks(mine.mean(), weight=len(mine)), expected)
+    # A rank without samples: a mean over nothing is NaN.
+    for nothing in (torch.empty(0).mean(), float("nan"), None, torch.ones(4)):
+        for value in (2.5, torch.tensor(2.5)):
+            found = mean_over_ranks(value if rank == size - 1 else nothing, weight=rank == size - 1)
+            assert type(found) is type(value)
+            assert float(found) == 2.5
+    big = 2.0**40 + 1  # more than float32 can hold
+    assert mean_over_ranks(big, torch.tensor(3)) == big
+    assert mean_over_ranks(torch.tensor(0.1, dtype=torch.bfloat16)) == torch.tensor(0.1, dtype=torch.bfloat16)
+    assert mean_over_ranks(torch.tensor(1 + 2j), weight=1e300) == 1 + 2j
+    leaf = torch.ones(2, requires_grad=True)
+    assert not mean_over_ranks(leaf).requires_grad
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, mean_over_ranks(torch.full((3,), 0.1 * (rank + 1)), weight=0.3 * rank + 0.1))
+    assert all(torch.equal(other, everyone[0]) for other in everyone)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_mean_over_ranks_counts_each_rank_by_its_weight(pools: Pools, size: int) -> None:
+    pools.run(size, means)
+
+
+def test_a_mean_over_ranks_needs_no_process_group() -> None:
+    assert not dist.is_initialized()
+    assert mean_over_ranks(1.5, weight=4) == 1.5
+    assert mean_over_ranks(torch.ones(2)).tolist() == [1, 1]
+    with pytest.raises(UsageError, match="the weight is 0 on every rank"):
+        mean_over_ranks(1.5, weight=0)
+
+
+UNEQUAL_MEANS: list[tuple[Any, Any, str]] = [
+    ((1.0,), (torch.tensor(1.0),), "value is a number on rank 0 but a tensor of shape (), torch.float32 on rank 1"),
+    ((ROWS,), (torch.ones(3),), "value is a tensor of shape (2,), torch.float32 on rank 0 but a tensor of shape (3,)"),
+    ((ROWS,), (ROWS.double(),), "torch.float32 on rank 0 but a tensor of shape (2,), torch.float64 on rank 1"),
+    ((1.0,), ([1.0],), "rank 1: mean_over_ranks takes a number or a tensor, but value is a list"),
+    ((None,), (1.0,), "rank 0: mean_over_ranks takes a number or a tensor, but value is a NoneType"),
+    ((1.0, -1), (1.0, 1), "rank 0: mean_over_ranks takes a finite weight of at least 0, not -1.0"),
+    ((1.0, 1), (1.0, float("nan")), "rank 1: mean_over_ranks takes a finite weight of at least 0, not nan"),
+    ((1.0, "many"), (1.0, 1), "rank 0: mean_over_ranks takes a number as weight, not 'many'"),
+    ((1.0, 0), (1.0, 0), "mean_over_ranks: the weight is 0 on every rank"),
+]
+
+
+def unequal_means(world: World) -> list[str]:
+    said = []
+    for values in UNEQUAL_MEANS:
+        with pytest.raises(UsageError) as caught:
+            mean_over_ranks(*values[world.rank])
+        said.append(str(caught.value))
+    assert mean_over_ranks(world.rank) == 0.5  # nobody is out of step
+    return said
+
+
+def test_means_that_do_not_belong_together_are_refused_on_every_rank_by_name(pools: Pools) -> None:
+    first, second = pools.run(2, unequal_means)
+    assert first == second
+    for (_, _, expected), message in zip(UNEQUAL_MEANS, first, strict=True):
+        assert expected in message

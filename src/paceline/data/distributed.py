@@ -7,8 +7,10 @@ from typing import Any
 
 import torch.utils.data.distributed
 
+from paceline import sources
 from paceline.data.position import at_least, find_place
 from paceline.errors import CheckpointMismatch
+from paceline.rng import derive_seed
 
 
 class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
@@ -47,11 +49,14 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.position = 0
         self._started = (0, 0)
+        self.world_size = self.num_replicas
+        self.key = sources.key_of_caller() if self.world_size > 1 else -1
 
     def __iter__(self) -> Iterator[Any]:
         if self.position == self.num_samples:
             self._move(self.epoch + 1, 0)
         self._started = started = (self.epoch, self.position)
+        sources.hand_over(self)
         yield from list(super().__iter__())[self.position :]
         if (self.epoch, self.position) == started:
             self._move(self.epoch + 1, 0)
@@ -89,6 +94,18 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
                     "can take up"
                 )
         self._move(at_least("epoch", state["epoch"], 0), at_least("position", state["position"], 0))
+
+    def origin(self) -> sources.Origin:
+        """Describe the pass under way, to be compared with the other ranks' in its first step."""
+        return sources.Origin(
+            source=self.key,
+            samples=len(self.dataset),  # type: ignore[arg-type]
+            drop_last=bool(self.drop_last),
+            seed=self.seed if self.seed < sources.LIMIT else sources.short(derive_seed(self.seed)),
+            order=int(self.shuffle),
+            epoch=self._started[0],
+            position=self._started[1],
+        )
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -41,9 +41,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     What differs from torch's:
 
-    - The position counts a batch when it is handed to you. After a ``break``, or a restart with
-      :meth:`load_state_dict`, iterating continues with the next batch; ``set_epoch`` on the sampler, or its
-      ``restart()``, go elsewhere. After the last batch the next pass is the next epoch.
+    - The position moves with what a step consumed. After a ``break``, or a restart with :meth:`load_state_dict`,
+      iterating continues behind the last batch that an optimizer step (or a synchronized backward) followed;
+      ``set_epoch`` on the sampler, or its ``restart()``, go elsewhere. So ``next(iter(loader))`` uses nothing up, nor
+      does the batch that ``zip`` took in vain; a pass that is left before any step begins again. After the last
+      batch the next pass is the next epoch.
+    - Ranks that disagree on size, data, seed or order are told in the first synchronized backward, and at the
+      beginning of every epoch: a :class:`paceline.errors.DesyncError` on all of them.
     - Every batch is fetched and collated with Python's, NumPy's and torch's CPU generators seeded from (seed,
       epoch, batch, rank), and the rank's own streams are left alone. So augmentation is the same with any
       number of workers and after any resume.
@@ -92,6 +96,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if batch_sampler is not None or isinstance(dataset, GlobalBatchStream):
                 raise UsageError("batch_size is the sampler's or the stream's; give it there only")
             self.progress = _made(dataset, batch_size, shuffle, seed, drop_last)
+        self.progress.describe(dataset)
         fetch: Fetch | Reader
         if isinstance(self.progress, GlobalBatchStream):
             fetch = Reader(self.progress, collate)
@@ -142,12 +147,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         progress = self.progress
         progress.begin()
         self._worker_seed.manual_seed(derive_seed("workers", progress.seed, progress.epoch, progress.rank))
+        this_pass = progress.passes
         try:
             for batch, last in self._batches():
-                progress.advance()
+                progress.hand_over()
                 self._at_last = last
                 here = (progress.epoch, progress.position)
                 yield batch
+                if this_pass != progress.passes:
+                    raise UsageError(
+                        f"rank {progress.rank}: another pass over the same loader or sampler has begun before this one "
+                        f"was at its end (epoch {here[0]}, batch {here[1]}); iterate once at a time, or make a loader "
+                        "for each"
+                    )
                 if here != (progress.epoch, progress.position):
                     if last:  # set_epoch wins
                         return
@@ -158,7 +170,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                     )
             progress.finish()
         finally:
-            self._at_last = False
+            if this_pass == progress.passes:
+                self._at_last = False
+                progress.leave()
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
         """The batches of a pass, each with whether it is the last."""

@@ -1,10 +1,12 @@
 """Where a run stands in its data: the epoch, and how many of its global batches were consumed.
 
-    begin ──► advance, once a batch is consumed ──► finish (epoch + 1, position 0)
-      a pass over what is left of the epoch
+    begin ──► hand_over, once a batch is asked for ──► finish (epoch + 1, position 0)
+      a pass over what is left of the epoch      └──► leave: the pass ended before the epoch did
 
 The position counts global batches, so it means the same to any number of ranks, and it counts what was
-consumed, not what workers have fetched ahead.
+handed over, not what workers have fetched ahead. What was handed over is consumed once an optimizer steps, or a
+backward is synchronized, after it (:mod:`paceline.data.consumption`): a pass that was left goes on behind what was
+consumed, so that looking at a batch uses none up.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from typing import Any, SupportsIndex
 
 import torch.distributed as dist
 
-from paceline import world
+from paceline import sources, world
+from paceline.data.consumption import Consumption
 from paceline.errors import CheckpointMismatch, UsageError
+from paceline.fingerprint import outline_digest
+from paceline.rng import derive_seed
 
 
 class Position:
@@ -25,7 +30,7 @@ class Position:
 
     Attributes:
         epoch: the pass over the data that the next batch belongs to, from 0.
-        position: how many global batches of this epoch were consumed.
+        position: how many global batches of this epoch were handed over.
     """
 
     def __init__(self, batch_size: int, seed: int, drop_last: bool, place: tuple[int | None, int | None]) -> None:
@@ -38,7 +43,13 @@ class Position:
         self._end: int | None = None  # the epoch's number of global batches, where the position alone tells it
         self._started = (0, 0)  # epoch and position at which the latest pass began
         self._named = False  # set_epoch named the epoch, and nothing of it was consumed since
-        self._reported = False  # advance was called in the latest pass
+        self._reported = False  # batches were handed over, or advance was called, in the latest pass
+        self.passes = 0  # begun so far
+        self._consumption = Consumption()  # how much of the latest pass the script has used up
+        self.key = sources.key_of_caller() if self.world_size > 1 else -1
+        self._origin = sources.Origin()  # of the latest pass, for the other ranks; made when it is first asked for
+        self._origin_of = -1  # the pass that it is of
+        self._data = -1  # digest of the data set
 
     @property
     def length(self) -> int | None:
@@ -50,14 +61,57 @@ class Position:
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Start a pass over the rest of the epoch, or over the next one if nothing is left of it."""
+        """Start a pass over the rest of the epoch, or over the next one if nothing is left of it.
+
+        What the latest pass handed over and nobody consumed comes again.
+
+        Raises:
+            UsageError: if that pass was left in the middle of an accumulation window; see :meth:`rewind`.
+        """
+        self._expect_no_open_window()
+        self.rewind()
         if self.position == self.length and not self._named:
             self.finish()
         self._started = (self.epoch, self.position)
         self._reported = False
+        self.passes += 1
+        self._consumption.begin(self.position)
+
+    def hand_over(self) -> None:
+        """Count a batch that the script gets now."""
+        self._consumption.hand_over(self.position)
+        self.advance()
+        self._consumption.handed = self.position
+        sources.hand_over(self)
+
+    def leave(self) -> None:
+        """Note that nothing more of the latest pass will be handed over."""
+        self._consumption.leave()
+
+    def rewind(self) -> None:
+        """Go back behind the last batch that a step followed, if the latest pass was left before its epoch's end.
+
+        The next pass does so by itself, but refuses to in the middle of an accumulation window, whose gradients may be
+        there; whoever calls this has dropped them.
+        """
+        self._consumption.leave()
+        if (left := self._consumption.left_over(self.position, self.length)) is not None:
+            self.set_position(left)
+
+    def _expect_no_open_window(self) -> None:
+        self._consumption.leave()
+        left = self._consumption.left_over(self.position, self.length)
+        if left is not None and self._consumption.window > 1:
+            raise UsageError(
+                f"rank {self.rank}: the last pass was left after batch {self.position} of epoch {self.epoch}, "
+                f"{self.position - left} after the last optimizer step, and whether gradients were accumulated over "
+                "these cannot be told; step before you leave the loop, or call optimizer.zero_grad() and rewind() on "
+                "the loader's sampler to have them again, or set_position"
+                f"({self.position}) to go on behind them"
+            )
 
     def advance(self, batches: int = 1) -> None:
-        """Report that this many more global batches were consumed.
+        """Report that this many more global batches were consumed, whether or not an optimizer steps.
 
         :class:`paceline.data.DataLoader` does it for you; other loaders' users may.
 
@@ -106,6 +160,9 @@ class Position:
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Epoch and position, and what they are relative to; the same on every rank, for any number of ranks.
 
+        The position is behind the last batch that an optimizer step followed. Where no step has ever followed a batch
+        of this source, it is behind the last one that was handed over.
+
         Args:
             consumed: for loaders that do not report what was consumed: how many batches the script has taken
                 since it began the latest pass. None takes the reported position.
@@ -113,6 +170,8 @@ class Position:
         epoch, position = self.epoch, self.position
         if consumed is not None:
             epoch, position = self._started[0], self._started[1] + at_least("consumed", consumed, 0)
+        elif self.position == self._consumption.handed:
+            position = self._consumption.position()
         return {"epoch": epoch, "position": position, **self._identity(), **self._mark(epoch, position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -136,6 +195,38 @@ class Position:
             ) from error
         self._move(epoch, position, state.get("length"))
 
+    def origin(self) -> sources.Origin:
+        """Describe the pass under way, to be compared with the other ranks'."""
+        if self._origin_of != self.passes:
+            self._origin_of, self._origin = self.passes, self.origin_in(self._started[0])
+        return self._origin._replace(position=self._consumption.handed)
+
+    def origin_in(self, epoch: int | None) -> sources.Origin:
+        """Describe the data and, unless `epoch` is None, its order in that epoch."""
+        return sources.Origin(
+            source=self.key,
+            samples=self._samples(),
+            batch_size=self.batch_size,
+            drop_last=bool(self.drop_last),
+            seed=self.seed if self.seed < sources.LIMIT else sources.short(derive_seed(self.seed)),
+            data=self._data,
+            order=-1 if epoch is None else self._order_digest(epoch),
+            epoch=-1 if epoch is None else epoch,
+        )
+
+    def describe(self, dataset: Any) -> None:
+        """Take the digest of the data, if it is to be compared with other ranks' and there is none yet."""
+        if self.world_size > 1 and self._data == -1:
+            self._data = sources.short(outline_digest(dataset))
+
+    def _samples(self) -> int:
+        """The data set's length, or -1."""
+        return -1
+
+    def _order_digest(self, epoch: int) -> int:
+        """A digest of the epoch's order, as far as the seed does not decide it."""
+        return -1
+
     def _identity(self) -> dict[str, Any]:
         """What a position is relative to, in every epoch; must be equal when it is loaded."""
         return {"batch_size": self.batch_size, "seed": self.seed, "drop_last": self.drop_last}
@@ -148,6 +239,7 @@ class Position:
         self.epoch, self.position = epoch, position
         self._end = length
         self._named = False
+        self._consumption.moved()
 
 
 REMEDIES = {

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from paceline import sources
 from paceline.data.partition import batch_bounds, batch_count, slice_bounds
 from paceline.data.position import Position, at_least
+from paceline.data.randomness import preserved, sow
 from paceline.errors import CheckpointMismatch, UsageError
+from paceline.fingerprint import quick_digest
 from paceline.rng import derive_seed
 
 Order = Sequence[int] | torch.Tensor
@@ -48,7 +51,9 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         batch_size: samples in a *global* batch, all ranks together. The last batch may be short.
         order: the order of indices in place of the shuffled one: a sequence, or a function of the epoch that
             returns one. It may repeat or leave out indices (weighted) and group them (by length); it must be
-            the same on every rank, so draw from a generator seeded with the epoch.
+            the same on every rank. A function is called with Python's, NumPy's and torch's CPU generators seeded from
+            (seed, epoch), so ``lambda epoch: list(WeightedRandomSampler(weights, n))`` will do; a generator of its own
+            has to be seeded with the epoch.
         shuffle: whether the order is a permutation from (seed, epoch), or 0, 1, 2, …; of no effect with
             `order`.
         seed: decides the permutations, and the random streams of samples that the DataLoader fetches.
@@ -74,6 +79,8 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     ) -> None:
         super().__init__(batch_size, seed, drop_last, (rank, world_size))
         self.size = _size(dataset)
+        if not isinstance(dataset, int):
+            self.describe(dataset)
         self.shuffle = shuffle
         self._order = order
         self._cached: tuple[int, torch.Tensor] | None = None
@@ -129,6 +136,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         self.begin()
         for share in self.tickets():
             self._fetched += 1
+            sources.hand_over(self)
             yield share
         self._fetched = 0
         if not self._reported and (self.epoch, self.position) == self._started:
@@ -185,6 +193,14 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
                 "be the same function of the epoch in every run, or start over without the saved position"
             )
 
+    def _samples(self) -> int:
+        return self.size
+
+    def _order_digest(self, epoch: int) -> int:
+        if self._order is None:
+            return int(self.shuffle)
+        return sources.short(int(quick_digest(self._order_of(epoch))))
+
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "size": self.size, "shuffle": self.shuffle}
 
@@ -214,12 +230,19 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     def _make_order(self, epoch: int) -> torch.Tensor:
         if self._order is not None:
-            given = self._order(epoch) if callable(self._order) else self._order
-            return _checked(given, self.size, epoch)
+            return _checked(self._given_order(epoch), self.size, epoch)
         if self.shuffle:
             generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
             return torch.randperm(self.size, generator=generator)
         return torch.arange(self.size)
+
+    def _given_order(self, epoch: int) -> Any:
+        """The user's order; what it draws from the global generators is the same on every rank and after a resume."""
+        if not callable(self._order):
+            return self._order
+        with preserved():
+            sow(derive_seed("order", self.seed, epoch))
+            return self._order(epoch)
 
 
 def _checked(given: Any, size: int, epoch: int) -> torch.Tensor:

@@ -68,6 +68,7 @@ class GlobalBatchStream(Position):
         if not isinstance(dataset, Iterable):
             raise UsageError(f"{name} cannot be iterated; give an IterableDataset")
         self.dataset = dataset
+        self.describe(dataset)
 
     def tickets(self) -> Iterator[Ticket]:
         """One ticket for each global batch that is left, and without end: only reading tells where it is."""

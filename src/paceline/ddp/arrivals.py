@@ -42,14 +42,18 @@ class Arrivals:
             self._place[index] = place
         self._expect()
 
-    def begin(self, *, clear: bool) -> None:
-        """A backward begins; `clear` if no parameter has a gradient yet."""
+    def begin(self, *, clear: bool, hook_all: bool = False) -> None:
+        """A backward begins; `clear` if no parameter has a gradient yet, `hook_all` as in :meth:`hook_all`."""
         self._every = not (clear and self._order_known)
         if self._every:
             self.observed = []
             self._seen = bytearray(len(self._parameters))
             self._pending = [len(expected) for expected in self._expected]
-        self._keep_hooks(frozenset(self._bucket_of) if self._every else self._triggers)
+        self._keep_hooks(frozenset(self._bucket_of) if self._every or hook_all else self._triggers)
+
+    def hook_all(self) -> None:
+        """Hear of every gradient until a backward begins, as this one need not reach the parameters with a hook."""
+        self._keep_hooks(frozenset(self._bucket_of))
 
     def arrived(self, index: int) -> None:
         """A gradient was accumulated into parameter `index`."""

@@ -144,7 +144,7 @@ class Backward:
         outside = [index for index in gear.storage.outside if index not in elsewhere]
         self.absent = [index for index in (*self.absent, *outside) if index not in apart]
         self.absent += [index for index in elsewhere if gear.sharing.lacks(index, self.share)]
-        status = gear.ledger.report(aborted=aborted, hook_failed=gear.finisher.failed)
+        status = gear.ledger.report(gear.control.size, aborted=aborted, hook_failed=gear.finisher.failed)
         block = gear.control.fill(self.absent, self._non_finite, late, status, sparse, order)
         self._launched.append(gear.channel.all_reduce(block))
         return apart

@@ -11,8 +11,8 @@ Float64 holds whole numbers exactly up to 2**53. Everything here is a function o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from torch import Tensor
 
 from paceline.errors import DesyncError, NonFiniteGradient
 from paceline.rollcall import named_ranks
+from paceline.sources import Origin, difference, who_has
 
 Allocate = Callable[..., Tensor]
 """``allocate(numel, dtype=…)``: a zeroed tensor on the CPU."""
+NO_DATA = Origin()
 UNWEIGHTED, WEIGHTED, UNCOUNTED = 1, 2, 4  # bits of Status.weighting
 
 
@@ -55,6 +57,13 @@ class Status:
     """Whether a communication hook raised on this rank, or returned no future."""
     changed: bool = False
     """Whether this rank has a gradient of a parameter that came into the module after it was wrapped."""
+    data: Origin = NO_DATA
+    """Where the batches since the last synchronization came from."""
+
+    @property
+    def row(self) -> tuple[float, ...]:
+        """The status as numbers."""
+        return (*(getattr(self, name) for name in _NAMES), *self.data)
 
     @property
     def note(self) -> tuple[float, float]:
@@ -74,7 +83,9 @@ _EQUAL = {
     "position": ("as the sampler's position", "consume the same number of batches on all ranks"),
 }
 _SECTIONS = 4
-_KINDS: list[Any] = [type(field.default) for field in fields(Status)]
+_KINDS: dict[str, Any] = {field.name: type(field.default) for field in fields(Status) if field.name != "data"}
+_NAMES = tuple(_KINDS)
+_WIDTH = len(_KINDS) + len(Origin._fields)
 
 
 class ControlBlock:
@@ -83,7 +94,7 @@ class ControlBlock:
     def __init__(self, names: Sequence[str], rank: int, size: int, allocate: Allocate = torch.zeros) -> None:
         self.names = names
         self.rank, self.size, self.count = rank, size, len(names)
-        self._end = _SECTIONS * self.count + size * len(_KINDS)  # of the part that stays
+        self._end = _SECTIONS * self.count + size * _WIDTH  # of the part that stays
         self.vector = allocate(self._end + self.count, dtype=torch.float64)
         self._everywhere = torch.full((self.count,), float(size), dtype=torch.float64)
 
@@ -103,8 +114,8 @@ class ControlBlock:
         for section, indices, value in ((0, absent, 0.0), (1, non_finite, 1.0), (2, late, 1.0), (3, sparse, 1.0)):
             if indices:
                 self.vector[[section * self.count + index for index in indices]] = value
-        start = _SECTIONS * self.count + self.rank * len(_KINDS)
-        self.vector[start : start + len(_KINDS)] = torch.tensor(astuple(status), dtype=torch.float64)
+        start = _SECTIONS * self.count + self.rank * _WIDTH
+        self.vector[start : start + _WIDTH] = torch.tensor(status.row, dtype=torch.float64)
         if order:
             self.vector[self._end :] = torch.tensor(order, dtype=torch.float64) + 1
         return self.vector
@@ -140,8 +151,8 @@ class ControlBlock:
 
     def statuses(self) -> list[Status]:
         """What every rank reported, in the order of ranks."""
-        rows = self.vector[_SECTIONS * self.count : self._end].view(self.size, len(_KINDS)).tolist()
-        return [Status(*(kind(value) for kind, value in zip(_KINDS, row, strict=True))) for row in rows]
+        rows = self.vector[_SECTIONS * self.count : self._end].view(self.size, _WIDTH).tolist()
+        return [_status_of(row) for row in rows]
 
     def missing_somewhere(self, statuses: Sequence[Status]) -> list[int]:
         """Parameters without a gradient on a rank that has others.
@@ -175,7 +186,10 @@ class ControlBlock:
         for name, (noun, remedy) in _EQUAL.items():
             values = {rank: getattr(status, name) for rank, status in enumerate(statuses) if not status.joined}
             if len(set(values.values())) > 1:
-                raise DesyncError(f"ranks differ: {_who_has(values, noun)}; {remedy}")
+                raise DesyncError(f"ranks differ: {who_has(values, noun)}; {remedy}")
+        origins = {rank: status.data for rank, status in enumerate(statuses) if not status.joined}
+        if len(set(origins.values())) > 1 and (found := difference(origins)):
+            raise DesyncError(found)
         modes = [status.weighting for status in statuses]
         if any(mode & UNWEIGHTED for mode in modes) and any(mode & WEIGHTED for mode in modes):
             without = [rank for rank, mode in enumerate(modes) if mode & UNWEIGHTED]
@@ -211,10 +225,7 @@ def scale_of(notes: Sequence[tuple[float, float]]) -> float:
     return 1.0 / max(1, sum(not int(weighting) & UNCOUNTED for _, weighting in notes))
 
 
-def _who_has(values: Mapping[int, int], noun: str) -> str:
-    """«rank 0 has 3, ranks 1, 2 have 2 optimizer steps»."""
-    groups: dict[int, list[int]] = {}
-    for rank, value in values.items():
-        groups.setdefault(value, []).append(rank)
-    parts = [f"{named_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in groups.items()]
-    return f"{', '.join(parts)} {noun}"
+def _status_of(row: Sequence[float]) -> Status:
+    kinds = _KINDS.values()
+    plain = [kind(value) for kind, value in zip(kinds, row[: len(_KINDS)], strict=True)]
+    return replace(Status(*plain), data=Origin(*map(int, row[len(_KINDS) :])))

@@ -12,6 +12,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from paceline import sources
 from paceline.ddp.autograd import current_task
 from paceline.ddp.control import UNCOUNTED, UNWEIGHTED, WEIGHTED, Status
 from paceline.errors import UsageError
@@ -46,9 +47,9 @@ class Ledger:
         self._used_inside = False
         self._task = -1
 
-    def report(self, *, aborted: bool = False, hook_failed: bool = False) -> Status:
-        """The rank's status as of now."""
-        status = replace(self.status, aborted=aborted, hook_failed=hook_failed)
+    def report(self, size: int, *, aborted: bool = False, hook_failed: bool = False) -> Status:
+        """The rank's status as of now, for a group of `size` ranks."""
+        status = replace(self.status, aborted=aborted, hook_failed=hook_failed, data=sources.told(size))
         if self.sampler is not None:
             status.epoch, status.position = self.sampler.epoch, self.sampler.position
         return status
@@ -57,6 +58,7 @@ class Ledger:
         """A step has been synchronized: weights and pending forwards are used up."""
         self.forwards_since_sync = self.local_backwards = 0
         self.synchronizations += 1
+        sources.note_synchronization()
         self._used_inside = bool(self._open)
         self.status.weight, self.status.weighting, self._weighted = 0, 0, 0
         self._unclaimed.clear()

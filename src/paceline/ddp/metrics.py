@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from numbers import Real
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.rollcall import called_by_all, collective
 
+Value = TypeVar("Value", Tensor, float)
 Part = tuple[int, Any]
 """A rank and what it gave at some place of its value; never None."""
 
@@ -38,15 +41,89 @@ def gather_for_metrics(value: Any) -> Any:
         own, refusal = _rows_on_cpu(value, "value"), None
     except UsageError as error:  # the others have to hear of it
         own, refusal = None, str(error)
+    everyone = _from_every_rank("gather_for_metrics", own, refusal)
+    return _together(enumerate(everyone), "value")
+
+
+def mean_over_ranks(value: Value, weight: float = 1.0) -> Value:
+    """The mean of every rank's `value`, on every rank with the same bits: Σ weight · value / Σ weight.
+
+    For a number that each rank has of its own, such as the mean loss of its slice; give the number of samples as
+    `weight`, and it is the mean over all samples. Computed in float64. Without a process group it is `value`.
+
+    Args:
+        value: a number, or a tensor of the same shape and dtype on every rank. Not looked at where `weight` is 0, so a
+            rank without samples may give NaN or None.
+        weight: how much this rank's value counts, at least 0.
+
+    Returns:
+        A float for numbers; for tensors one on this rank's device, of their dtype if that is a floating-point or
+        complex one, else of torch's default dtype.
+
+    Raises:
+        UsageError: on every rank, if one gave something else, if ranks differ in kind, shape or dtype, or if no rank
+            has a weight above 0; names the ranks.
+    """
+    own, refusal = None, None
+    try:
+        number = _weight(weight)
+        own = (number, _own_part(value) if number else None)
+    except UsageError as error:  # the others have to hear of it
+        refusal = str(error)
+    everyone = _from_every_rank("mean_over_ranks", own, refusal)
+    given = [(rank, weight, part) for rank, (weight, part) in enumerate(everyone) if weight]
+    if not given:
+        raise UsageError("mean_over_ranks: the weight is 0 on every rank, so there is no mean; skip the call then")
+    seen = [(rank, _mean_kind(part)) for rank, _, part in given]
+    _expect_alike(seen, "value is", "give the same on every rank", "mean_over_ranks")
+    first = given[0][2]
+    total = sum(weight for _, weight, _ in given)
+    mean = sum(weight * _wide(part) for _, weight, part in given) / total
+    if not isinstance(first, Tensor):
+        return float(mean)
+    dtype = first.dtype if first.is_floating_point() or first.is_complex() else torch.get_default_dtype()
+    return mean.to(dtype).to(value.device if isinstance(value, Tensor) else "cpu")
+
+
+def _from_every_rank(call: str, own: Any, refusal: str | None) -> list[Any]:
+    """What each rank has, in the order of ranks; the first rank's refusal as an error on all."""
     everyone: list[Any] = [(own, refusal)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
-        with called_by_all("gather_for_metrics()"), collective("all-gather"):
+        with called_by_all(f"{call}()"), collective("all-gather"):
             dist.all_gather_object(everyone, (own, refusal))
     for rank, (_, text) in enumerate(everyone):
         if text is not None:
             raise UsageError(f"rank {rank}: {text}")
-    return _together([(rank, part) for rank, (part, _) in enumerate(everyone)], "value")
+    return [part for part, _ in everyone]
+
+
+def _weight(weight: Any) -> float:
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"mean_over_ranks takes a number as weight, not {weight!r}") from None
+    if not (math.isfinite(number) and number >= 0):
+        raise UsageError(f"mean_over_ranks takes a finite weight of at least 0, not {number}")
+    return number
+
+
+def _own_part(value: Any) -> Tensor | float:
+    if isinstance(value, Tensor):
+        return _alone_on_cpu(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise UsageError(f"mean_over_ranks takes a number or a tensor, but value is a {type(value).__name__}")
+
+
+def _mean_kind(part: Tensor | float) -> str:
+    return f"a tensor of shape {tuple(part.shape)}, {part.dtype}" if isinstance(part, Tensor) else "a number"
+
+
+def _wide(part: Tensor | float) -> Any:
+    if not isinstance(part, Tensor):
+        return part
+    return part.to(torch.complex128 if part.is_complex() else torch.float64)
 
 
 def _rows_on_cpu(value: Any, place: str) -> Any:
@@ -57,9 +134,7 @@ def _rows_on_cpu(value: Any, place: str) -> Any:
             raise UsageError(
                 f"gather_for_metrics takes tensors with rows, but {place} is a scalar; use {place}.unsqueeze(0)"
             )
-        rows = value.detach().cpu()
-        # A view is sent with all the memory that it is a part of.
-        return rows.clone() if rows.layout is torch.strided and _is_part(rows) else rows
+        return _alone_on_cpu(value)
     if isinstance(value, dict):
         return {key: _rows_on_cpu(item, f"{place}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -69,8 +144,13 @@ def _rows_on_cpu(value: Any, place: str) -> Any:
     )
 
 
-def _is_part(rows: Tensor) -> bool:
-    return rows.untyped_storage().nbytes() > rows.numel() * rows.element_size()
+def _alone_on_cpu(value: Tensor) -> Tensor:
+    on_cpu = value.detach().cpu()
+    if on_cpu.layout is not torch.strided:
+        return on_cpu
+    # A view would be sent with all the memory that it is a part of.
+    is_part = on_cpu.untyped_storage().nbytes() > on_cpu.numel() * on_cpu.element_size()
+    return on_cpu.clone() if is_part else on_cpu
 
 
 def _together(parts: Iterable[Part], place: str) -> Any:
@@ -111,13 +191,12 @@ def _kind(part: Any) -> str:
     return "a dict" if isinstance(part, dict) else f"a {type(part).__name__}"
 
 
-def _expect_alike(seen: Sequence[Part], claim: str, remedy: str) -> None:
+def _expect_alike(seen: Sequence[Part], claim: str, remedy: str, call: str = "gather_for_metrics") -> None:
     (first_rank, first), *others = seen
     for rank, other in others:
         if other != first:
             raise UsageError(
-                f"gather_for_metrics: {claim} {_shown(first)} on rank {first_rank} but {_shown(other)} on rank {rank}; "
-                f"{remedy}"
+                f"{call}: {claim} {_shown(first)} on rank {first_rank} but {_shown(other)} on rank {rank}; {remedy}"
             )
 
 

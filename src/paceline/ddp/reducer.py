@@ -113,7 +113,7 @@ class Reducer:
         self.replica_check: ReplicaCheck | None = None
         self._phase = Phase.IDLE
         self._aborted = self._owes_launch = self._is_settling_abort = False
-        self._forwards = Forwards(self.backward_reached)
+        self._forwards = Forwards(ledger, self.backward_reached)
         self._task: weakref.ref[GraphTask] | None = None
         self._backward = Backward(self._gear, clear=True)
         self._finishing: Iterator[bool] = iter(())
@@ -183,6 +183,8 @@ class Reducer:
             finally:
                 begin_others(self)
         self._forwards.came(forward)
+        if self._phase is Phase.IDLE and torch.is_grad_enabled():  # autograd.grad(…, create_graph=True)
+            self._arrivals.hook_all()
 
     def _stay_local(self, on_local: Callable[[], None]) -> None:
         self.sharing.expect_no_average()
@@ -225,7 +227,7 @@ class Reducer:
         clear = all(parameter.grad is None for parameter in self.parameters)
         at_end = self._gear.finisher.launches_at_end(shadowed=shadowed)
         self._backward = Backward(self._gear, clear, share, at_end)
-        self._arrivals.begin(clear=clear and not share.elsewhere)
+        self._arrivals.begin(clear=clear and not share.elsewhere, hook_all=self._forwards.are_differentiated)
         self._finishing = self._finish()
 
     def _queue_finish(self) -> None:
@@ -248,19 +250,20 @@ class Reducer:
 
     # -- 2. gradients arrive ------------------------------------------------------------------------------------
 
-    def _hooked(self, index: int, _parameter: Tensor) -> None:
+    def _hooked(self, index: int, parameter: Tensor) -> None:
         """A gradient was accumulated into parameter `index`."""
         if not self.sync_enabled:
             return
         if self._phase not in (Phase.BACKWARD, Phase.SETTLING):
             # A backward of something else than this wrapper's outputs, which is meant if a forward waits for it.
             # Gradients that came unnoticed before are found at the end, as nothing is launched that was not seen.
-            is_meant = self._forwards.is_unseen or (self._forwards and index not in self.sharing.common)
+            is_mine = index not in self.sharing.common or self._forwards.are_differentiated
+            is_meant = self._forwards.is_unseen or (self._forwards and is_mine)
             if not is_meant or self.sharing.is_partner_active:
                 return
-            expect_eager_backward(self._channel.rank)
-            self.settle_aborted()
-            self._begin_in_task()
+            self.backward_reached(_nothing, None, parameter)
+            if self._phase is not Phase.BACKWARD:
+                return
         self._arrivals.arrived(index)
         backward, buckets = self._backward, self.storage.buckets
         while not backward.at_end and backward.next < len(buckets) and self._arrivals.complete(backward.next):
@@ -485,3 +488,7 @@ class Reducer:
         self._arrivals.close()
         for parameter in self._local:
             release(parameter)
+
+
+def _nothing() -> None:
+    """For a backward that began without an output."""

@@ -80,7 +80,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     Args:
         module: the module to replicate, on its device already; the same on every rank.
         device_ids: for a module on one GPU, that GPU; inputs are moved there. ``None`` for the CPU.
-        broadcast_buffers: broadcast rank 0's buffers before every forward in training mode (default), or not.
+        broadcast_buffers: send rank 0's buffers to all ranks at the end of synchronized backwards (default), or not.
         init_sync: ``True`` broadcasts rank 0's parameters and buffers, after checking that names, shapes and dtypes
             are equal everywhere; ``"verify"`` raises unless the values are equal, too; ``False`` does neither.
         process_group: the ranks to average over; by default all.
@@ -281,7 +281,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @compiled_below
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward; in training mode after syncing buffers, with its outputs hooked for backward."""
+        """The module's forward; with gradients, its outputs are hooked for backward."""
         if self._input_device is not None:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
             inputs, kwargs = moved[0], moved_kwargs[0]

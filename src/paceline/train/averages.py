@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.checkpoint import exchange
 from paceline.ddp import DistributedDataParallel
-from paceline.train.evaluation import all_sum
+from paceline.train.agreement import all_sum
 
 
 class LossAverage:

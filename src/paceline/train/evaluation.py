@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.data import DataLoader
@@ -15,7 +14,7 @@ from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.modules import unwrap
 from paceline.rng import rng_state, set_rng_state
-from paceline.rollcall import called_by_all, collective
+from paceline.train.agreement import all_sum, expect_same_data
 from paceline.train.requirements import expect_loader, expect_wrapper, summed_metrics
 
 Sums = Callable[[nn.Module, Any], tuple[dict[str, Tensor], int]]
@@ -43,6 +42,7 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
     generators are left as they were, so that training goes on with the same numbers with and without it. Collective.
 
     Raises:
+        DesyncError: if ranks differ in the evaluation's data.
         UsageError: for a model that is not wrapped, an evaluation of another type, or if ``sums`` gives something else
             than sums of the evaluation's names, and a count.
     """
@@ -56,6 +56,7 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
     totals = torch.zeros(len(evaluation.names) + 1, dtype=torch.float64)
     evaluation.loader.progress.set_epoch(0)  # the same batches every time, also after a resume
     evaluation.loader.progress.restart()
+    expect_same_data(evaluation.loader, model, epoch=0)
     try:
         for batch in evaluation.loader:
             if batch is None:
@@ -87,13 +88,3 @@ def expect_evaluation(evaluation: Any, training: DataLoader | None = None) -> No
             "training and evaluation share one loader or sampler, and an evaluation starts its loader anew, so "
             "training would never end; give Evaluation a DataLoader of its own"
         )
-
-
-def all_sum(values: Tensor, model: DistributedDataParallel) -> Tensor:
-    """The sum over the model's ranks of `values`, a small float64 vector; a new one, on the CPU."""
-    on_cpu = "cpu:" in str(dist.get_backend_config(model.process_group))
-    total = values.to("cpu" if on_cpu else model.device, copy=True)
-    if dist.get_world_size(model.process_group) > 1:
-        with called_by_all("the evaluation"), collective("sum over ranks", model.process_group):
-            dist.all_reduce(total, group=model.process_group)
-    return total.cpu()

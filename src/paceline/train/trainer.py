@@ -16,6 +16,7 @@ from paceline.checkpoint import Checkpointer, exchange
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
+from paceline.train.agreement import expect_same_data
 from paceline.train.averages import LossAverage
 from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, evaluate, expect_evaluation
@@ -82,7 +83,9 @@ class Trainer:
         self.result = Result()
         self._refuse_what_cannot_work(scheduler)
         assert isinstance(loader.progress, GlobalBatchSampler)
+        expect_same_data(loader, model)
         self._sampler = loader.progress
+        self._sampler.rewind()  # looking at a batch before is no training
         self._lengths = lengths_of(self._sampler, config.epochs, config.decay)
         self._total_steps = None if self._lengths is None else steps_of(self._lengths, config.accumulate)
         self.batch_size = self._sampler.batch_size * config.accumulate
@@ -158,8 +161,7 @@ class Trainer:
             self._checkpointer.close()
 
     def _train_and_log(self) -> None:
-        rank = torch.distributed.get_rank()
-        log, on = self._open_log(rank), rank == 0 and self.config.show_progress
+        log, on = self._open_log(rank := torch.distributed.get_rank()), self.config.show_progress and rank == 0
         try:
             with ProgressDisplay(self._total_steps, self.result.steps, on=on) as display:
                 self._train(log, display)
@@ -181,6 +183,7 @@ class Trainer:
         self.model.train()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
         self.model.zero_grad()  # what an interrupted window left, also in parameters that are not the optimizer's
+        self._sampler.rewind()
         while True:
             if self._epoch_is_over:
                 self._end_epoch(log, display)
@@ -304,10 +307,9 @@ class Trainer:
     def _save(self) -> None:
         """Save, or say on every rank that it failed: what was learnt is worth more than the checkpoint."""
         assert self._checkpointer is not None
-        step = self.result.steps
         self._average.gather()
         try:
-            self._checkpointer.save(step)
+            self._checkpointer.save(step := self.result.steps)
         except CheckpointError as error:
             self.result.failed_saves.append(step)
             goes_on = (

@@ -1,0 +1,67 @@
+"""How much of a pass over the data the script has used up: what was handed over before the latest step.
+
+A step is an optimizer's, or a synchronized backward, of whatever model. So a batch that was only looked at, or that
+``zip`` took in vain since its other argument had ended, is not consumed.
+"""
+
+from __future__ import annotations
+
+from paceline import sources
+
+
+class Consumption:
+    """Watches the steps that come between the batches of one pass."""
+
+    consumed: int
+    """Position behind the last batch that a step followed; the pass's beginning if none did."""
+    handed: int
+    """Position behind the last batch handed over by a loader; -1 if the position was moved otherwise."""
+    window: int
+    """The most batches that came before one step of this pass."""
+    has_stepped: bool
+    """Whether a step followed a batch of this pass."""
+    sees_steps: bool
+    """Whether a step followed any batch of any pass."""
+
+    def __init__(self) -> None:
+        self.sees_steps = False
+        self.begin(-1)
+        self._open = False
+
+    def begin(self, position: int) -> None:
+        """A pass begins at `position`."""
+        self.consumed = self.handed = position
+        self.window, self.has_stepped = 0, False
+        self._steps = sources.steps()
+        self._open = True  # the script may still step with what was handed over
+
+    def hand_over(self, position: int) -> None:
+        """The batch at `position` is about to be handed over."""
+        self.look()
+        self._steps = sources.steps()
+
+    def look(self) -> None:
+        """Take in the steps since the last batch was handed over."""
+        if self._open and self.handed > self.consumed and sources.steps() != self._steps:
+            self.window = max(self.window, self.handed - self.consumed)
+            self.consumed = self.handed
+            self.has_stepped = self.sees_steps = True
+
+    def leave(self) -> None:
+        """The pass is over: later steps are not of its batches."""
+        self.look()
+        self._open = False
+
+    def position(self) -> int:
+        """Where to go on after a restart; without a sign of steps, everything handed over counts as consumed."""
+        self.look()
+        return self.consumed if self.sees_steps else self.handed
+
+    def left_over(self, position: int, length: int | None) -> int | None:
+        """Where a pass that was left at `position` begins again; None if it goes on there, or was read to its end."""
+        is_current = position == self.handed > self.consumed
+        return self.consumed if is_current and (position != length or self.has_stepped) else None
+
+    def moved(self) -> None:
+        """The position was moved by other means."""
+        self.handed, self._open = -1, False
