@@ -83,14 +83,15 @@ class Trainer:
         self.result = Result()
         self._refuse_what_cannot_work(scheduler)
         assert isinstance(loader.progress, GlobalBatchSampler)
-        self._sampler = loader.progress
         expect_same_data(loader, model)
+        self._sampler = loader.progress
         self._sampler.rewind()  # looking at a batch before is no training
         self._lengths = lengths_of(self._sampler, config.epochs, config.decay)
         self._total_steps = None if self._lengths is None else steps_of(self._lengths, config.accumulate)
         self.batch_size = self._sampler.batch_size * config.accumulate
         self._own_schedule = scheduler is None
         self.scheduler = self._schedule() if scheduler is None else scheduler
+        self._lr = float(optimizer.param_groups[0]["lr"])  # the latest step's
         self._average = LossAverage(model)
         self._window: list[tuple[Tensor, float]] = []  # losses and weights since the last step
         self._closed = self._resumed = False
@@ -160,8 +161,7 @@ class Trainer:
             self._checkpointer.close()
 
     def _train_and_log(self) -> None:
-        rank = torch.distributed.get_rank()
-        log, on = self._open_log(rank), rank == 0 and self.config.show_progress
+        log, on = self._open_log(rank := torch.distributed.get_rank()), self.config.show_progress and rank == 0
         try:
             with ProgressDisplay(self._total_steps, self.result.steps, on=on) as display:
                 self._train(log, display)
@@ -182,8 +182,8 @@ class Trainer:
     def _train(self, log: MetricsLog, display: ProgressDisplay) -> None:
         self.model.train()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
-        self._sampler.rewind()
         self.model.zero_grad()  # what an interrupted window left, also in parameters that are not the optimizer's
+        self._sampler.rewind()
         while True:
             if self._epoch_is_over:
                 self._end_epoch(log, display)
@@ -204,7 +204,7 @@ class Trainer:
         if self.evaluation is not None:
             self.result.metrics = evaluate(self.model, self.evaluation)
             log.write(self.result.steps, self.result.metrics)
-        values = {"loss": self._average.epoch(), "lr": self._lr()}
+        values = {"loss": self._average.epoch(), "lr": self._lr}
         display.epoch_ended(self._sampler.epoch, self.config.epochs, values | self.result.metrics)
         self._sampler.finish()
 
@@ -262,7 +262,7 @@ class Trainer:
         """The optimizer's step; returns the learning rate that it used."""
         if self.config.clip_norm is not None:
             clip_grad_norm_(self.model, self.config.clip_norm)
-        lr = self._lr()
+        self._lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self._stepped = self._sampler.position
         self.result.steps += 1
@@ -271,10 +271,7 @@ class Trainer:
         for loss, weight in self._window:
             self._average.add(loss, weight)
         self._window.clear()
-        return lr
-
-    def _lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return self._lr
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -310,10 +307,9 @@ class Trainer:
     def _save(self) -> None:
         """Save, or say on every rank that it failed: what was learnt is worth more than the checkpoint."""
         assert self._checkpointer is not None
-        step = self.result.steps
         self._average.gather()
         try:
-            self._checkpointer.save(step)
+            self._checkpointer.save(step := self.result.steps)
         except CheckpointError as error:
             self.result.failed_saves.append(step)
             goes_on = (
