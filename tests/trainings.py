@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +75,8 @@ class Run:
     poisoned_step: int | None = None
     """Step in which one sample's loss is NaN."""
     evaluate: bool = False
+    random_evaluation: bool = False
+    """Whether the evaluation, if there is one, draws from all generators."""
     compress: bool = False
     """Whether gradients are compressed, with error feedback."""
     memory: bool = False
@@ -141,6 +144,13 @@ def squared_error(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int
     return {"error": squared(module(x), y)}, len(x)
 
 
+def random_squared_error(module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
+    """As :func:`squared_error`, of outputs with noise, as a VAE or Monte Carlo dropout has it."""
+    x, y, _ = batch
+    noise = 0.1 * torch.randn(len(x), CLASSES, dtype=x.dtype) + 0.1 * random.random() + 0.1 * numpy.random.rand()
+    return {"error": squared(module(x) + noise, y)}, len(x)
+
+
 def train(world: World, run: Run) -> Outcome:
     """Train on this rank; the error, if there is one, is part of the outcome."""
     seen: list[list[int]] = []
@@ -160,7 +170,8 @@ def train(world: World, run: Run) -> Outcome:
             value = value * float("nan")
         return value, len(x)
 
-    evaluation = Evaluation(DataLoader(data, 16), squared_error, ("error",)) if run.evaluate else None
+    sums = random_squared_error if run.random_evaluation else squared_error
+    evaluation = Evaluation(DataLoader(data, 16), sums, ("error",)) if run.evaluate else None
     error = ""
     trainer = None
     try:
@@ -172,6 +183,9 @@ def train(world: World, run: Run) -> Outcome:
         pass
     except PacelineError as raised:
         error = f"{type(raised).__name__}: {raised}"
+    finally:
+        if trainer is not None:
+            trainer.close()
     return Outcome(
         result=trainer.result if trainer else Result(),
         weights={name: tensor.numpy().copy() for name, tensor in module.state_dict().items()},
@@ -182,6 +196,13 @@ def train(world: World, run: Run) -> Outcome:
         layout=model.bucket_layout(),
         error=error,
     )
+
+
+def in_silence(world: World, run: Run) -> Outcome:
+    """Without the warning that the random generators of another number of ranks stay as they are."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(world, run)
 
 
 def interruption(steps: int) -> Any:

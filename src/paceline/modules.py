@@ -25,6 +25,14 @@ class HasBucketLayout(Protocol):
 
 
 @runtime_checkable
+class Accumulates(Protocol):
+    """A wrapper that knows whether gradients of micro-batches wait for their synchronization."""
+
+    def holds_local_gradients(self) -> bool:
+        """Whether a backward since the last synchronization was local, and what it gave is still there."""
+
+
+@runtime_checkable
 class Communicates(Protocol):
     """A layer with collectives of its own, in which a rank that has run out of data can take part."""
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.train import Evaluation, TrainConfig, Trainer
+from paceline.train import Evaluation, TrainConfig, Trainer, evaluate
 from paceline.world import World
 from trainings import Points, squared, squared_error
 from twins import Pools
@@ -111,3 +111,69 @@ def test_no_number_is_read_out_of_a_tensor_between_two_lines_of_metrics(pools: P
     # float(loss) after every micro-batch made the CPU wait for the GPU. The check for NaN has to.
     [(one_batch, ten_batches)] = pools.run(1, reads)
     assert one_batch == ten_batches > 0
+
+
+def usual_mistakes(world: World) -> list[str]:
+    model, plain = DistributedDataParallel(linear()), linear()
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.01), Points(16, torch.float32)
+    config, loader = TrainConfig(1, show_progress=False), DataLoader(data, 4)
+    evaluation = Evaluation(DataLoader(data, 4), squared_error, ("error",))
+
+    def of(model: Any = model, optimizer: Any = optimizer, loss: Any = loss, loader: Any = loader, **more: Any) -> Any:
+        return lambda: Trainer(model, optimizer, loss, loader, **{"config": config, **more}).fit()
+
+    def of_loss(value: Any) -> Any:
+        return of(loss=lambda model, batch: value(model(batch[0])), loader=DataLoader(data, 4))
+
+    theirs = nn.parallel.DistributedDataParallel(linear())
+    attempts = [
+        of(loader=torch.utils.data.DataLoader(data, 4)),
+        of(loader=[1, 2]),
+        of(plain, torch.optim.SGD(plain.parameters(), lr=0.01)),
+        of(theirs, torch.optim.SGD(theirs.parameters(), lr=0.01)),
+        of(optimizer=torch.optim.SGD(plain.parameters(), lr=0.01)),
+        of(optimizer=optimizer.param_groups),
+        of(config={"epochs": 1}),
+        of(evaluation=squared_error),
+        of(evaluation=Evaluation(torch.utils.data.DataLoader(data, 4), squared_error, ("error",))),  # type: ignore
+        lambda: evaluate(plain, evaluation),  # type: ignore[arg-type]
+        lambda: evaluate(theirs, evaluation),  # type: ignore[arg-type]
+        lambda: evaluate(model, Evaluation(evaluation.loader, lambda *_: torch.zeros(()), ("error",))),  # type: ignore
+        of_loss(lambda out: out.sum()),
+        of_loss(lambda out: None),
+        of_loss(lambda out: (out, len(out))),
+        of_loss(lambda out: (out.sum().item(), len(out))),
+        of_loss(lambda out: (out.sum().detach(), len(out))),
+        of_loss(lambda out: (out.sum(), out)),
+    ]
+    return [refusal(attempt) for attempt in attempts]
+
+
+REMEDIES = [
+    "the Trainer needs Paceline's DataLoader, not a torch.utils.data.dataloader.DataLoader; give paceline.data.Data",
+    "the Trainer needs Paceline's DataLoader, not a list; ",
+    "the Trainer needs a model in Paceline's wrapper, not a torch.nn.modules.container.Sequential; wrap it first: ",
+    "the Trainer needs a model in Paceline's wrapper, not a torch.nn.parallel.distributed.DistributedDataParallel; imp",
+    "the optimizer has none of the model's parameters, so training would change nothing; make it from this model",
+    "the Trainer needs a torch.optim.Optimizer, not a list",
+    "config must be a TrainConfig, not a dict: TrainConfig(epochs=3)",
+    "evaluation must be an Evaluation(loader, sums, names), not a function",
+    "Evaluation needs Paceline's DataLoader, not a torch.utils.data.dataloader.DataLoader; give",
+    "evaluate() needs a model in Paceline's wrapper, not a torch.nn.modules.container.Sequential; wrap it first",
+    "evaluate() needs a model in Paceline's wrapper, not a torch.nn.parallel.distributed.DistributedDataParallel; imp",
+    "the evaluation's sums returned a tensor of shape (); return the sum of each metric",
+    "the loss function returned a tensor of shape () instead of two values; return the loss summed over the micro-",
+    "the loss function returned a NoneType instead of two values; ",
+    "the loss function returned a tensor of shape (4, 3) as the loss; return the loss summed",
+    "the loss function returned a float as the loss; ",
+    "the loss function returned a loss without a gradient; compute it from model(x)",
+    "the loss function returned a tensor of shape (4, 3) as the weight; ",
+]
+
+
+def test_usual_mistakes_are_one_line_with_the_remedy(pools: Pools) -> None:
+    # They ended in AttributeError, TypeError and RuntimeError from the middle of the loop.
+    [messages] = pools.run(1, usual_mistakes)
+    for message, beginning in zip(messages, REMEDIES, strict=True):
+        assert message.startswith(beginning)
+        assert "\n" not in message

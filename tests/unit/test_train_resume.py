@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from paceline.train import TrainConfig
-from trainings import Outcome, Run, relative_difference, train
+from trainings import Outcome, Run, in_silence, relative_difference, train
 from twins import Pools
 
 STEPS = 6  # an epoch's: 45 samples in batches of 8
@@ -172,13 +171,6 @@ def test_resumed_with_other_numbers_of_ranks_sees_the_same_batches(pools: Pools,
     for outcome in parts[-1]:
         assert relative_difference(outcome.weights, whole[0].weights) < 1e-9
     assert len({outcome.weights_sha256 for outcome in parts[-1]}) == 1
-
-
-def in_silence(world: Any, run: Run) -> Outcome:
-    """Without the warning that the random generators of another number of ranks stay as they are."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return train(world, run)
 
 
 def batches(part: list[Outcome]) -> list[list[int]]:

@@ -125,8 +125,8 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if it could not be written. What was there before is intact,
                 nothing is deleted, and it can be tried again.
-            UsageError: if `step` is no whole number from 0 on, or the ranks have registered different
-                objects.
+            UsageError: if `step` is no whole number from 0 on, the ranks have registered different objects, or a
+                registered wrapper is in the middle of an accumulation window.
             DesyncError: if `step` differs between ranks.
         """
         world = self._world()
@@ -258,6 +258,8 @@ class Checkpointer:
         """Append to `captures` each shared object's state, then this rank's own."""
         if type(step) is not int or not 0 <= step < 10**18:
             raise UsageError(f"step must be a whole number >= 0, not {step!r}")
+        for entry in self._registered.values():
+            entry.expect_whole(step)
         try:
             captures.extend(capture.shared(entry) for entry in self._entries(per_rank=False))
             captures.append(capture.own([*self._entries(per_rank=True), capture.generators()]))

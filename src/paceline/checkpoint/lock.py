@@ -32,8 +32,9 @@ class FolderLock:
         except BlockingIOError:
             self._forget()
             raise UsageError(
-                f"another run is using the checkpoint folder {folder} on rank 0's host; end it, close its "
-                "Checkpointer, or give this run a folder of its own"
+                f"another run is using the checkpoint folder {folder} on rank 0's host; end it, or, if it is "
+                "in this process (a notebook), call close() on its Trainer or Checkpointer, or give this run a folder "
+                "of its own"
             ) from None
         except OSError as error:
             if error.errno not in _UNSUPPORTED:

@@ -13,7 +13,7 @@ from torch import nn
 from paceline.checkpoint import optimizers
 from paceline.checkpoint.codec import Encoder, Unencodable, decode
 from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
-from paceline.modules import HasBucketLayout, plain_name, unwrap
+from paceline.modules import Accumulates, HasBucketLayout, plain_name, unwrap
 
 
 class Stateful(Protocol):
@@ -50,6 +50,19 @@ class Registered:
     def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
         """`object` as it is now, to be put into `peers` under `name`."""
         return cls(name, object, per_rank, peers, optimizers.options_of(object) if _is_optimizer(object) else [])
+
+    def expect_whole(self, step: int) -> None:
+        """Refuse to save a model while gradients that no checkpoint holds wait for their optimizer step.
+
+        Raises:
+            UsageError: says when to save instead.
+        """
+        if isinstance(self.object, Accumulates) and self.object.holds_local_gradients():
+            raise UsageError(
+                f"step {step} was not saved: {self.name!r} is in the middle of an accumulation window, whose gradients "
+                "no checkpoint holds, so a resume would lose those micro-batches; save after optimizer.step(), when "
+                "model.do_sync is true"
+            )
 
     def capture(self, encoder: Encoder, prefix: str = "") -> dict[str, Any]:
         """The node of the object's state; its tensors go to `encoder`, their names starting with `prefix`.

@@ -99,8 +99,24 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     @property
     def length(self) -> int:
         """Global batches in the current epoch; of the user's order only that epoch's is asked for."""
-        count = self.size if self._order is None else len(self._order_of(self.epoch))
+        return batch_count(self._samples_in_epoch(), self.batch_size, self.drop_last)
+
+    @property
+    def varies(self) -> bool:
+        """Whether epochs may differ in length, as the order is a function of the epoch."""
+        return callable(self._order)
+
+    def length_of(self, epoch: int) -> int:
+        """Global batches in `epoch`; of the user's order only that epoch's is asked for."""
+        count = self.size if self._order is None else len(self._make_order(epoch))
         return batch_count(count, self.batch_size, self.drop_last)
+
+    @property
+    def samples_consumed(self) -> int:
+        """Samples of the current epoch that all ranks together have consumed; one that is named twice counts twice."""
+        if self.position == 0:
+            return 0  # after the last epoch the user's order may have none left
+        return min(self.position * self.batch_size, self._samples_in_epoch())
 
     @property
     def remaining(self) -> int:
@@ -202,6 +218,9 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         super()._move(epoch, position, length)
         self._fetched = 0
         self._assumed = False
+
+    def _samples_in_epoch(self) -> int:
+        return self.size if self._order is None else len(self._order_of(self.epoch))
 
     def _order_of(self, epoch: int) -> torch.Tensor:
         """The indices of an epoch, shape (samples,), int64."""

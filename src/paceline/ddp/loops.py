@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ Batch = TypeVar("Batch")
 
 def accumulate(
     model: DistributedDataParallel, batches: Iterable[Batch], every: int, total: int | None = None
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Go through `batches` in windows of `every`; only the last of each window synchronizes gradients.
 
     The last window may be short; it synchronizes, too, so no batch is lost. Weigh each micro-batch

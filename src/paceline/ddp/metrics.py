@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from numbers import Real
-from typing import Any, TypeVar
+from operator import add
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,6 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.rollcall import called_by_all, collective
 
-Value = TypeVar("Value", Tensor, float)
 Part = tuple[int, Any]
 """A rank and what it gave at some place of its value; never None."""
 
@@ -45,7 +46,19 @@ def gather_for_metrics(value: Any) -> Any:
     return _together(enumerate(everyone), "value")
 
 
-def mean_over_ranks(value: Value, weight: float = 1.0) -> Value:
+@overload
+def mean_over_ranks(value: Tensor, weight: float | Tensor = 1.0) -> Tensor: ...
+
+
+@overload
+def mean_over_ranks(value: float, weight: float | Tensor = 1.0) -> float: ...
+
+
+@overload
+def mean_over_ranks(value: None, weight: float | Tensor = 1.0) -> Any: ...
+
+
+def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
     """The mean of every rank's `value`, on every rank with the same bits: Σ weight · value / Σ weight.
 
     For a number that each rank has of its own, such as the mean loss of its slice; give the number of samples as
@@ -78,7 +91,7 @@ def mean_over_ranks(value: Value, weight: float = 1.0) -> Value:
     _expect_alike(seen, "value is", "give the same on every rank", "mean_over_ranks")
     first = given[0][2]
     total = sum(weight for _, weight, _ in given)
-    mean = sum(weight * _wide(part) for _, weight, part in given) / total
+    mean = reduce(add, (weight * _wide(part) for _, weight, part in given)) / total
     if not isinstance(first, Tensor):
         return float(mean)
     dtype = first.dtype if first.is_floating_point() or first.is_complex() else torch.get_default_dtype()

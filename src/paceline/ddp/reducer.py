@@ -172,7 +172,7 @@ class Reducer:
         """A backward has reached an output of the wrapper."""
         expect_eager_backward(self._channel.rank)
         block = forward.block if forward is not None else None
-        if self._phase in (Phase.BACKWARD, Phase.SETTLING):
+        if self._is_under_way:
             self._ledger.expect_one_mean(block)
         elif self._is_meant():
             self.settle_aborted()
@@ -251,13 +251,21 @@ class Reducer:
     def _advance(self) -> bool:
         return next(self._finishing, False)
 
+    @property
+    def _is_under_way(self) -> bool:
+        return self._phase in (Phase.BACKWARD, Phase.SETTLING)
+
+    @property
+    def _is_launching(self) -> bool:
+        return self._phase is Phase.BACKWARD
+
     # -- 2. gradients arrive ------------------------------------------------------------------------------------
 
     def _hooked(self, index: int, parameter: Tensor) -> None:
         """A gradient was accumulated into parameter `index`."""
         if not self.sync_enabled:
             return
-        if self._phase not in (Phase.BACKWARD, Phase.SETTLING):
+        if not self._is_under_way:
             # A backward of something else than this wrapper's outputs, which is meant if a forward waits for it.
             # Gradients that came unnoticed before are found at the end, as nothing is launched that was not seen.
             is_mine = index not in self.sharing.common or self._forwards.are_differentiated
@@ -265,7 +273,7 @@ class Reducer:
             if not is_meant or self.sharing.is_partner_active:
                 return
             self.backward_reached(_nothing, None, parameter)
-            if self._phase is not Phase.BACKWARD:
+            if not self._is_launching:
                 return
         self._arrivals.arrived(index)
         backward, buckets = self._backward, self.storage.buckets
@@ -394,9 +402,9 @@ class Reducer:
 
     def _task_gone(self, _: object) -> None:
         """Autograd dropped the graph task. If backward has not come to its end, an exception ended it."""
-        if self._phase not in (Phase.BACKWARD, Phase.SETTLING):
+        if not self._is_under_way:
             return
-        self._owes_launch = self._phase is Phase.BACKWARD
+        self._owes_launch = self._is_launching
         self._phase = Phase.ABORTED
         for index, parameter in enumerate(self.parameters):
             if index in self._backward.share.elsewhere:

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import nn
+
 from paceline.ddp.channel import Channel
 from paceline.ddp.guard import StepGuard
 from paceline.ddp.ledger import Ledger, Positioned
@@ -27,6 +29,9 @@ class SyncControl:
     _reducer: Any
 
     if TYPE_CHECKING:  # the wrapper's own
+
+        def parameters(self) -> Iterator[nn.Parameter]:
+            """The module's."""
 
         def sync_buffers(self) -> bool:
             """Broadcast buffers."""
@@ -151,6 +156,17 @@ class SyncControl:
         if reduction == "mean":
             self._mean_losses.follow()
         return self._ledger.weigh(weight, is_mean=reduction == "mean")
+
+    def holds_local_gradients(self) -> bool:
+        """Whether gradients of micro-batches that ran under :meth:`no_sync` wait for their synchronization."""
+        if not self._ledger.local_backwards:
+            return False
+        gradients = [parameter.grad for parameter in self.parameters()]
+        # They may have been dropped since, or set to zero.
+        return any(
+            gradient is not None and bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
+            for gradient in gradients
+        )
 
     def expect_averaged(self, caller: str) -> None:
         """Refuse, on behalf of `caller`, gradients that are not averages over the ranks.

@@ -2,6 +2,7 @@
 
 from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, evaluate
-from paceline.train.trainer import Result, Trainer
+from paceline.train.result import Result
+from paceline.train.trainer import Trainer
 
 __all__ = ["Evaluation", "Result", "TrainConfig", "Trainer", "evaluate"]

@@ -13,7 +13,9 @@ from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.modules import unwrap
+from paceline.rng import rng_state, set_rng_state
 from paceline.train.agreement import all_sum, expect_same_data
+from paceline.train.requirements import expect_loader, expect_wrapper, summed_metrics
 
 Sums = Callable[[nn.Module, Any], tuple[dict[str, Tensor], int]]
 
@@ -36,30 +38,53 @@ class Evaluation:
 def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str, float]:
     """The mean of each metric over all samples of the evaluation's loader; the same on every rank.
 
-    Runs the module without its wrapper, in eval mode, with rank 0's running statistics. Collective.
+    Runs the module without its wrapper, in eval mode, with rank 0's running statistics. It may draw random numbers; the
+    generators are left as they were, so that training goes on with the same numbers with and without it. Collective.
 
     Raises:
         DesyncError: if ranks differ in the evaluation's data.
-        UsageError: if ``sums`` gives other names than the evaluation's.
+        UsageError: for a model that is not wrapped, an evaluation of another type, or if ``sums`` gives something else
+            than sums of the evaluation's names, and a count.
     """
+    expect_wrapper(model, "evaluate()")
+    expect_evaluation(evaluation)
     model.sync_buffers()
+    generators = rng_state()
     module = unwrap(model)
     modes = {part: part.training for part in module.modules()}
     module.eval()
     totals = torch.zeros(len(evaluation.names) + 1, dtype=torch.float64)
     evaluation.loader.progress.set_epoch(0)  # the same batches every time, also after a resume
     evaluation.loader.progress.restart()
-    expect_same_data(evaluation.loader, model, epoch=0)
     try:
+        expect_same_data(evaluation.loader, model, epoch=0)
         for batch in evaluation.loader:
             if batch is None:
                 continue
-            sums, count = evaluation.sums(module, batch)
-            if set(sums) != set(evaluation.names):
-                raise UsageError(f"the evaluation gave {sorted(sums)}, but its names are {sorted(evaluation.names)}")
-            totals += torch.tensor([float(sums[name]) for name in evaluation.names] + [count], dtype=torch.float64)
+            sums, count = summed_metrics(evaluation.sums(module, batch), evaluation.names)
+            totals += torch.tensor(
+                [*(float(sums[name]) for name in evaluation.names), float(count)], dtype=torch.float64
+            )
     finally:
+        set_rng_state(generators)
         for part, training in modes.items():
             part.training = training
     totals = all_sum(totals, model)
     return {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
+
+
+def expect_evaluation(evaluation: Any, training: DataLoader | None = None) -> None:
+    """Refuse what is no :class:`Evaluation`, one with another loader than Paceline's, or with the `training` loader.
+
+    Raises:
+        UsageError: says what it is.
+    """
+    if not isinstance(evaluation, Evaluation):
+        kind = type(evaluation).__qualname__
+        raise UsageError(f"evaluation must be an Evaluation(loader, sums, names), not a {kind}; make one of it")
+    expect_loader(evaluation.loader, "Evaluation")
+    if training is not None and evaluation.loader.progress is training.progress:
+        raise UsageError(
+            "training and evaluation share one loader or sampler, and an evaluation starts its loader anew, so "
+            "training would never end; give Evaluation a DataLoader of its own"
+        )

@@ -12,8 +12,8 @@ from paceline.fingerprint import dataset_digest
 from paceline.train.config import TrainConfig
 
 _DECISIVE = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "decay", "clip_norm")
-
-_ORDER = ("batch_size", "seed")  # without them a position in the data has no meaning, so they never change
+# Without the first two a position in the data has no meaning; a user's scheduler brings its settings with its state.
+_FIXED = ("batch_size", "seed", "scheduler")
 
 
 class Settings:
@@ -37,12 +37,12 @@ class Settings:
             CheckpointMismatch: names the first setting that differs, with both values, unless they may.
         """
         for name, before, now in self._changed(saved):
-            if self._allow_changed and name not in _ORDER:
+            if self._allow_changed and name not in _FIXED:
                 continue
             take_over = "take over this run's with allow_changed_settings=True (--allow-changed-settings), "
             raise CheckpointMismatch(
                 f"the checkpoint was written with {name}={before!r}, this run has {name}={now!r}; "
-                f"resume with the same settings, {'' if name in _ORDER else take_over}or start anew in another folder"
+                f"resume with the same settings, {'' if name in _FIXED else take_over}or start anew in another folder"
             )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

@@ -23,13 +23,15 @@ class MetricsLog:
             that are after `step`, which it repeats.
         tensorboard_dir: folder for TensorBoard, or None.
         step: the step that the run begins at.
+        evaluates_first: whether the run begins with the evaluation that was due at `step`, whose line, if an earlier
+            run came to write one, is dropped as well.
 
     Raises:
         UsageError: if the file cannot be written.
         MissingExtra: if TensorBoard is asked for and not installed.
     """
 
-    def __init__(self, file: str | None, tensorboard_dir: str | None, step: int) -> None:
+    def __init__(self, file: str | None, tensorboard_dir: str | None, step: int, evaluates_first: bool = False) -> None:
         self._file: TextIO | None = None
         self._board: Any = None
         if tensorboard_dir is not None:
@@ -39,7 +41,7 @@ class MetricsLog:
                 raise MissingExtra("tensorboard", "tensorboard", "writing TensorBoard files") from None
             self._board = SummaryWriter(tensorboard_dir, purge_step=step + 1 if step else None)
         if file is not None:
-            self._file = _reopen(Path(file), step)
+            self._file = _reopen(Path(file), step, evaluates_first)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` as of `step`."""
@@ -58,11 +60,11 @@ class MetricsLog:
             self._board.close()
 
 
-def _reopen(path: Path, step: int) -> TextIO:
+def _reopen(path: Path, step: int, evaluates_first: bool) -> TextIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        kept = lines[: _lines_until(lines, step)] if step else lines
+        kept = lines[: _lines_until(lines, step, evaluates_first)] if step else lines
         file = path.open("a")
         file.truncate(sum(map(len, kept)))  # never rewritten, so that a kill just now loses nothing
         if kept and not kept[-1].endswith(b"\n"):
@@ -72,8 +74,11 @@ def _reopen(path: Path, step: int) -> TextIO:
         raise UsageError(f"metrics cannot be written to {path}: {error.strerror}; choose another file") from error
 
 
-def _lines_until(lines: Sequence[bytes], step: int) -> int:
-    """How many of `lines` a run keeps that is resumed at `step`: all of runs before it, and its own up to `step`."""
+def _lines_until(lines: Sequence[bytes], step: int, evaluates_first: bool) -> int:
+    """How many of `lines` a run keeps that is resumed at `step`: all of runs before it, and its own up to `step`.
+
+    Of `step` itself only the first, which is the training's, if the evaluation follows.
+    """
     steps = [_step_of(line) for line in lines]
     begin, before = 0, 0.0
     for index, number in enumerate(steps):
@@ -81,6 +86,8 @@ def _lines_until(lines: Sequence[bytes], step: int) -> int:
             begin = index if number < before else begin  # another run began here
             before = number
     end = next((index for index in range(begin, len(steps)) if (steps[index] or 0) > step), len(steps))
+    if evaluates_first and step in steps[begin:end]:
+        end = steps.index(step, begin) + 1
     while end > begin and steps[end - 1] is None:
         end -= 1
     return end
@@ -97,7 +104,7 @@ def _step_of(line: bytes) -> float | None:
 class ProgressDisplay:
     """A bar over all steps on a terminal; elsewhere a line for every epoch. Shows nothing unless `on`."""
 
-    def __init__(self, total_steps: int, step: int, *, on: bool) -> None:
+    def __init__(self, total_steps: int | None, step: int, *, on: bool) -> None:
         console = Console(file=sys.stdout)
         self._on, self._bar = on, None
         if on and console.is_terminal:

@@ -1,4 +1,4 @@
-"""Learning rates: scaled with the global batch, warmed up linearly. Pure functions.
+"""Learning rates: scaled with the global batch, warmed up linearly.
 
 The linear rule and the warm-up are those of Goyal et al., "Accurate, Large Minibatch SGD", 2017; the square-root rule
 is that of Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
@@ -7,8 +7,15 @@ is that of Krizhevsky, "One weird trick for parallelizing convolutional neural n
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+from weakref import WeakSet
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from paceline.data import GlobalBatchSampler
 from paceline.errors import UsageError
 
 LrScaling = Literal["none", "linear", "sqrt"]
@@ -33,14 +40,75 @@ def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: i
     return lr * (ratio if scaling == "linear" else math.sqrt(ratio))
 
 
-def lr_factor(step: int, warmup_steps: int, decay: Decay, total_steps: int) -> float:
+def lr_factor(step: int, warmup_steps: int, decay: Decay, total_steps: int | None) -> float:
     """What the learning rate is multiplied with in optimizer step `step`, counted from 0.
 
     Rises in equal parts from 1/`warmup_steps` to 1, then stays, or falls in equal parts towards 0, which it would reach
-    one step after the last.
+    one step after the last of `total_steps`; these are needed only to fall.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    if decay == "none":
+    if decay == "none" or total_steps is None:
         return 1.0
     return max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))
+
+
+def steps_of(lengths: Sequence[int], accumulate: int) -> int:
+    """Optimizer steps in epochs of `lengths` batches, of which the last window of each may be short."""
+    return sum(-(-length // accumulate) for length in lengths)
+
+
+def lengths_of(sampler: GlobalBatchSampler, epochs: int, decay: Decay) -> list[int] | None:
+    """Batches in each epoch. None if only the user's order will tell, and no schedule needs to know before."""
+    if not sampler.varies:
+        return [sampler.length] * epochs
+    return None if decay == "none" else [sampler.length_of(epoch) for epoch in range(epochs)]
+
+
+class _Constant(LambdaLR):
+    """Leaves learning rates alone, also those that somebody else changes during training."""
+
+    def get_lr(self) -> list[Any]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+_scheduled: WeakSet[Optimizer] = WeakSet()
+"""The optimizers that a Trainer's own schedule is on, whose ``initial_lr`` is not that of a user's scheduler."""
+
+
+def expect_unscheduled(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that a scheduler was made for which the Trainer does not know.
+
+    Raises:
+        UsageError: says how to hand it over.
+    """
+    # torch marks the groups, which are saved and loaded, too, and the optimizer's step, which is not.
+    marked = any("initial_lr" in group for group in optimizer.param_groups)
+    if marked and hasattr(optimizer.step, "_wrapped_by_lr_sched") and optimizer not in _scheduled:
+        raise UsageError(
+            "a learning-rate scheduler was made for the optimizer, which the Trainer does not step; give it as "
+            "Trainer(…, scheduler=…), or, if it has done its part, make the optimizer anew"
+        )
+
+
+def own_schedule(optimizer: Optimizer, warmup_steps: int, decay: Decay, total_steps: int | None) -> LRScheduler:
+    """A schedule that starts from the current learning rates; without warm-up and decay it leaves them alone."""
+    for group in optimizer.param_groups:
+        group.pop("initial_lr", None)  # an earlier Trainer's, which torch would start from
+    _scheduled.add(optimizer)
+    if not warmup_steps and decay == "none":
+        return _Constant(optimizer, lambda _: 1.0)
+    return LambdaLR(optimizer, partial(lr_factor, warmup_steps=warmup_steps, decay=decay, total_steps=total_steps))
+
+
+def settings_of(scheduler: LRScheduler) -> dict[str, Any]:
+    """The class of a user's scheduler and its plain values, before it has stepped: what a resume compares."""
+    plain = (bool, int, float, str)
+    values = {
+        name: list(value) if isinstance(value, list | tuple) else value
+        for name, value in scheduler.state_dict().items()
+        if isinstance(value, plain) or (isinstance(value, list | tuple) and all(isinstance(v, plain) for v in value))
+    }
+    for name in ("base_lrs", "_last_lr"):  # the optimizer's, which is compared by itself
+        values.pop(name, None)
+    return {"class": type(scheduler).__qualname__, **values}

@@ -1,0 +1,34 @@
+"""The result of a training run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Result:
+    """What a run came to."""
+
+    steps: int = 0
+    """Optimizer steps since the very beginning, those before a resume included."""
+    resumed_from_step: int | None = None
+    seconds: float = 0.0
+    """Time spent training in this process: forward, backward, optimizer, data and checkpoints, not evaluation."""
+    samples: int = 0
+    """Samples that all ranks trained on in this process; one that an order names twice counts twice."""
+    exposed_seconds: float = 0.0
+    """Of ``seconds``, time this rank waited for communication at the end of backwards."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The last evaluation."""
+    failed_saves: list[int] = field(default_factory=list)
+    """Steps whose checkpoint could not be written, by a full disk, say; every rank has warned of each."""
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples per second, over all ranks."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the training time spent waiting for communication, 0..1."""
+        return self.exposed_seconds / self.seconds if self.seconds else 0.0

@@ -1,0 +1,176 @@
+"""fit() after Ctrl-C or an error goes on behind the last optimizer step, as in a notebook."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from paceline.rng import rng_state, set_seed
+from paceline.train import Evaluation, TrainConfig, Trainer
+from paceline.train.interrupts import Interrupts
+from paceline.world import World
+from trainings import Points, Run, digest, net, random_squared_error, squared
+from twins import Pools
+
+
+@dataclass
+class Cell:
+    """A Trainer as a notebook's cell makes it; something happens in the `hit`-th call of the part named `where`."""
+
+    folder: str | None = None
+    where: str = ""
+    hit: int = 0
+    error: type[Exception] | None = None  # what is raised; None for Ctrl-C
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.model = DistributedDataParallel(net(Run(TrainConfig(1), dropout=0.3)))
+        set_seed(5)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.optimizer.register_step_post_hook(lambda *_: self._strike("step"))
+        data = Points(45, torch.float64)
+        given = {"epochs": 2, "accumulate": 2, "log_every": 2, "show_progress": False, **self.config}
+        if self.folder is not None:
+            given |= {"checkpoint_dir": self.folder, "metrics_file": f"{self.folder}/metrics.jsonl"}
+        evaluation = Evaluation(DataLoader(data, 16), self._sums, ("error",))
+        loader = DataLoader(data, 8, shuffle=True, seed=3)
+        self.trainer = Trainer(self.model, self.optimizer, self._loss, loader, TrainConfig(**given), evaluation)
+
+    def fit_in_vain(self) -> None:
+        try:
+            self.trainer.fit()
+        except (KeyboardInterrupt, ArithmeticError):
+            return
+        raise AssertionError("nothing happened")
+
+    def bits(self) -> tuple[Any, ...]:
+        result = self.trainer.result
+        states = (self.model.state_dict(), self.optimizer.state_dict(), rng_state())
+        return *map(digest, states), result.steps, result.samples, result.metrics
+
+    def log(self) -> str:
+        return Path(f"{self.folder}/metrics.jsonl").read_text()
+
+    def _strike(self, where: str) -> None:
+        self.hit -= where == self.where
+        if where == self.where and self.hit == 0:
+            if self.error is not None:
+                raise self.error
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def _loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+        x, y, _ = batch
+        loss = squared(model(x), y)
+        self._strike("loss")
+        return loss, len(x)
+
+    def _sums(self, module: nn.Module, batch: Any) -> tuple[dict[str, Tensor], int]:
+        self._strike("evaluation")
+        return random_squared_error(module, batch)
+
+
+def interrupted(world: World, folder: str) -> dict[str, bool]:
+    whole = Cell(f"{folder}/whole")
+    whole.trainer.fit()
+    equal = {}
+    for where, hits in {"loss": (1, 2, 5, 6, 12), "step": (1, 3, 6), "evaluation": (1, 2, 6)}.items():
+        for hit in hits:
+            cell = Cell(f"{folder}/{where}-{hit}", where, hit)
+            cell.fit_in_vain()
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            cell.trainer.fit()
+            equal[f"{where} {hit}"] = cell.bits() == whole.bits() and cell.log() == whole.log()
+    return equal
+
+
+def test_fit_after_ctrl_c_at_any_moment_ends_with_the_bits_of_an_undisturbed_run(pools: Pools, tmp_path: Path) -> None:
+    # The window in progress was lost, with its place in the epoch, or "the Checkpointer is closed".
+    [equal] = pools.run(1, interrupted, str(tmp_path))
+    assert len(equal) == 11
+    assert [moment for moment, same in equal.items() if not same] == []
+
+
+def failed(world: World) -> list[Any]:
+    cell = Cell(where="loss", hit=4, error=ArithmeticError)
+    cell.fit_in_vain()
+    before = [cell.trainer.result.steps, cell.trainer.loader.progress.position, cell.trainer.result.samples]
+    result = cell.trainer.fit()
+    after = [result.steps, result.samples]
+    return [before, after, cell.trainer.fit().steps]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fit_after_an_error_takes_the_batches_of_the_window_again(pools: Pools, size: int) -> None:
+    for before, after, again in pools.run(size, failed):
+        assert before == [1, 2, 16]
+        assert after == [6, 90]
+        assert again == 6, "a training that has ended does not go on"
+
+
+def refused(world: World, folder: str) -> list[str]:
+    messages = []
+    first = Cell(folder, "loss", 8)
+    first.fit_in_vain()
+    for attempt in (
+        lambda: Cell(folder, config={"resume": True}),
+        lambda: (first.trainer.close(), first.trainer.close(), first.trainer.fit()),
+    ):
+        try:
+            attempt()
+            messages.append("")
+        except UsageError as error:
+            messages.append(str(error))
+    second = Cell(folder, config={"resume": True})
+    return [*messages, str(second.trainer.fit().resumed_from_step)]
+
+
+def test_a_second_trainer_on_the_folder_says_to_close_the_first(pools: Pools, tmp_path: Path) -> None:
+    [(in_use, closed, resumed)] = pools.run(1, refused, str(tmp_path))
+    assert "if it is in this process (a notebook), call close() on its Trainer or Checkpointer" in in_use
+    assert closed.startswith("this Trainer was closed at step 4; make a new one, with resume=True")
+    assert resumed == "3"
+
+
+def interrupt_within(then: Exception | None) -> None:
+    with Interrupts(on=True) as interrupts:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) == interrupts._note, "the first waits"
+        if then is not None:
+            raise then
+        os.kill(os.getpid(), signal.SIGINT)
+        raise OSError("the second waited, too")
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupt_within(None)
+    assert caught.value.__cause__ is None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_that_follows_ctrl_c_is_its_cause() -> None:
+    # A terminal sends it to the DataLoader's workers as well, whose end was reported instead.
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupt_within(OSError())
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_handler_of_somebody_elses_is_left_alone() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        with Interrupts(on=True):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]
