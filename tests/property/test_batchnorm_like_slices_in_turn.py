@@ -61,7 +61,8 @@ def train(world: World, broadcast: bool, forwards: int) -> list[str]:
             (torch.stack(losses).sum() / world.size).backward()
             outcome.append(buffers(twin))
         twins = outcome
-        for mine, others in zip(module.buffers(), twins[world.rank], strict=True):
+        # At rest they are rank 0's everywhere, where they are broadcast.
+        for mine, others in zip(module.buffers(), twins[0 if broadcast else world.rank], strict=True):
             same_tensor(mine.double(), others.double(), 1e-9, f"buffer in step {step}")
         same_gradients(module, twin)
         for optimizer in optimizers:

@@ -162,7 +162,7 @@ def launch_differently(world: World) -> list[str]:
 def test_one_wrong_launch_of_several_is_named_and_the_others_are_right(pools: Pools) -> None:
     for said in pools.run(2, launch_differently):
         assert [bool(one) for one in said] == [False, True, False, False]
-        assert "rank 0: launched_all_reduce of 8 × float32 by SUM; rank 1: launched_all_reduce of 9" in said[1]
+        assert "rank 0: shared all_reduce of 8 × float32 by SUM; rank 1: shared all_reduce of 9" in said[1]
 
 
 def skip(world: World) -> tuple[str, float]:

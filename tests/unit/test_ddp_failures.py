@@ -265,7 +265,7 @@ def test_a_dead_peer_is_a_communication_error_and_so_is_further_use(tmp_path: An
         with pytest.raises(RankFailed, match="rank 1 died with exit code 7"):
             _run_slowly(ranks, said)
         first, second, third = said.read_text().splitlines()
-    assert re.match(r"CommunicationError: rank 0: rank 1 \(pid \d+\) has ended in launched_all_reduce", first)
+    assert re.match(r"CommunicationError: rank 0: rank 1 \(pid \d+\) has ended in shared all_reduce", first)
     for line in (second, third):
         assert line.startswith("CommunicationError: rank 0: a step of this model has failed in the middle before")
 

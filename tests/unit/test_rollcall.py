@@ -100,8 +100,8 @@ def stay_away(world: World, prepare: Callable[..., Callable[[], Any]], folder: s
     ("prepare", "doing"),
     [
         (wrap, r"in DistributedDataParallel\(…\), which every rank has to call: rank 2 did not come .* within 0\.7 s"),
-        (train, "all-reduce of gradient bucket 0|launched_all_reduce"),
-        (sync_buffers, "broadcast|all-reduce"),
+        (train, "all-reduce of gradient bucket 0|shared all_reduce"),
+        (sync_buffers, "broadcast|all.reduce"),
         (normalize, "SyncBatchNorm|all_gather"),
         (open_folder, r"in Checkpointer\(…\), which every rank has to call"),
         (save, r"in Checkpointer\.save\(\), which every rank has to call"),

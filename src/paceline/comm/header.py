@@ -93,7 +93,8 @@ class Header(NamedTuple):
         if self.kind is Kind.barrier:
             return "barrier"
         amount = f"{self.total} × " if self.total >= 0 else ""
-        text = f"{self.kind.name} of {amount}{str(self.dtype).removeprefix('torch.')}"
+        name = "shared all_reduce" if self.kind is Kind.launched_all_reduce else self.kind.name
+        text = f"{name} of {amount}{str(self.dtype).removeprefix('torch.')}"
         if self.kind in _REDUCES:
             text += f" by {name_of(self.reduce)}"
         return text + (f" from element {self.start}" if self.start else "")
