@@ -331,7 +331,7 @@ def test_a_killed_worker_is_named_with_rank_and_batch() -> None:
         list(loader)
 
 
-# torch raises in its handler of SIGCHLD, at times inside a callback that cannot hand the error on. Then the loader tells.
+# torch raises in its handler of SIGCHLD, at times in a callback that cannot hand the error on; then the loader tells.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
