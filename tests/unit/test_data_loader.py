@@ -4,7 +4,9 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import signal
+import subprocess
 import sys
 import time
 from typing import Any
@@ -320,20 +322,48 @@ def test_an_error_in_collate_names_the_samples() -> None:
         list(DataLoader(Augmented(), batch_sampler=sampler, collate_fn=refuse))
 
 
-# torch closes the killed worker's queue under its feeder thread, which at times complains of a bad descriptor.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_killed_worker_is_named_with_rank_and_batch() -> None:
+def alone(call: str) -> str:
+    """What `call`, a function of this file with its arguments, returns in a process of its own.
+
+    Killed workers leave something behind, such as a queue that is closed under its feeder thread.
+    """
+    code = f"from test_data_loader import *; print('said:', {call}, flush=True); os._exit(0)"
+    path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=90
+    )
+    assert "said: " in run.stdout, run.stderr
+    return run.stdout.partition("said: ")[2]
+
+
+def lost_to_itself() -> str:
     sampler = GlobalBatchSampler(23, 4, shuffle=False, rank=0, world_size=1)
-    loader = DataLoader(Broken(5, kill=True), batch_sampler=sampler, num_workers=2)
-    with pytest.raises(
-        DataError, match=r"rank 0: lost DataLoader worker 1 \(pid \d+, killed by SIGKILL\) before batch [01] of epoch 0"
-    ):
-        list(loader)
+    with pytest.raises(DataError) as caught:
+        list(DataLoader(Broken(5, kill=True), batch_sampler=sampler, num_workers=2))
+    return str(caught.value)
 
 
-# torch raises in its handler of SIGCHLD, at times in a callback that cannot hand the error on; then the loader tells.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_killed_worker_is_named_with_rank_and_batch() -> None:
+    said = alone("lost_to_itself()")
+    assert re.match(
+        r"rank 0: lost DataLoader worker 1 \(pid \d+, killed by SIGKILL\) before batch [01] of epoch 0", said
+    )
+
+
+def lost_to_a_signal(ending: int, elsewhere: bool) -> str:
+    def train() -> None:
+        for number, _ in enumerate(loader_of(num_workers=2, batch_size=2)):
+            if number == 1:
+                os.kill(multiprocessing.active_children()[0].pid or 0, ending)
+                until = time.monotonic() + 20
+                while elsewhere and time.monotonic() < until:
+                    time.sleep(0.01)
+
+    with pytest.raises(DataError) as caught:
+        train()
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("ending", "said", "cause"),
     [
@@ -345,26 +375,21 @@ def test_a_killed_worker_is_named_with_rank_and_batch() -> None:
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_a_worker_killed_at_any_time_is_named(ending: signal.Signals, said: str, cause: str, elsewhere: bool) -> None:
     """torch raises where the main thread happens to be, in the step or in the loader, or a batch cannot be opened."""
-    loader = loader_of(num_workers=2, batch_size=2)
+    message = alone(f"lost_to_a_signal({int(ending)}, {elsewhere})")
+    assert re.match(rf"rank 0: lost DataLoader worker \d \(pid \d+, {said}\) .*{cause}", message)
 
-    def train() -> None:
-        for number, _ in enumerate(loader):
-            if number == 1:
-                os.kill(multiprocessing.active_children()[0].pid or 0, ending)
-                until = time.monotonic() + 20
-                while elsewhere and time.monotonic() < until:
-                    time.sleep(0.01)
 
-    with pytest.raises(DataError, match=rf"rank 0: lost DataLoader worker \d \(pid \d+, {said}\) .*{cause}"):
-        train()
+def lost_by_another_loader() -> str:
+    list(loader_of(num_workers=1))  # our handler is there
+    loader: Any = torch.utils.data.DataLoader(Broken(0, kill=True), num_workers=1)
+    with pytest.raises(RuntimeError) as caught:
+        list(loader)
+    assert not isinstance(caught.value, DataError)
+    return str(caught.value)
 
 
 def test_an_error_of_a_worker_that_is_not_ours_stays_torchs() -> None:
-    list(loader_of(num_workers=1))  # our handler is there
-    loader: Any = torch.utils.data.DataLoader(Broken(0, kill=True), num_workers=1)
-    with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
-        list(loader)
-    assert not isinstance(caught.value, DataError)
+    assert "DataLoader worker" in alone("lost_by_another_loader()")
 
 
 def test_batch_size_makes_a_sampler_of_global_batches() -> None:
