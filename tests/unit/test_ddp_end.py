@@ -7,18 +7,24 @@ from pathlib import Path
 from processes import paceline, script
 
 SHORT = """
-import atexit, os, torch, torch.distributed as dist
+import atexit, os, time, torch, torch.distributed as dist
 from paceline import DistributedDataParallel
 
-def runners():
+def counted():
     tasks = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
     return tasks.count("pt_gloo_runloop")
 
+def runners(expected):  # a thread names itself once it runs
+    until = time.monotonic() + 10
+    while counted() != expected and time.monotonic() < until:
+        time.sleep(0.05)
+    return counted()
+
 dist.init_process_group("gloo")
-atexit.register(lambda: open(f"runners-{os.environ['RANK']}", "w").write(f"{before} {runners()}"))
+atexit.register(lambda: open(f"runners-{os.environ['RANK']}", "w").write(f"{before} {runners(2)}"))
 model = DistributedDataParallel(torch.nn.Linear(4, 2))
 model(torch.randn(3, 4)).sum().backward()
-before = runners()
+before = runners(4)
 dist.destroy_process_group()
 """
 
@@ -29,4 +35,4 @@ def test_threads_of_the_wrappers_own_gloo_group_end_before_the_interpreter_does(
     assert ended.returncode == 0, ended.stderr
     for rank in range(2):
         before, at_exit = map(int, (tmp_path / f"runners-{rank}").read_text().split())
-        assert before - at_exit == 2  # the others are of the group that torch made, where the wrapper runs nothing
+        assert (before, at_exit) == (4, 2)  # the others are of the group that torch made, where the wrapper runs nothing
