@@ -35,4 +35,5 @@ def test_threads_of_the_wrappers_own_gloo_group_end_before_the_interpreter_does(
     assert ended.returncode == 0, ended.stderr
     for rank in range(2):
         before, at_exit = map(int, (tmp_path / f"runners-{rank}").read_text().split())
-        assert (before, at_exit) == (4, 2)  # the others are of the group that torch made, where the wrapper runs nothing
+        # The two that are left are of the group that torch made, where the wrapper runs nothing.
+        assert (before, at_exit) == (4, 2)
