@@ -308,7 +308,8 @@ class Reducer:
             if self.replica_check is not None:
                 drift = yield from self.replica_check.run(statuses)
             self._publish(apart)
-            self._adopt_order(self._control.order())
+            if not self._order_known:
+                self._adopt_order(self._control.order())
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
             self._phase = Phase.BROKEN
             raise

@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from paceline.ddp.channel import Channel
+from paceline.ddp.channel import Channel, gather_numbers
 from paceline.errors import DesyncError
 
 
@@ -53,24 +53,22 @@ def average_sparse(
         DesyncError: if ranks give gradients with other numbers of sparse dimensions.
     """
     parts = {index: mine[index].detach().coalesce() for index in indices if index in mine}
-    # Per rank and parameter: how many entries it has, and over how many dimensions they are spread.
-    sizes = torch.zeros(channel.size, len(indices), 2, dtype=torch.int64)
-    for at, index in enumerate(indices):
-        if index in parts:
-            sizes[channel.rank, at] = torch.tensor([parts[index]._nnz(), parts[index].sparse_dim()])
-    launched = channel.all_reduce(sizes)
-    yield True
-    channel.wait(launched, "exchange of the sizes of sparse gradients")
+    # Per parameter: how many entries it has on this rank, and over how many dimensions they are spread.
+    pairs = [(parts[index]._nnz(), parts[index].sparse_dim()) if index in parts else (0, 0) for index in indices]
+    flat = [number for pair in pairs for number in pair]
+    sizes = yield from gather_numbers(channel, flat, "exchange of the sizes of sparse gradients")
 
     gathered = []
     for at, index in enumerate(indices):
-        dims = {dim for dim in sizes[:, at, 1].tolist() if dim}
+        dims = {row[2 * at + 1] for row in sizes} - {0}
         if len(dims) != 1:
             raise DesyncError(
                 f"rank {channel.rank}: the gradient of {names[index]!r} has {sorted(dims)} sparse dimensions on "
                 "different ranks; use the same layers on every rank"
             )
-        gathered.append(_Gathered(parameters[index], parts.get(index), sizes[:, at, 0].tolist(), dims.pop(), channel))
+        gathered.append(
+            _Gathered(parameters[index], parts.get(index), [row[2 * at] for row in sizes], dims.pop(), channel)
+        )
     yield True
     return {index: one.average(scale, channel) for index, one in zip(indices, gathered, strict=True)}
 

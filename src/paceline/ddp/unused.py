@@ -11,10 +11,9 @@ import warnings
 from collections.abc import Generator, Sequence
 from typing import Literal
 
-import torch
 from torch import nn
 
-from paceline.ddp.channel import Channel
+from paceline.ddp.channel import Channel, gather_numbers
 from paceline.errors import UnusedParameterWarning, UsageError
 from paceline.rollcall import named_ranks
 
@@ -53,16 +52,11 @@ class UnusedReport:
             return None
         if self._mode == "warn":
             self._known.update(asked)
-        without = torch.zeros(self._channel.size, len(asked), dtype=torch.int64)
         idle = len(absent) == len(self._names)
         lacking = set() if idle else set(absent)
-        without[self._channel.rank] = torch.tensor(
-            [index in lacking and self._parameters[index].requires_grad for index in asked]
-        )
-        launched = self._channel.all_reduce(without)
-        yield True
-        self._channel.wait(launched, "exchange of unused parameters")
-        return unused_message([self._names[index] for index in asked], without.t().tolist())
+        mine = [int(index in lacking and self._parameters[index].requires_grad) for index in asked]
+        without = yield from gather_numbers(self._channel, mine, "exchange of unused parameters")
+        return unused_message([self._names[index] for index in asked], list(zip(*without, strict=True)))
 
     def say(self, message: str | None) -> None:
         """Warn, or raise.
