@@ -149,6 +149,16 @@ class Delegating(dist.ProcessGroup):
             "all their ranks with dist.new_group(ranks)"
         )
 
+    def register_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """torch 2.15's, which C++ calls around its own collectives alone.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(f"rank {self.rank()}: the paceline backend calls no hooks around collectives; use 'gloo'")
+
+    register_post_hook = register_pre_hook
+
     def monitored_barrier(self, *arguments: Any, **options: Any) -> Any:
         """Gloo's; ``dist.monitored_barrier`` itself refuses every backend whose name is not ``gloo``."""
         self._runner.drain()
