@@ -170,6 +170,8 @@ def native_names(world: World) -> dict[str, int]:
         "reduce_scatter_single": lambda: dist.reduce_scatter_single(small, large),
         "functional": lambda: functional.all_gather_tensor(small, 0, group).wait(),
     }
+    if not hasattr(dist, "all_gather_single"):  # before torch 2.13
+        del calls["all_gather_single"], calls["reduce_scatter_single"]
     taken = {}
     for name, call in calls.items():
         before = group._engine._posted
