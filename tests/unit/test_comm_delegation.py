@@ -119,7 +119,12 @@ def not_native(world: World) -> Any:
 
 def loosely(world: World, operation: Callable[[World], Any]) -> Any:
     warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames collectives
-    return operation(world)
+    try:
+        return operation(world)
+    except RuntimeError as error:
+        if not str(error).startswith("Backend gloo does not support"):
+            raise
+        return "missing"
 
 
 @pytest.mark.parametrize(
@@ -141,6 +146,8 @@ def loosely(world: World, operation: Callable[[World], Any]) -> Any:
 def test_what_is_delegated_gives_gloos_result(pools: dict[str, Ranks], operation: Callable[[World], Any]) -> None:
     ours = pools["paceline"].run(loosely, operation)
     theirs = pools["gloo"].run(loosely, operation)
+    if isinstance(theirs[0], str):  # torch 2.11's has no all_to_all
+        pytest.skip("Gloo of this torch does not have it")
     for our, their in zip(ours, theirs, strict=True):
         assert _plain(our) == _plain(their)
 

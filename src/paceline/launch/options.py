@@ -38,9 +38,17 @@ NOT_OURS = ("--print-completion", "--print_completion")
 
 def parser() -> ArgumentParser:
     """torchrun's parser, with options of our own in front, and mistakes as :class:`UsageError`."""
+    from torch.distributed.argparse_util import env
     from torch.distributed.run import get_args_parser
 
     made: ArgumentParser = get_args_parser()
+    if "--shutdown-timeout" not in made._option_string_actions:  # torch 2.11, whose own launcher always waits 30 s
+        made.add_argument(
+            *("--shutdown-timeout", "--shutdown_timeout"),
+            action=env,
+            type=int,
+            help="Seconds that ranks have to end after a signal to the launcher. Default 30.",
+        )
     made.prog, made.usage = "paceline run", USAGE
     made.description, made.formatter_class = ABOUT, RawDescriptionHelpFormatter
     ours = made.add_argument_group("options")
