@@ -283,9 +283,8 @@ class Backward:
         parts.ledger.synchronized()
         # An order that is empty says that rank 0 had no data, so it is asked for again next time.
         if not parts.arrivals.order_known and (order := parts.control.order()):
-            parts.control.forget_order()
             parts.storage.assign_in(order)
-            parts.arrivals.use_layout(parts.storage.layout, order_known=True)
+            parts.follow_layout()
 
 
 def _task_gone(backward: Backward | None) -> None:

@@ -107,6 +107,11 @@ class EngineParts:
             unused=UnusedReport(self.options.unused, names, parameters, channel),
         )
 
+    def follow_layout(self) -> None:
+        """Use the buckets as they are from now on; the order of arrival is no longer asked for."""
+        self.control.forget_order()
+        self.arrivals.use_layout(self.storage.layout, order_known=True)
+
     def release(self) -> None:
         """Take off what was put on the parameters."""
         self.arrivals.close()

@@ -28,10 +28,9 @@ from paceline.ddp.engine.concurrent_wrappers import begin_others, enter, settle_
 from paceline.ddp.engine.exception_recovery import restore_gradients, settle
 from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.new_parameters import Settled
-from paceline.ddp.engine.optimizer_in_backward import InBackward
+from paceline.ddp.engine.optimizer_in_backward import InBackward, optimizer_inside
 from paceline.ddp.engine.parts import EngineParts, GradientHook
 from paceline.ddp.engine.pending_forwards import Forward, Forwards
-from paceline.ddp.engine.shared_parameters import Share
 from paceline.ddp.transport.channel import Pausing
 from paceline.ddp.transport.finisher import Finisher
 from paceline.errors import CommunicationError, ReplicaMismatch, UsageError
@@ -54,11 +53,13 @@ class Reducer(GradientEngine):
         """The forwards whose backward has not come yet."""
         self._backward = Backward(self._parts)
         """The backward under way, or one that was ended by an exception; an idle one between two."""
-        self._accumulators = Accumulators(self._parts.given)
-        """Tell whether the graph under way accumulates into one of the parameters."""
-        self._in_backward = InBackward(self._parts.given)
-        """Optimizers that are tied to parameters, and step at the end of backward."""
+        self._notice(self._parts.given)
         enter(self)
+
+    def _notice(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Look out for `parameters` of the module, the new ones included, when a backward begins."""
+        self._accumulators = Accumulators(parameters)  # tell whether the graph under way accumulates into any of them
+        self._in_backward = InBackward(parameters)  # optimizers that are tied to them, and step at the end of backward
 
     @property
     def storage(self) -> BucketSet:
@@ -83,12 +84,7 @@ class Reducer(GradientEngine):
         self.settle_aborted()
         self.storage.use_named(layout)
         self._parts.arrivals.observed = []
-        self._use_layout()
-
-    def _use_layout(self) -> None:
-        """Follow the buckets as they are from now on; the order of arrival is no longer asked for."""
-        self._parts.control.forget_order()
-        self._parts.arrivals.use_layout(self.storage.layout, order_known=True)
+        self._parts.follow_layout()
 
     def check_finite(self, enabled: bool) -> None:
         """Look for NaN and Inf in gradients, or not, from the next backward on."""
@@ -168,7 +164,9 @@ class Reducer(GradientEngine):
         parts.channel.expect_open()
         share = parts.sharing.begin()
         try:
-            self._expect_no_optimizer_inside(share)
+            is_stepped_inside = bool(self._in_backward) or parts.finisher.steps_inside
+            if is_stepped_inside and share.elsewhere:
+                raise optimizer_inside(parts.names[min(share.elsewhere)])
             shadowed = parts.join.is_active and parts.join.tell(Event.BACKWARD)
             self._look_for_newcomers()
             parts.newcomers.begin()
@@ -239,8 +237,7 @@ class Reducer(GradientEngine):
     def _look_for_newcomers(self) -> None:
         parts = self._parts
         if parts.newcomers.look():
-            together = [*parts.given, *parts.newcomers.parameters()]
-            self._in_backward, self._accumulators = InBackward(together), Accumulators(together)
+            self._notice([*parts.given, *parts.newcomers.parameters()])
             pairs = zip(parts.given, parts.local, strict=True)
             parts.parameters[:] = [parts.newcomers.stand_in(given, local) for given, local in pairs]
 
@@ -253,8 +250,7 @@ class Reducer(GradientEngine):
             self._backward.enter(Phase.BROKEN)
             raise
         self._backward = Backward(self._parts)
-        self._accumulators = Accumulators(self._parts.given)
-        self._in_backward = InBackward(self._parts.given)
+        self._notice(self._parts.given)
 
     # -- without a backward, and after one that failed ----------------------------------------------------------
 
@@ -296,15 +292,6 @@ class Reducer(GradientEngine):
                 "longer agree on where they are; start again from the last checkpoint"
             )
         settle_all()
-
-    def _expect_no_optimizer_inside(self, share: Share) -> None:
-        inside = bool(self._in_backward) or self._parts.finisher.steps_inside
-        if inside and share.elsewhere:
-            name = self._parts.names[min(share.elsewhere)]
-            raise UsageError(
-                f"one backward runs through two DistributedDataParallel that share {name!r}, and an optimizer steps "
-                "inside it, which would see only one's part; use an optimizer outside of backward"
-            )
 
     def expect_idle(self) -> None:
         """Refuse to go on where a backward has not come to its end."""
