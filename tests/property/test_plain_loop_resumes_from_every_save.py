@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.data import DataLoader
-from paceline.fingerprint import weights_sha256
+from paceline.digests import weights_sha256
 from paceline.train import Evaluation, evaluate
 from paceline.world import World
 from trainings import digest, relative_difference

@@ -143,7 +143,7 @@ class Keep:
         found: int | None = None
         for step in sorted(notes):
             value = notes[step].metadata.get(self.metric or "")
-            if not _is_number(value) or math.isnan(value):
+            if value is None or not _is_number(value) or math.isnan(value):
                 continue
             other = None if found is None else notes[found].metadata[self.metric or ""]
             if other is None or (value > other if self.better == "max" else value < other):
