@@ -1,11 +1,18 @@
-"""Files that a command was asked to write: refused before the work where they cannot be written, written after it."""
+"""What a command leaves: tables on stdout, and files, which are refused before the work where they cannot be written."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
 from paceline.errors import UsageError
+
+UNBOUNDED = 10_000
+"""Wider than any table, in characters."""
 
 
 def check_file(option: str, file: str | None) -> None:
@@ -36,3 +43,15 @@ def write_file(option: str, file: str | None, text: str) -> None:
         Path(file).write_text(text, "utf-8")
     except OSError as error:
         raise UsageError(f"{option} {file} cannot be written: {error.strerror}; choose another file") from error
+
+
+def print_table(table: Table) -> None:
+    """Print `table` to stdout without cutting a column.
+
+    A pipe or a file has no width, and gets every column as wide as its contents; what rich assumes there, 80 characters
+    or ``COLUMNS``, would cut them. On a terminal columns that can wrap do so first.
+    """
+    console = Console()
+    natural = Measurement.get(console, console.options.update(max_width=UNBOUNDED), table)
+    console.width = max(console.width, natural.minimum if console.is_terminal else natural.maximum)
+    console.print(table)

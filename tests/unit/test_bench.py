@@ -14,12 +14,14 @@ from test_cli import run
 
 from paceline.bench.config import BACKENDS, OPS, BenchConfig, parse_names, parse_sizes
 from paceline.bench.plot import Panel, plot
+from paceline.bench.report import table
 from paceline.bench.rows import Row, bus_factor, fitted
 from paceline.bench.variants import OURS
 from paceline.comm.algorithms import build
 from paceline.comm.cost import Model
 from paceline.errors import UsageError
 from paceline.launch import job as launching
+from paceline.outputs import print_table
 from processes import Running, gone_after, paceline
 
 
@@ -115,6 +117,34 @@ def test_a_plot_of_one_rank_or_one_size_is_drawn_too() -> None:
     once = [Row("broadcast", "gloo", None, 2, 4096, 1024, 1e-5, 0)]
     assert "all-reduce, 1 rank on 1 core<" in plot(alone, 1, ".svg")
     assert plot(once, 2, ".svg").count("<circle") == 1
+
+
+PLAIN = re.compile(r"\x1b\[[\d;]*m")
+
+
+@pytest.mark.parametrize("columns", [None, "30", "80", "200"])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_column_is_cut_however_narrow_or_unknown_the_window(
+    columns: str | None, terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A pipe has no width, and rich takes it for 80 characters: the last columns of a long tensor became "…".
+    for name, value in (("COLUMNS", columns), ("FORCE_COLOR", "1" if terminal else None)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    rows = [
+        Row("broadcast", name, None, 16, nbytes, nbytes // 4, seconds, 0, 2 * seconds)
+        for nbytes, seconds in ((1024, 1e-5), (64 * 2**30, 1234.5))
+        for name in ("scatter-all-gather", "linear")
+    ]
+    print_table(table("broadcast", rows, 2))
+    out = PLAIN.sub("", capsys.readouterr().out)
+    assert "…" not in out
+    whole = [line.split() for line in out.splitlines() if "linear" in line or "gather" in line]
+    assert [line[:4] for line in whole] == [
+        [str(row.nbytes), str(row.count), row.variant, f"{1e6 * row.seconds:.1f}"] for row in rows
+    ]
+    assert [line[-1] for line in whole] == [f"{2e6 * row.seconds:.1f}" for row in rows]
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {

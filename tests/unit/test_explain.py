@@ -237,6 +237,31 @@ def test_tables_fit_a_terminal(what: str, ranks: int) -> None:
     assert max(map(len, said.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("what", KNOWN)
+@pytest.mark.parametrize("ranks", ["2", "8", str(MOST_RANKS)])
+def test_tables_lose_nothing_through_a_pipe(
+    what: str, ranks: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert run(monkeypatch, "explain", what, "--ranks", ranks) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    body = [line for line in out.splitlines() if line.startswith("│")]
+    wide = [line for line in printed(what, int(ranks), width=1000).splitlines() if line.startswith("│")]
+    assert body == wide
+
+
+@pytest.mark.parametrize("what", KNOWN)
+@pytest.mark.parametrize("columns", ["20", "50", "80"])
+def test_tables_wrap_and_cut_nothing_on_a_narrow_terminal(
+    what: str, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run(monkeypatch, "explain", what, "--ranks", "4") == 0
+    assert "…" not in capsys.readouterr().out
+
+
 def test_overlap_pictures_say_what_the_arithmetic_says() -> None:
     of = timeline.example(4)
     assert of.at_the_end.full[-1] == pytest.approx(timeline.BACKWARD)

@@ -18,8 +18,8 @@ SPELLED_OUT = 6
 def schedule_table(schedule: Schedule) -> Table:
     """What each rank holds of each chunk, at the start and after every step."""
     table = Table(title=title_of(schedule), caption=_reading(schedule), title_justify="left", caption_justify="left")
-    table.add_column("after")
-    table.add_column("rank", justify="right")
+    table.add_column("after", no_wrap=True, min_width=len(f"step {len(schedule.steps)}"))
+    table.add_column("rank", justify="right", no_wrap=True)
     for chunk in range(schedule.chunks):
         table.add_column(chunk_name(chunk) if schedule.chunks > 1 else "tensor", no_wrap=True)
     table.add_column("receives")
