@@ -1,4 +1,4 @@
-"""What a command leaves: tables on stdout, and files, which are refused before the work where they cannot be written."""
+"""Tables that a command prints, and files that it writes, which are refused before the work if they cannot be."""
 
 from __future__ import annotations
 
