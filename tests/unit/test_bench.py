@@ -15,14 +15,14 @@ from test_cli import run
 
 from paceline.bench.config import BACKENDS, OPS, BenchConfig, parse_names, parse_sizes
 from paceline.bench.plot import HIGH, TOP, Panel, plot
-from paceline.bench.report import table
+from paceline.bench.result_page import table
 from paceline.bench.rows import Row, bus_factor, fitted
 from paceline.bench.variants import OURS
 from paceline.comm.algorithms import build
-from paceline.comm.cost import Model
+from paceline.comm.algorithms.cost import Model
 from paceline.errors import UsageError
 from paceline.launch import job as launching
-from paceline.outputs import print_table
+from paceline.output_tables import print_table
 from processes import Running, gone_after, paceline
 
 
@@ -135,7 +135,7 @@ def test_the_plot_has_a_title_and_titled_axes_with_units() -> None:
 def test_without_gloo_the_plot_says_what_its_times_are_relative_to() -> None:
     rows = [row for row in rows_of(Model(1e-4, 1e-9)) if row.variant != "gloo"]
     words = words_of(plot(rows, 2, ".svg"))
-    assert "all-reduce: time relative to ring's, 4 ranks on 2 cores" in words
+    assert "all-reduce: time relative to ring_all_reduce's, 4 ranks on 2 cores" in words
     assert not any("Gloo" in one for one in words)
 
 

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from paceline.checkpoint import documents, storage, tensorfile
+from paceline import documents
+from paceline.checkpoint import storage, tensorfile
 from paceline.checkpoint.codec import STORABLE, Encoder, Unencodable, decode
 
 

@@ -15,8 +15,9 @@ from test_cli import run
 
 from browser import run_in_page
 from paceline.comm.algorithms import Schedule, build
-from paceline.explain import exchange, timeline
-from paceline.explain.command import KNOWN, SCHEDULES, scenes, tables
+from paceline.explain import ring_exchange as exchange
+from paceline.explain import timeline
+from paceline.explain.explain_command import KNOWN, SCHEDULES, scenes, tables
 from paceline.explain.page import page
 from paceline.explain.scene import MOST_RANKS, Scene
 from paceline.explain.sheet import sheet
@@ -295,8 +296,7 @@ def test_tables_fit_a_terminal(what: str, ranks: int) -> None:
     assert max(map(len, said.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("what", KNOWN)
-@pytest.mark.parametrize("ranks", ["4", str(MOST_RANKS)])
+@pytest.mark.parametrize(("what", "ranks"), [*((what, "4") for what in KNOWN), ("ring", str(MOST_RANKS))])
 def test_tables_lose_nothing_through_a_pipe(
     what: str, ranks: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.checkpoint import codec, documents, manifest, verify
+from paceline import documents
+from paceline.checkpoint import codec, manifest, verify
 from paceline.checkpoint.codec import Encoder, Unencodable
 from paceline.errors import UsageError
 

@@ -1,0 +1,38 @@
+"""Files that a command was asked to write: refused before the work where they cannot be written, written after it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from paceline.errors import UsageError
+
+
+def check_file(option: str, file: str | None) -> None:
+    """Refuse, before the work, a `file` that could not be written after it.
+
+    Raises:
+        UsageError: names `option`, such as ``"--json"``, and the reason.
+    """
+    if file is None:
+        return
+    path = Path(file).absolute()
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {file}: the folder {path.parent} does not exist; make it, or choose another file")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "it is a folder" if path.is_dir() else "permission denied"
+        raise UsageError(f"{option} {file} cannot be written: {reason}; choose another file")
+
+
+def write_file(option: str, file: str | None, text: str) -> None:
+    """Write `text` to `file`, if there is one.
+
+    Raises:
+        UsageError: names `option` and the reason.
+    """
+    if file is None:
+        return
+    try:
+        Path(file).write_text(text, "utf-8")
+    except OSError as error:
+        raise UsageError(f"{option} {file} cannot be written: {error.strerror}; choose another file") from error
