@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -33,7 +34,7 @@ assert paceline.__version__ == importlib.metadata.version("paceline")
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="paceline-wheel-") as folder:
         place = Path(folder)
-        run(ROOT, sys.executable, "-m", "build", "--outdir", str(place), str(ROOT))
+        run(place, sys.executable, "-m", "build", "--outdir", str(place), str(copy_sources(place / "sources")))
         [sdist], [wheel] = place.glob("*.tar.gz"), place.glob("*.whl")
         check_sdist(sdist)
         check_wheel(wheel)
@@ -50,6 +51,18 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
+def tracked(*folders: str) -> list[str]:
+    return [name for name in run(ROOT, "git", "ls-files", *folders).splitlines() if (ROOT / name).exists()]
+
+
+def copy_sources(place: Path) -> Path:
+    """Copy the repository's files alone: what an earlier build left would put files into the sdist, too."""
+    for name in tracked():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, place / name)
+    return place
+
+
 def check(right: bool, complaint: str) -> None:
     if not right:
         raise SystemExit(f"error: {complaint}")
@@ -58,7 +71,7 @@ def check(right: bool, complaint: str) -> None:
 def check_sdist(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    missing = sorted(set(run(ROOT, "git", "ls-files").splitlines()) - held)
+    missing = sorted(set(tracked()) - held)
     check(not missing, f"the sdist lacks {', '.join(missing)}; name them in MANIFEST.in")
 
 
@@ -66,8 +79,7 @@ def check_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
         [metadata] = (message_from_bytes(archive.read(name)) for name in held if name.endswith(".dist-info/METADATA"))
-    tracked = run(ROOT, "git", "ls-files", "src").splitlines()
-    missing = sorted({name.removeprefix("src/") for name in tracked} - held)
+    missing = sorted({name.removeprefix("src/") for name in tracked("src")} - held)
     check(not missing, f"the wheel lacks {', '.join(missing)}; name them in [tool.setuptools.package-data]")
     check(any("/licenses/LICENSE" in name for name in held), "the wheel lacks the LICENSE")
     check(metadata["Description-Content-Type"] == "text/markdown", "the README is not announced as Markdown")
