@@ -14,6 +14,7 @@ only the first event of a step is told, by which each learns that.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
@@ -55,11 +56,13 @@ class Joining(Joinable):
     _delayed: Sequence[tuple[str, nn.Parameter]]
     _buffers_to_sync: Buffers
     _rest: BuffersAtRest
+    _replica_check: Any = None
     _comm_hooks: list[Any]
     _trained: list[tuple[str, nn.Parameter]]
     buffer_hook: Any
 
     _stage = Stage.IDLE
+    _is_joining = False
     _has_joined = False
     """Whether it was ever part of a ``join``."""
     _present: Sequence[int] = (0,)
@@ -112,7 +115,7 @@ class Joining(Joinable):
             self._wake()  # all ranks come here, which may not be so in the copy's first backward
         if isinstance(self._reducer, Reducer):
             self._layers = layers_to_shadow(self.module, self.process_group)
-            self._reducer.tell = self._tell
+            self._is_joining = True
             for index, layer in enumerate(self._layers):
                 layer.announce = partial(self._tell, Event.LAYER, index)
         return _Hook(self)
@@ -204,8 +207,8 @@ class Joining(Joinable):
             self._buffers_to_sync.run_hook(self.buffer_hook.buffer_comm_hook, self.buffer_hook.buffer_comm_hook_state)
         else:
             self._buffers_to_sync.broadcast(self._channel, self._present[0])
-            if isinstance(self._reducer, Reducer) and self._reducer.replica_check is not None:
-                self._reducer.replica_check.note_buffers(self._buffers_to_sync.named())
+            if self._replica_check is not None:
+                self._replica_check.note_buffers(self._buffers_to_sync.named())
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -271,8 +274,25 @@ class Joining(Joinable):
         for layer in self._layers:
             layer.announce = None
         self._layers = ()
-        if isinstance(self._reducer, Reducer):
-            self._reducer.tell = None
+        self._is_joining = False
+
+
+class EventsOf:
+    """The events of `wrapper`'s ``join``, for its reducer."""
+
+    def __init__(self, wrapper: Joining) -> None:
+        self._wrapper = weakref.ref(wrapper)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a ``join`` is under way."""
+        wrapper = self._wrapper()
+        return wrapper is not None and wrapper._is_joining
+
+    def tell(self, event: Event) -> bool:
+        """Say what comes next."""
+        wrapper = self._wrapper()
+        return wrapper is not None and wrapper._tell(event)
 
 
 class _Hook(JoinHook):

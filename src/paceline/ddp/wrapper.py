@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,9 +52,10 @@ from paceline.ddp.engine.dormant import Asleep
 from paceline.ddp.engine.mean_losses import MeanLosses
 from paceline.ddp.engine.module_changes import ModuleWatch, Named
 from paceline.ddp.engine.new_parameters import Newcomers, OnChange
+from paceline.ddp.engine.parts import make_parts
 from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.engine.single_rank import SoloReducer
-from paceline.ddp.join import Joining
+from paceline.ddp.join import EventsOf, Joining
 from paceline.ddp.sync_control import SyncControl
 from paceline.ddp.torch_compat.copying import Copyable
 from paceline.ddp.torch_compat.hooks import TakesHooks
@@ -63,7 +65,7 @@ from paceline.ddp.transport.channel import Channel, open_channel
 from paceline.torch_internals.autograd import is_in_backward
 from paceline.torch_internals.compile import call_module, compiled_below, never_compiled
 from paceline.torch_internals.dtensor import local_of
-from paceline.tracing import Recorder
+from paceline.tracing import FORWARD, Recorder
 from paceline.unwrapping import plain_name
 
 
@@ -244,13 +246,24 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self._buffers_to_sync, channel, lambda: bool((call := wanted()) and call()), may_differ=buffers_may_differ
         )
         newcomers = Newcomers(self._watch, channel, self._on_change())
-        self._reducer = reducer = Reducer(
-            self._trained, channel, self._ledger, self._options, self._recorder, newcomers, self._rest
-        )
         if self._check_replicas_every:
-            reducer.replica_check = ReplicaCheck(
+            self._replica_check = ReplicaCheck(
                 self._check_replicas_every, self._watch.named_parameters, self._ledger, channel
             )
+        self._reducer = reducer = Reducer(
+            partial(
+                make_parts,
+                self._trained,
+                channel,
+                self._ledger,
+                self._options,
+                self._recorder,
+                newcomers,
+                self._rest,
+                EventsOf(self),
+                self._replica_check,
+            )
+        )
         self._guard = StepGuard([one for _, one in self._trained], self._ledger, reducer.local_gradient)
         finalize(self, reducer.close)
         return reducer
@@ -301,7 +314,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if not torch.is_grad_enabled():
             return self._call_module(None, inputs, kwargs)
         on_local = self._begin_forward()
-        output = self._call_module(self, inputs, kwargs)
+        with self._recorder.span(FORWARD):
+            output = self._call_module(self, inputs, kwargs)
         self._end_forward(output, on_local)
         return output
 
@@ -315,7 +329,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @never_compiled
     def _end_forward(self, output: Any, on_local: Callable[[], None]) -> None:
-        self._reducer.watch(tensors_in(output), on_local)
+        self._reducer.watch_outputs(tensors_in(output), on_local)
         if self._channel is not None and self.training and self.do_sync and self._check_sync_bufs_post_fwd():
             self._tell(Event.BUFFERS)
             self._exchange_buffers()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import Protocol
 
 from torch import Tensor
 
@@ -46,6 +47,17 @@ class Event(IntEnum):
     """That backward has no more of its own; what is left is to wait for the buckets. The step is over."""
     LOCAL = 5
     """A backward under ``no_sync`` is over, and with it the step."""
+
+
+class JoinEvents(Protocol):
+    """Where an engine says what comes next, for ranks that ran out of data inside ``join``."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a ``join`` is under way; :meth:`tell` is called only then."""
+
+    def tell(self, event: Event) -> bool:
+        """Say, before a collective, what it is; returns whether any rank ran out of data."""
 
 
 @dataclass(frozen=True)

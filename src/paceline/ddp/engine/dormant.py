@@ -28,7 +28,7 @@ class Asleep:
     def check_finite(self, enabled: bool) -> None:
         """Nothing yet; the reducer that wakes up asks the wrapper's options."""
 
-    def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+    def watch_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward."""
         forward = Forward(self._ledger.forward_in_block())
         for output in outputs:

@@ -63,7 +63,7 @@ class SoloReducer:
         """Look for NaN and Inf in gradients, or not, from the next backward on."""
         self._check_finite = enabled
 
-    def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+    def watch_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward, in case its micro-batch is weighted."""
         self._in_backward.take_over()
         block = self._ledger.forward_in_block()

@@ -85,6 +85,7 @@ class Copyable:
             "_watch",
             "_buffers_to_sync",
             "_rest",
+            "_replica_check",
             "_recorder",
             "_comm_hooks",
         )

@@ -35,6 +35,7 @@ from paceline.ddp.transport.grad_bucket import GradBucket
 from paceline.errors import CommunicationError, DesyncError, HookError, PacelineError
 from paceline.rollcall import named_ranks
 from paceline.torch_internals.dtensor import is_sharded
+from paceline.tracing import BUCKET_WAIT, Recorder
 
 Hook = Callable[[Any, Any], Any]
 GRACE_S = 5.0
@@ -184,7 +185,14 @@ class HookFinisher:
             raise
         return _Answer(future, bucket.flat, shown, where, self._timeout)
 
-    def wait(self, buckets: Sequence[Launched], block: Launched, channel: Channel, control: ControlBlock) -> None:
+    def wait(
+        self,
+        buckets: Sequence[Launched],
+        block: Launched,
+        channel: Channel,
+        control: ControlBlock,
+        recorder: Recorder,
+    ) -> None:
         """Put what the hook answered into the buckets.
 
         Raises:
@@ -199,9 +207,10 @@ class HookFinisher:
         channel.wait(block, CONTROL)
         _expect_none([rank for rank, status in enumerate(control.statuses()) if status.hook_failed], self._rank)
         failure: Exception | None = None
-        for answer in buckets:
+        for number, answer in enumerate(buckets):
             try:
-                answer.wait()
+                with recorder.span(BUCKET_WAIT, number):
+                    answer.wait()
             except Exception as error:
                 failure = failure or error
         self._agree(failure, channel)
@@ -210,19 +219,17 @@ class HookFinisher:
         """Collective: raise on every rank if any has a `failure`."""
         if isinstance(failure, CommunicationError):
             raise failure
-        verdict = torch.zeros(channel.size, dtype=torch.float64)
-        verdict[channel.rank] = failure is not None
-        launched = channel.all_reduce(verdict)
+        verdict, launched = channel.gather_rows(torch.tensor(float(failure is not None), dtype=torch.float64))
         if failure is not None:
             channel.linger(launched, GRACE_S)
             raise failure
         channel.wait(launched, "exchange of whether communication hooks have failed")
         _expect_none(verdict.nonzero().flatten().tolist(), self._rank)
 
-    def scale(self, flat: Tensor, notes: Notes) -> None:
+    def scale(self, bucket: Bucket, notes: Notes) -> None:
         """Turn the mean over all ranks into that over the weights, or over the ranks that count, where these differ."""
         if any(int(weighting) & (WEIGHTED | UNCOUNTED) for _, weighting in notes):
-            flat.mul_(scale_of(notes) * len(notes))
+            bucket.flat.mul_(scale_of(notes) * len(notes))
 
 
 def _expect_none(failed: Sequence[int], rank: int) -> None:
