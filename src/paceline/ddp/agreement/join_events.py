@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import Protocol
 
 from torch import Tensor
 
@@ -46,6 +47,21 @@ class Event(IntEnum):
     """That backward has no more of its own; what is left is to wait for the buckets. The step is over."""
     LOCAL = 5
     """A backward under ``no_sync`` is over, and with it the step."""
+
+
+class JoinEvents(Protocol):
+    """Tells the ranks that ran out of data, inside ``join``, what this rank does next."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the wrapper is inside ``join``. Outside nobody has to be told anything."""
+
+    @property
+    def source(self) -> int:
+        """The rank whose buffers all ranks take over: the first that has data, rank 0 outside ``join``."""
+
+    def tell(self, event: Event) -> bool:
+        """Tell of a collective that comes next; returns whether ranks without data take part in it."""
 
 
 @dataclass(frozen=True)

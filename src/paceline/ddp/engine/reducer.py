@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from paceline.buckets import arrival_order
 from paceline.ddp.agreement.control_block import ControlBlock
-from paceline.ddp.agreement.join_events import Event
+from paceline.ddp.agreement.join_events import Event, JoinEvents
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weighting import scale_of
 from paceline.ddp.config import Options
-from paceline.ddp.consistency.buffers_at_rest import BuffersAtRest
+from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.gradient_check import expect_equal_gradients
 from paceline.ddp.consistency.replica_check import ReplicaCheck
 from paceline.ddp.consistency.unused_parameters import UnusedReport
@@ -36,6 +36,7 @@ from paceline.ddp.engine.arrivals import Arrivals
 from paceline.ddp.engine.backward import Backward, Gear
 from paceline.ddp.engine.bucket_set import BucketSet
 from paceline.ddp.engine.concurrent_wrappers import begin_others, enter, settle_all
+from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.new_parameters import Newcomers, Settled
 from paceline.ddp.engine.optimizer_in_backward import InBackward
 from paceline.ddp.engine.pending_forwards import Forward, Forwards
@@ -62,15 +63,8 @@ class Phase(Enum):
 
 
 @class_never_compiled
-class Reducer:
+class Reducer(GradientEngine):
     """Owns the buckets of one wrapper and carries each synchronized backward from its start to its end."""
-
-    sync_enabled: bool
-    """False inside ``no_sync``: a backward that starts now stays local."""
-    exposed_seconds: float
-    """Time waited for communication at the end of backwards, in seconds, since the wrapper was made."""
-    tell: Callable[[Event], bool] | None
-    """Inside ``join``, tells ranks that ran out of data how this backward goes; returns whether there are any."""
 
     def __init__(
         self,
@@ -80,7 +74,10 @@ class Reducer:
         options: Options,
         recorder: Recorder,
         newcomers: Newcomers,
-        buffers: BuffersAtRest,
+        buffers: BufferSync,
+        *,
+        join_events: JoinEvents,
+        replica_check: ReplicaCheck | None,
     ) -> None:
         self._name(named_parameters)
         self.storage = BucketSet(
@@ -93,7 +90,7 @@ class Reducer:
         )
         self.sync_enabled = True
         self.exposed_seconds = 0.0
-        self.tell = None
+        self._join_events = join_events
         self._channel, self._ledger = channel, ledger
         self._options, self._newcomers, self._buffers = options, newcomers, buffers
         self.sharing = Sharing(self.names, self._given, self.parameters, ledger, channel.members)
@@ -110,7 +107,7 @@ class Reducer:
             AllReduce(Algorithms(channel, options.algorithm) if options.algorithm else channel, ledger),
             self.sharing,
         )
-        self.replica_check: ReplicaCheck | None = None
+        self.replica_check = replica_check
         self._phase = Phase.IDLE
         self._aborted = self._owes_launch = self._is_settling_abort = False
         self._forwards = Forwards(ledger, self.backward_reached)
@@ -160,7 +157,7 @@ class Reducer:
 
     # -- 1. backward starts -------------------------------------------------------------------------------------
 
-    def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+    def watch_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward: the first sign of its backward, before any gradient of ours is there.
 
         `on_local` is called if that backward turns out to be local, inside ``no_sync``.
@@ -188,6 +185,23 @@ class Reducer:
         self._forwards.came(forward)
         if self._phase is Phase.IDLE and torch.is_grad_enabled():  # autograd.grad(…, create_graph=True)
             self._arrivals.hook_all()
+
+    @property
+    def tell(self) -> Callable[[Event], bool] | None:
+        """Inside ``join``, tells ranks that ran out of data how this backward goes; returns whether there are any."""
+        return self._join_events.tell if self._join_events.is_active else None
+
+    def connected(self) -> Reducer:
+        """Return this reducer."""
+        return self
+
+    def bucket_bytes(self) -> list[int]:
+        """Size of each bucket, in the order of launch."""
+        return [bucket.flat.numel() * bucket.flat.element_size() for bucket in self.storage.buckets]
+
+    def named_layout(self) -> list[list[str]]:
+        """Names of the parameters in each bucket, in the order of launch."""
+        return self.storage.named_layout()
 
     def _stay_local(self, on_local: Callable[[], None]) -> None:
         self.sharing.expect_no_average()
@@ -291,14 +305,12 @@ class Reducer:
                 self.tell(Event.END)
             self._ledger.status.changed = self._newcomers.have_gradients()
             mine = backward.launch_rest(aborted=self._aborted, order=self._observed_order())
-            if self.tell is None:  # inside join, every forward tells of a broadcast of its own
-                self._buffers.launch()
+            self._buffers.launch()
             self.sharing.launched(backward.absent)
             self._phase = Phase.SETTLING
             yield True
             statuses = backward.wait()
-            if self._buffers.settle() and self.replica_check is not None:
-                self.replica_check.note_buffers(self._buffers.named())
+            self._buffers.settle()
             self.exposed_seconds += backward.exposed_seconds
             scale = scale_of([one.note for one in statuses])
             apart = yield from average_apart(self._gear, mine, scale)
@@ -494,7 +506,7 @@ class Reducer:
         self._newcomers.close()
         self._forwards.close()
         self.sharing.close()
-        self._task = self.tell = None
+        self._task = None
 
     def _release(self) -> None:
         self._arrivals.close()
