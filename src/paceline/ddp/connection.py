@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.initial_sync import make_equal
 from paceline.ddp.consistency.replica_check import ReplicaCheck
 from paceline.ddp.engine.new_parameters import Newcomers, OnChange
+from paceline.ddp.engine.parts import make_parts
 from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.join import JoinedSteps
 from paceline.ddp.replica import Replica
@@ -108,7 +110,8 @@ def _average_over(
         hook=lambda: None if (model := alive()) is None else vars(model).get("buffer_hook"),
         may_differ=buffers_may_differ,
     )
-    reducer = Reducer(
+    make = partial(
+        make_parts,
         replica.trained,
         channel,
         replica.ledger,
@@ -116,10 +119,10 @@ def _average_over(
         recorder,
         Newcomers(replica.watch, channel, on_change),
         buffers,
-        join_events=joined_steps,
-        replica_check=replica_check,
+        joined_steps,
+        replica_check,
     )
-    return Connection(channel, joined_steps, buffers, reducer)
+    return Connection(channel, joined_steps, buffers, Reducer(make))
 
 
 def while_alive(method: Callable[Arguments, Result]) -> Callable[Arguments, Result | None]:

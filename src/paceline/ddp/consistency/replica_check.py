@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.transport.channel import Channel, gather_numbers
+from paceline.ddp.transport.channel import Channel, Pausing, gather_numbers
 from paceline.digests import quick_digest
 from paceline.rollcall import named_ranks
 from paceline.torch_internals.dtensor import local_of
@@ -58,11 +58,8 @@ class ReplicaCheck:
         if self._is_due(self._ledger.status.optimizer_steps):
             self._buffers = {f"buffer {name}": quick_digest(local_of(buffer)) for name, buffer in buffers.items()}
 
-    def run(self, statuses: Sequence[Status]) -> Generator[bool, None, str | None]:
-        """If a check is due on all ranks, make it; returns one sentence on what differs, or None.
-
-        Pauses, by yielding ``True``, where something was launched and other wrappers may go first.
-        """
+    def run(self, statuses: Sequence[Status]) -> Pausing[str | None]:
+        """If a check is due on all ranks, make it; returns one sentence on what differs, or None."""
         steps = statuses[0].optimizer_steps
         # A rank that ran out of data, inside join(), takes no steps; it gets the others' model at the end.
         stands_apart = any(one.aborted or one.joined or one.optimizer_steps != steps for one in statuses)

@@ -8,12 +8,12 @@ count, nor does a parameter that was frozen.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
 from paceline.ddp.config import UnusedParameters
-from paceline.ddp.transport.channel import Channel, gather_numbers
+from paceline.ddp.transport.channel import Channel, Pausing, gather_numbers
 from paceline.errors import UnusedParameterWarning, UsageError
 from paceline.rollcall import named_ranks
 
@@ -27,11 +27,8 @@ class UnusedReport:
         self._mode, self._names, self._parameters, self._channel = mode, names, parameters, channel
         self._known: set[int] = set()
 
-    def look(self, missing: Sequence[int], absent: Sequence[int]) -> Generator[bool, None, str | None]:
-        """What is to be said of parameters `missing` on some rank, of which this rank lacks the `absent` ones.
-
-        Pauses, by yielding ``True``, where something was launched and other wrappers may go first.
-        """
+    def look(self, missing: Sequence[int], absent: Sequence[int]) -> Pausing[str | None]:
+        """What is to be said of parameters `missing` on some rank, of which this rank lacks the `absent` ones."""
         asked = [index for index in missing if index not in self._known]
         if not asked or self._mode == "allow":
             return None

@@ -22,6 +22,8 @@ class Arrivals:
 
     observed: list[int]
     """Parameters in the order in which their gradients arrived, in a backward with a hook for every parameter."""
+    order_known: bool
+    """Whether buckets are in the order of arrival, so that few hooks do."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], hook: Callable[[int, Tensor], None]) -> None:
         self.observed = []
@@ -34,7 +36,7 @@ class Arrivals:
 
     def use_layout(self, layout: list[list[int]], *, order_known: bool) -> None:
         """Follow other buckets; with `order_known`, hooks are left to the last parameter of each."""
-        self._layout, self._order_known = layout, order_known
+        self._layout, self.order_known = layout, order_known
         self._bucket_of = {index: at for at, indices in enumerate(layout) for index in indices}
         if order_known and not self.observed:
             self.observed = [index for indices in layout for index in indices]
@@ -44,7 +46,7 @@ class Arrivals:
 
     def begin(self, *, clear: bool, hook_all: bool = False) -> None:
         """A backward begins; `clear` if no parameter has a gradient yet, `hook_all` as in :meth:`hook_all`."""
-        self._every = not (clear and self._order_known)
+        self._every = not (clear and self.order_known)
         if self._every:
             self.observed = []
             self._seen = bytearray(len(self._parameters))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from paceline.ddp.agreement.control_block import Status, non_finite
 from paceline.ddp.consistency.initial_sync import first_difference
-from paceline.ddp.engine.backward import Gear
 from paceline.ddp.engine.module_changes import NON_FINITE, SPARSE, Change, ModuleWatch, Named
+from paceline.ddp.engine.parts import EngineParts
 from paceline.ddp.engine.second_pass import launch_late, settle_late
 from paceline.ddp.engine.sparse import as_dense, average_sparse
-from paceline.ddp.transport.channel import Channel, gather_numbers
+from paceline.ddp.transport.channel import Channel, Pausing, gather_numbers
 from paceline.ddp.transport.finisher import AllReduce
 from paceline.digests import quick_digest
 from paceline.errors import PacelineError, ReplicaMismatch, UsageError
@@ -81,27 +81,25 @@ class Newcomers:
         """Whether this rank has gradients of new parameters, at the end of backward."""
         return self._change is not None and self._change.has_gradient()
 
-    def settle(self, statuses: Sequence[Status], scale: float, gear: Gear) -> Generator[bool, None, Settled | None]:
+    def settle(self, statuses: Sequence[Status], scale: float, parts: EngineParts) -> Pausing[Settled | None]:
         """If a rank has gradients of new parameters, compare the ranks' changes; average them if all changed alike.
-
-        Pauses, by yielding ``True``, where something was launched and other wrappers may go first.
 
         Args:
             statuses: what every rank reported in this backward.
             scale: what sums over ranks are multiplied with.
-            gear: the parts of this backward.
+            parts: the parts of this backward.
         """
         if any(one.aborted for one in statuses) or not any(one.changed for one in statuses):
             return None
         change = self._change or self.watch.unchanged()
         error = yield from _compare(change, self._channel)
-        if error is None and not isinstance(gear.finisher, AllReduce):
+        if error is None and not isinstance(parts.finisher, AllReduce):
             error = _beside_a_hook(change)
         if error is None:
             error = _unfit(change)
         averages: dict[int, Tensor] = {}
         if error is None:
-            codes = yield from gather_numbers(self._channel, change.codes(check_finite=gear.check_finite), _WHAT)
+            codes = yield from gather_numbers(self._channel, change.codes(check_finite=parts.check_finite), _WHAT)
             error = _not_finite(change, codes)
             if error is None:
                 averages = yield from _average(change, codes, scale, self._channel)
@@ -129,7 +127,7 @@ class Newcomers:
             self._change.close()
 
 
-def _compare(change: Change, channel: Channel) -> Generator[bool, None, PacelineError | None]:
+def _compare(change: Change, channel: Channel) -> Pausing[PacelineError | None]:
     """The error of a change that is not the same on all ranks, or whose new parameters have not the same values."""
     text = json.dumps(change.described()).encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
@@ -147,9 +145,7 @@ def _compare(change: Change, channel: Channel) -> Generator[bool, None, Paceline
     return None
 
 
-def _average(
-    change: Change, codes: list[list[int]], scale: float, channel: Channel
-) -> Generator[bool, None, dict[int, Tensor]]:
+def _average(change: Change, codes: list[list[int]], scale: float, channel: Channel) -> Pausing[dict[int, Tensor]]:
     """The averages of new parameters' gradients by index, given what every rank says of its own."""
     present = [index for index in range(len(change.new)) if any(row[index] for row in codes)]
     sparse = [index for index in present if all(row[index] in (0, SPARSE) for row in codes)]

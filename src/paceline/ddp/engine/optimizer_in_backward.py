@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from paceline.ddp.agreement.ledger import Ledger
+from paceline.errors import UsageError
 
 
 class InBackward:
@@ -45,3 +46,11 @@ class InBackward:
                     optimizer.step()
                 parameter.grad = None
         ledger.status.optimizer_steps = min(before + 1, ledger.status.optimizer_steps)
+
+
+def optimizer_inside(name: str) -> UsageError:
+    """The error of an optimizer that steps inside a backward through two wrappers, which share parameter `name`."""
+    return UsageError(
+        f"one backward runs through two DistributedDataParallel that share {name!r}, and an optimizer steps "
+        "inside it, which would see only one's part; use an optimizer outside of backward"
+    )

@@ -58,6 +58,13 @@ class Forwards:
         else:
             self.is_unseen = True
 
+    def may_have_ended_in(self, *, is_common: bool) -> bool:
+        """Whether a gradient may be of a backward that no hook of an output told of.
+
+        That of a parameter which `is_common` to several wrappers may be another wrapper's.
+        """
+        return self.is_unseen or (bool(self) and (not is_common or self.are_differentiated))
+
     @property
     def are_differentiated(self) -> bool:
         """Whether derivatives were taken with ``create_graph`` since the last step, for a gradient penalty, say.

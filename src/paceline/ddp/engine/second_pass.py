@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paceline.ddp.engine.backward import Gear
+from paceline.ddp.engine.parts import EngineParts
 from paceline.ddp.engine.sparse import as_dense, average_sparse
-from paceline.ddp.transport.channel import Channel, Launched
+from paceline.ddp.transport.channel import Channel, Launched, Pausing
 
 
-def average_apart(gear: Gear, mine: Mapping[int, Tensor], scale: float) -> Generator[bool, None, dict[int, Tensor]]:
+def average_apart(parts: EngineParts, mine: Mapping[int, Tensor], scale: float) -> Pausing[dict[int, Tensor]]:
     """Average, on all ranks alike, what the control block says is in no bucket on some rank.
 
-    Pauses, by yielding ``True``, where something was launched and other wrappers may go first.
-
     Args:
-        gear: whose control block has been summed, and whose buckets hold averages.
+        parts: whose control block has been summed, and whose buckets hold averages.
         mine: this rank's late deltas and sparse gradients, by parameter.
         scale: what sums over ranks are multiplied with.
 
     Returns:
         The averages that are in no bucket, by parameter. Where a bucket has a part of it, the rest was added there.
     """
-    sparse, late = gear.control.apart()
-    targets = {index: _target(gear, index) for index in late}
+    sparse, late = parts.control.apart()
+    targets = {index: _target(parts, index) for index in late}
     if late:
         dense = {index: as_dense(mine[index]) for index in late if index in mine}
-        launched = launch_late(dense, targets, gear.channel)
+        launched = launch_late(dense, targets, parts.channel)
         yield True
-        settle_late(launched, targets, scale, gear.channel)
-    averages = {index: target for index, target in targets.items() if index in gear.storage.outside}
+        settle_late(launched, targets, scale, parts.channel)
+    averages = {index: target for index, target in targets.items() if index in parts.storage.outside}
     if sparse:
-        averages |= yield from average_sparse(sparse, mine, gear.parameters, gear.names, scale, gear.channel)
+        averages |= yield from average_sparse(sparse, mine, parts.parameters, parts.names, scale, parts.channel)
     return averages
 
 
-def _target(gear: Gear, index: int) -> Tensor:
+def _target(parts: EngineParts, index: int) -> Tensor:
     """Where the sum of late deltas is added."""
-    if index in gear.storage.outside:
-        return torch.zeros_like(gear.parameters[index].detach())
-    return gear.storage.views[index]
+    if index in parts.storage.outside:
+        return torch.zeros_like(parts.parameters[index].detach())
+    return parts.storage.views[index]
 
 
 @dataclass

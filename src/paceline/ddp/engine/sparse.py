@@ -9,13 +9,13 @@ ranks: the result has the same bits everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from paceline.ddp.transport.channel import Channel, gather_numbers
+from paceline.ddp.transport.channel import Channel, Pausing, gather_numbers
 from paceline.errors import DesyncError
 
 
@@ -43,11 +43,10 @@ def average_sparse(
     names: Sequence[str],
     scale: float,
     channel: Channel,
-) -> Generator[bool, None, dict[int, Tensor]]:
+) -> Pausing[dict[int, Tensor]]:
     """Average the sparse gradients of parameters `indices`, of which this rank holds `mine`; the rest count as zero.
 
-    Pauses, by yielding ``True``, where something was launched and other wrappers may go first. Returns the averages,
-    coalesced, by parameter.
+    Returns the averages, coalesced, by parameter.
 
     Raises:
         DesyncError: if ranks give gradients with other numbers of sparse dimensions.

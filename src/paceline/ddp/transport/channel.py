@@ -15,13 +15,18 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, _broadcast_coalesced
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+    _broadcast_coalesced,
+)
 
 from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.comm.own_group import is_alive, open_own_group
@@ -29,6 +34,15 @@ from paceline.comm.shm.header import Note
 from paceline.ddp.agreement.weighting import scale_of
 from paceline.errors import CommunicationError, PacelineError
 from paceline.rollcall import called_by_all, collective, failed
+
+Result = TypeVar("Result")
+Pausing: TypeAlias = Generator[bool, None, Result]
+"""Work at the end of a synchronized backward that launches collectives and later waits for them.
+
+It yields True after a launch, and whoever runs it may first run other wrappers up to their next pause. So all wrappers
+of a backward launch before any of them waits, and ranks whose wrappers end in different order do not wait for each
+other in a circle. Inside another such function it is run by ``yield from``, which hands its result on.
+"""
 
 
 class Launched(Protocol):
@@ -100,15 +114,59 @@ class Channel:
         if tensors:
             self.run("broadcast", _broadcast_coalesced, self.group, list(tensors), 25 * 2**20, source)
 
+    def reduce_scatter(self, flat: Tensor) -> Launched:
+        """Launch the sum of `flat` over all ranks, of which each gets its own shard, in place; see :meth:`shard`.
+
+        The rest of `flat` is not to be used afterwards.
+
+        Raises:
+            ValueError: if the ranks' number does not divide the number of elements.
+        """
+        options = ReduceScatterOptions()
+        options.asyncOp = True
+        work: dist.Work = self.group._reduce_scatter_base(self.shard(flat), flat, options)
+        self._outstanding += 1
+        return work
+
+    def all_gather(self, flat: Tensor) -> Launched:
+        """Launch the gathering of every rank's shard of `flat` into all of it, in place.
+
+        Raises:
+            ValueError: as in :meth:`reduce_scatter`.
+        """
+        options = AllgatherOptions()
+        options.asyncOp = True
+        work: dist.Work = self.group._allgather_base(flat, self.shard(flat), options)
+        self._outstanding += 1
+        return work
+
+    def shard(self, flat: Tensor) -> Tensor:
+        """This rank's part of `flat`: the rank-th of as many equal parts as there are ranks; a view."""
+        length, rest = divmod(flat.numel(), self.size)
+        if rest:
+            raise ValueError(f"{flat.numel()} elements cannot be cut into {self.size} equal shards; pad them")
+        return flat[self.rank * length : (self.rank + 1) * length]
+
+    def gather_rows(self, row: Tensor) -> tuple[Tensor, Launched]:
+        r"""Launch the gathering of every rank's `row`, of which all have the same shape and dtype, on the CPU.
+
+        Returns:
+            A tensor of shape (ranks, *shape of a row), which is whole once the collective is waited for.
+        """
+        # As a sum to which each rank contributes its own row: every backend has that, and whole numbers stay exact.
+        table = torch.zeros(self.size, *row.shape, dtype=row.dtype)
+        table[self.rank] = row
+        return table, self.all_reduce(table)
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, in the order of ranks."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.zeros(self.size, dtype=torch.int64)
-        sizes[self.rank] = len(mine)
-        self.wait(self.all_reduce(sizes), "all-gather of sizes")
-        table = torch.zeros(self.size, int(sizes.max()), dtype=torch.uint8)
-        table[self.rank, : len(mine)] = mine
-        self.wait(self.all_reduce(table), "all-gather")
+        sizes, launched = self.gather_rows(torch.tensor(len(mine)))
+        self.wait(launched, "all-gather of sizes")
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        table, launched = self.gather_rows(padded)
+        self.wait(launched, "all-gather")
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(table, sizes.tolist(), strict=True)]
 
     def wait(self, launched: Launched, what: str) -> None:
@@ -215,14 +273,9 @@ class _InSharedMemory:
             self._copy = None
 
 
-def gather_numbers(channel: Channel, numbers: Sequence[int], what: str) -> Generator[bool, None, list[list[int]]]:
-    """Every rank's `numbers`, of which all have as many, as a sum to which each rank contributes its own row.
-
-    Pauses, by yielding ``True``, after the launch: other wrappers may go first.
-    """
-    table = torch.zeros(channel.size, len(numbers), dtype=torch.int64)
-    table[channel.rank] = torch.tensor(numbers, dtype=torch.int64)
-    launched = channel.all_reduce(table)
+def gather_numbers(channel: Channel, numbers: Sequence[int], what: str) -> Pausing[list[list[int]]]:
+    """Every rank's `numbers`, of which all have as many, in the order of ranks; `what` names it in errors."""
+    table, launched = channel.gather_rows(torch.tensor(numbers, dtype=torch.int64))
     yield True
     channel.wait(launched, what)
     rows: list[list[int]] = table.tolist()

@@ -220,19 +220,17 @@ class HookFinisher:
         """Collective: raise on every rank if any has a `failure`."""
         if isinstance(failure, CommunicationError):
             raise failure
-        verdict = torch.zeros(channel.size, dtype=torch.float64)
-        verdict[channel.rank] = failure is not None
-        launched = channel.all_reduce(verdict)
+        verdict, launched = channel.gather_rows(torch.tensor(float(failure is not None), dtype=torch.float64))
         if failure is not None:
             channel.linger(launched, GRACE_S)
             raise failure
         channel.wait(launched, "exchange of whether communication hooks have failed")
         _expect_none(verdict.nonzero().flatten().tolist(), self._rank)
 
-    def scale(self, flat: Tensor, notes: Notes) -> None:
+    def scale(self, bucket: Bucket, notes: Notes) -> None:
         """Turn the mean over all ranks into that over the weights, or over the ranks that count, where these differ."""
         if any(int(weighting) & (WEIGHTED | UNCOUNTED) for _, weighting in notes):
-            flat.mul_(scale_of(notes) * len(notes))
+            bucket.flat.mul_(scale_of(notes) * len(notes))
 
 
 def _expect_none(failed: Sequence[int], rank: int) -> None:

@@ -50,8 +50,8 @@ class Finisher(Protocol):
     def wait(self, buckets: Sequence[Launched], block: Launched, channel: Channel, control: ControlBlock) -> None:
         """Wait for all that :meth:`launch` returned, in its order, and for the control block."""
 
-    def scale(self, flat: Tensor, notes: Notes) -> None:
-        """Make what came back into a bucket the average."""
+    def scale(self, bucket: Bucket, notes: Notes) -> None:
+        """Make what came back into a bucket the average, or the part of it that this rank is to hold."""
 
 
 class Sums(Protocol):
@@ -96,12 +96,12 @@ class AllReduce:
             channel.wait(launched, f"all-reduce of gradient bucket {at}")
         channel.wait(block, CONTROL)
 
-    def scale(self, flat: Tensor, notes: Notes) -> None:
+    def scale(self, bucket: Bucket, notes: Notes) -> None:
         """Multiply the sums, unless the channel has done so."""
-        if flat.dtype is torch.float16:
-            flat.mul_(scale_of(notes) * self._channel.size)
+        if bucket.flat.dtype is torch.float16:
+            bucket.flat.mul_(scale_of(notes) * self._channel.size)
         elif not self._channel.scales:
-            flat.mul_(scale_of(notes))
+            bucket.flat.mul_(scale_of(notes))
 
 
 class Finished:
