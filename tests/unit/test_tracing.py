@@ -26,7 +26,7 @@ BUCKETS = 2
 def train(folder: Path) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    model = DistributedDataParallel(net, bucket_cap_mb=3e-4, recorder=recorder)
+    model = DistributedDataParallel(net, bucket_cap_mb=3e-4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(torch.randn(32, 8, generator=torch.Generator().manual_seed(1)))
     checkpointer = Checkpointer(folder)

@@ -135,8 +135,7 @@ class Checkpointer:
 
     def _save(self, step: int, metadata: Mapping[str, Any] | None, protect: bool) -> Path:
         world = self._world()
-        captures: list[Capture] = []
-        given: list[Notes] = []
+        captures, given = list[Capture](), list[Notes]()
 
         def capture_all() -> None:
             given.append(notes.check(metadata, protect))

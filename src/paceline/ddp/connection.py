@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.comm.forking import finalize
-from paceline.ddp.config import Options, check_broadcast
+from paceline.ddp.config import Options
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.initial_sync import make_equal
 from paceline.ddp.consistency.replica_check import ReplicaCheck
@@ -20,6 +20,7 @@ from paceline.ddp.engine.new_parameters import NewParameters, OnChange
 from paceline.ddp.engine.parts import make_parts
 from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.join import JoinedSteps
+from paceline.ddp.module_checks import check_broadcast
 from paceline.ddp.replica import Replica
 from paceline.ddp.transport.channel import Channel, open_channel
 from paceline.torch_internals.dtensor import local_of

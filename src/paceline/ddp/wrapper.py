@@ -16,17 +16,10 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 
+from paceline import tracing
 from paceline.buckets import FIRST_CAPACITY
 from paceline.ddp.agreement.step_guard import StepGuard
-from paceline.ddp.config import (
-    Algorithm,
-    InitSync,
-    Options,
-    UnusedParameters,
-    check_devices,
-    check_initialized,
-    choose_group,
-)
+from paceline.ddp.config import Algorithm, InitSync, Options, UnusedParameters, choose_group
 from paceline.ddp.connection import Connection, connect, while_alive
 from paceline.ddp.engine.dormant import DormantEngine
 from paceline.ddp.engine.gradient_engine import GradientEngine
@@ -34,6 +27,7 @@ from paceline.ddp.engine.module_changes import Named
 from paceline.ddp.engine.pending_forwards import tensors_in
 from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.engine.single_rank import SingleRankEngine
+from paceline.ddp.module_checks import check_devices, check_initialized
 from paceline.ddp.replica import Replica
 from paceline.ddp.sync_control import SyncControl
 from paceline.ddp.torch_compat.hooks import CommHook
@@ -91,7 +85,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
             :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
             nothing, and two such wrappers must come in the same order on every rank. By default the backend's own.
-        recorder: records the spans of each step while it is on.
+        recorder: records the spans of each step while it is on; by default the process's, ``paceline.tracing.recorder``.
 
     Raises:
         UsageError: for arguments that are wrong or not supported.
@@ -178,12 +172,11 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._look_at(module)
         self._input_device = check_devices(device_ids, output_device, self.device)
         self.process_group = choose_group(process_group, device_mesh)
-        self._recorder, self.device_mesh, self.device_ids = recorder or Recorder(), device_mesh, device_ids
+        self._recorder, self.device_mesh, self.device_ids = recorder or tracing.recorder, device_mesh, device_ids
         self.output_device, self.dim, self.mixed_precision = output_device, dim, mixed_precision
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.lazy_bucket_allocation = False
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.bucket_bytes_cap_list = list(self._options.capacities if bucket_cap_mb_list else ())
         # torch.compile cuts its graphs at this size, and refuses one below torch's first bucket.
@@ -228,7 +221,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _average_with(self, engine: GradientEngine) -> None:
         self._engine = engine
-        self._guard = StepGuard(self._replica.parameters(), self._replica.ledger, engine.local_gradient)
+        self._guard = StepGuard(self._replica.parameters(), self._replica.ledger, engine.local_gradient, self._recorder)
 
     def _take_over(self, named: Named, averaged: bool) -> None:
         """Guard steps over the parameters `named`, which came after wrapping, and have them `averaged` if so."""
@@ -241,7 +234,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
         """Begin with the attributes of another wrapper; for copies and pickles."""
         nn.Module.__setstate__(self, state)
-        self.process_group, self._recorder = group, Recorder()
+        self.process_group, self._recorder = group, tracing.recorder
         self._replica = Replica(self._modules, self.parameters_to_ignore, self._options.delayed)
         self.device = self._replica.device
         self._begin(is_copy=True)

@@ -241,8 +241,7 @@ class Reducer(GradientEngine):
         parts = self._parts
         if parts.new_parameters.look():
             self._notice([*parts.given, *parts.new_parameters.parameters()])
-            pairs = zip(parts.given, parts.local, strict=True)
-            parts.parameters[:] = [parts.new_parameters.stand_in(given, local) for given, local in pairs]
+            parts.parameters[:] = map(parts.new_parameters.stand_in, parts.given, parts.local)
 
     def _take_in(self, new: AgreedChange) -> None:
         """Average from now on what the module has now."""
@@ -285,10 +284,7 @@ class Reducer(GradientEngine):
         return settle(self._backward)
 
     def settle_aborted(self) -> None:
-        """Take part in what the other ranks wait for since this rank's backward was ended by an exception.
-
-        So do all wrappers that it ran through. The other ranks learn of it from the control block, and raise.
-        """
+        """Take part in what other ranks wait for since an exception; so do all wrappers that the backward ran through."""
         if self._backward.phase is Phase.BROKEN:
             raise CommunicationError(
                 f"rank {self._parts.channel.rank}: a step of this model has failed in the middle before, so ranks no "

@@ -19,7 +19,7 @@ from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.replica import Replica
 from paceline.ddp.torch_compat.copying import copied_state, expect_default_group, portable_state
 from paceline.ddp.torch_compat.hooks import CommHook
-from paceline.ddp.transport.comm_hook import Hook
+from paceline.ddp.transport.hook_signature import Hook
 from paceline.errors import UsageError
 from paceline.unwrapping import plain_name
 
@@ -85,6 +85,7 @@ class TorchMembers:
     reducer = Face("reducer", "prepare_for_backward", "prepare_for_forward", "_rebuild_buckets")
     logger = Face("logger")
 
+    lazy_bucket_allocation = False
     _require_manual_backward_finalization = False
     should_finalize_after_backward = False
     """As in torch where manual finalization is off, which it is always."""
