@@ -85,7 +85,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
             :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
             nothing, and two such wrappers must come in the same order on every rank. By default the backend's own.
-        recorder: records the spans of each step while it is on; by default the process's, ``paceline.tracing.recorder``.
+        recorder: records spans of each step while it is on; by default the process's, ``paceline.tracing.recorder``.
 
     Raises:
         UsageError: for arguments that are wrong or not supported.

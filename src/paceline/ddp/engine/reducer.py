@@ -284,7 +284,7 @@ class Reducer(GradientEngine):
         return settle(self._backward)
 
     def settle_aborted(self) -> None:
-        """Take part in what other ranks wait for since an exception; so do all wrappers that the backward ran through."""
+        """Take part in what other ranks wait for since an exception, as do all wrappers that it ran through."""
         if self._backward.phase is Phase.BROKEN:
             raise CommunicationError(
                 f"rank {self._parts.channel.rank}: a step of this model has failed in the middle before, so ranks no "
