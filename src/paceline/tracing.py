@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of time: ``start`` and ``end`` in seconds of ``time.perf_counter``."""
+    """A stretch of time: ``start`` and ``end`` in seconds of ``time.perf_counter``."""
 
     label: str
     start: float
@@ -22,7 +22,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration in seconds."""
         return self.end - self.start
 
 

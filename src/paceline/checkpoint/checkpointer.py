@@ -1,7 +1,7 @@
-"""The Checkpointer: saves what is registered with it, and brings it back, on any number of ranks.
+"""The Checkpointer: saves the objects registered with it, and restores them, on any number of ranks.
 
-Rank 0 writes, verifies and reads; the others send it what is theirs and are sent what they need, so only rank
-0's host needs the folder. Every decision is rank 0's, and an error anywhere is an error on every rank.
+Rank 0 writes, verifies and reads. The other ranks send it their states and receive what they need, so only rank 0's
+host needs the folder. Every decision is rank 0's, and an error on any rank is an error on every rank.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Checkpointer:
         rank_consensus.decide(world, self._open)
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
-        """Let `object` be saved and restored as `name`; returns it.
+        """Register `object`, to be saved and restored as `name`; return it.
 
         A module is saved as the module inside its data-parallel wrappers, so that keys carry no ``module.``
         prefix, together with the wrapper's bucket layout where it has one.
@@ -146,7 +146,7 @@ class Checkpointer:
 
     @called_by_all("Checkpointer.latest()")
     def latest(self) -> Path | None:
-        """The newest checkpoint that is whole, down to the last byte; None if there is none.
+        """Return the path of the newest checkpoint that is whole, down to the last byte; None if there is none.
 
         Damaged ones are skipped, and rank 0 warns of each once, with the reason. The path is that on rank 0's
         host.
@@ -156,17 +156,17 @@ class Checkpointer:
 
     @called_by_all("Checkpointer.steps()")
     def steps(self) -> list[int]:
-        """Steps that have a folder, whole or damaged, in ascending order."""
+        """Return the steps that have a folder, whole or damaged, in ascending order."""
         return list(rank_consensus.decide(self._world(), lambda: self._store.steps()))
 
     @called_by_all("Checkpointer.best()")
     def best(self) -> int | None:
-        """The step of the checkpoint in which ``keep_best`` is best; None if none has it."""
+        """Return the step of the checkpoint in which ``keep_best`` is best; None if none has it."""
         return None if (found := rank_consensus.decide(self._world(), self._best)) is None else int(found)
 
     @called_by_all("Checkpointer.metadata()")
     def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """The metadata with which the checkpoint of `step`, or the newest whole one, was saved; empty without any.
+        """Return the metadata of the checkpoint of `step`, or of the newest whole one; empty if it has none.
 
         Raises:
             NoCheckpoint: if there is no such checkpoint, or its metadata are damaged.
@@ -176,7 +176,7 @@ class Checkpointer:
 
     @called_by_all("Checkpointer.restore()")
     def restore(self, step: int | None = None, allow_changed_settings: bool = False) -> int:
-        """Load the newest whole checkpoint, or that of `step`, into the registered objects; its step.
+        """Load the newest whole checkpoint, or that of `step`, into the registered objects; return its step.
 
         Later checkpoints than that of `step` stay, and a resume without `step` goes on from them: let a run that
         branches off save into a folder of its own.
@@ -217,7 +217,7 @@ class Checkpointer:
         return saved.step
 
     def close(self) -> None:
-        """Let other runs use the folder. Harmless when already closed."""
+        """Release the folder for other runs. Harmless when already closed."""
         self._closed = True
         if self._storage is not None:
             self._storage.close()
@@ -281,7 +281,7 @@ class Checkpointer:
                 )
 
     def _write(self, world: World, step: int, shared: list[Capture], own: Capture, given: Notes) -> Path:
-        """Rank 0: write everything, fetching the other ranks' states one after another."""
+        """Write everything on rank 0, which fetches the other ranks' states one after another."""
         waiting = list(range(1, world.size))
         try:
             with Draft(self._store, step, world.size) as draft:

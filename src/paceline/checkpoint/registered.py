@@ -1,4 +1,4 @@
-"""A registered object: what is saved of it, whether a saved state fits, how it gets back."""
+"""A registered object: captures its state, compares it with a saved one, and loads that."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from paceline.unwrapping import Accumulates, HasBucketLayout, plain_name, unwrap
 
 
 class Stateful(Protocol):
-    """What can say its state and take it back: modules, optimizers, schedulers, samplers, GradScaler."""
+    """An object with a state that can be taken and loaded: module, optimizer, scheduler, sampler, GradScaler."""
 
     def state_dict(self) -> Any:
-        """The state, as nested plain values and tensors."""
+        """Return the state, as nested plain values and tensors."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Bring back what :meth:`state_dict` returned."""
+        """Load a state that :meth:`state_dict` returned."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A saved object without its tensors' data: its state and, of an optimizer, the description."""
+    """A saved object without its tensors' data: its state and, for an optimizer, the description."""
 
     state: Any
     optimizer: dict[str, Any] | None
@@ -36,7 +36,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Registered:
-    """`object` under `name`; ``per_rank`` if every rank has a state of its own."""
+    """An `object` and its `name`; ``per_rank`` if every rank has a state of its own."""
 
     name: str
     object: Any
@@ -48,11 +48,11 @@ class Registered:
 
     @classmethod
     def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
-        """`object` as it is now, to be put into `peers` under `name`."""
+        """Register `object` as it is now under `name`; `peers` are the objects registered with it."""
         return cls(name, object, per_rank, peers, optimizers.options_of(object) if _is_optimizer(object) else [])
 
     def expect_whole(self, step: int) -> None:
-        """Refuse to save a model while gradients that no checkpoint holds wait for their optimizer step.
+        """Refuse to save a model while its gradients, which no checkpoint holds, wait for an optimizer step.
 
         Raises:
             UsageError: says when to save instead.
@@ -65,7 +65,7 @@ class Registered:
             )
 
     def capture(self, encoder: Encoder, prefix: str = "") -> dict[str, Any]:
-        """The node of the object's state; its tensors go to `encoder`, their names starting with `prefix`.
+        """Return the node of the object's state; its tensors go to `encoder`, their names starting with `prefix`.
 
         Raises:
             UsageError: if the state holds a value that cannot be encoded; names object and path.
@@ -90,7 +90,7 @@ class Registered:
             ) from None
 
     def check(self, saved: Outline, step: int, allow_changed: bool) -> None:
-        """Compare with `saved`, the state of `step`, whose tensors need no data, before anything is loaded.
+        """Compare with `saved`, the state of `step`, before anything is loaded. Its tensors need no data.
 
         An object with a method ``check_state_dict`` compares by itself.
 
@@ -113,11 +113,11 @@ class Registered:
             compare(saved.state)
 
     def changes(self, saved: Outline) -> list[str]:
-        """The settings of an optimizer that differ from those `saved`."""
+        """Describe the settings of an optimizer that differ from those `saved`."""
         return [] if saved.optimizer is None else optimizers.changes(self.name, self._description(), saved.optimizer)
 
     def take_over(self, saved: Outline) -> None:
-        """Give an optimizer that has loaded the state `saved` the settings of this run."""
+        """Restore this run's settings on an optimizer that has loaded the state `saved`."""
         if saved.optimizer is not None:
             optimizers.take_over(self.object, self.options, self._description(), saved.optimizer)
 
@@ -188,14 +188,14 @@ def _is_optimizer(object: Any) -> TypeGuard[torch.optim.Optimizer]:
 
 
 def _without_compile(state: Any) -> Any:
-    """`state` with keys that do not say which sub-modules are compiled; other kinds of state as they are."""
+    """Return `state` with keys that do not say which sub-modules are compiled; other kinds of state unchanged."""
     if not isinstance(state, dict) or not any("_orig_mod" in str(key) for key in state):
         return state
     return OrderedDict((_plain_path(key), value) for key, value in state.items())
 
 
 def _as_in(own: Any, state: Any) -> Any:
-    """`state` with the keys of `own`, which may be compiled in other places."""
+    """Return `state` with the keys of `own`, which may have other sub-modules compiled."""
     plain = _without_compile(state)
     if not isinstance(own, dict) or not isinstance(plain, dict) or not any("_orig_mod" in str(key) for key in own):
         return plain
@@ -206,7 +206,7 @@ def _as_in(own: Any, state: Any) -> Any:
 
 
 def _plain_path(name: str) -> str:
-    """The name of a parameter or module without what ``torch.compile`` puts into it."""
+    """Return the name of a parameter or module without the parts that ``torch.compile`` puts into it."""
     return plain_name(f"{name}.").removesuffix(".")
 
 

@@ -1,4 +1,4 @@
-"""A saved checkpoint as every rank knows it: the manifest and the state's nodes; only rank 0 reads files."""
+"""A saved checkpoint as every rank knows it: the manifest and the states' nodes. Only rank 0 reads files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GENERATORS = "rng"
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint; ``objects`` has an entry per shared object, ``ranks`` per rank one per own object."""
+    """A checkpoint: ``objects`` has an entry per shared object, ``ranks`` per rank one per object of its own."""
 
     path: Path
     manifest: Manifest
@@ -31,12 +31,12 @@ class Saved:
 
     @property
     def step(self) -> int:
-        """Its step."""
+        """The step at which it was saved."""
         return self.manifest.step
 
     @classmethod
     def open(cls, world: World, choose: Callable[[], tuple[Path, Manifest]]) -> Saved:
-        """The verified checkpoint that `choose` gives on rank 0, by path and manifest; on every rank.
+        """Open, on every rank, the verified checkpoint whose path and manifest `choose` returns on rank 0.
 
         Raises:
             CheckpointError: if ``state.json`` is malformed, which its SHA-256 does not rule out.
@@ -69,7 +69,7 @@ class Saved:
         return cls(path, known, objects, ranks)
 
     def outline(self, name: str, rank: int | None = None) -> Outline:
-        """The object `name`, with meta tensors: shapes and dtypes but no data.
+        """Return the object `name` with meta tensors: shapes and dtypes but no data.
 
         Args:
             name: under which it is registered.
@@ -91,7 +91,7 @@ class Saved:
             raise _malformed(self.path, error) from None
 
     def tensors(self, world: World, name: str) -> dict[str, torch.Tensor]:
-        """The tensors of the shared object `name`, on the CPU of every rank.
+        """Return the tensors of the shared object `name`, on the CPU of every rank.
 
         Raises:
             CheckpointError: on every rank, if rank 0 cannot read them.
@@ -100,7 +100,7 @@ class Saved:
         return {} if file is None else tensor_transfer.broadcast_tensors(world, file.tensors, self._read(world, file))
 
     def rank_tensors(self, world: World) -> dict[str, torch.Tensor]:
-        """The tensors of this rank's own state, on its CPU. Every rank calls this.
+        """Return the tensors of this rank's own state, on the CPU. Every rank calls this.
 
         Raises:
             CheckpointError: on every rank, if rank 0 cannot read them.
@@ -118,7 +118,7 @@ class Saved:
         return mine
 
     def _read(self, world: World, file: File) -> dict[str, torch.Tensor]:
-        """The tensors of `file` on rank 0, nothing on the others."""
+        """Return the tensors of `file` on rank 0, nothing on the others."""
         tensors: dict[str, torch.Tensor] = {}
 
         def read() -> None:

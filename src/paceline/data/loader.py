@@ -126,7 +126,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return self._at_last
 
     def __len__(self) -> int:
-        """Global batches in an epoch.
+        """Return the number of global batches in an epoch.
 
         Raises:
             TypeError: for a stream, whose length nobody knows.
@@ -136,11 +136,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         raise TypeError("a stream has no length; iterate it, or use a map-style data set")
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """The position: see :meth:`GlobalBatchSampler.state_dict`."""
+        """Return the position: see :meth:`GlobalBatchSampler.state_dict`."""
         return self.progress.state_dict(consumed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there: see :meth:`GlobalBatchSampler.load_state_dict`."""
+        """Continue at a saved position: see :meth:`GlobalBatchSampler.load_state_dict`."""
         self.progress.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -175,7 +175,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 progress.leave()
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """The batches of a pass, each with whether it is the last."""
+        """Yield the batches of a pass, each with whether it is the last."""
         progress, number = self.progress, self.progress.position
         if isinstance(progress, GlobalBatchStream):
             yield from _with_last(self._fetched(), progress)
@@ -186,7 +186,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             yield batch, number == progress.length
 
     def _fetched(self) -> Iterator[Any]:
-        """What torch's DataLoader brings, with failures raised."""
+        """Yield the results of torch's DataLoader; raise failures."""
         iterator = iter(self._torch_loader)
         watch(iterator, self.progress)
         try:
@@ -196,7 +196,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 _end_workers(iterator)
 
     def _unwrapped(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """What `iterator`, torch's, brings until the pass is over, with failures raised."""
+        """Yield the results of torch's `iterator` until the pass is over; raise failures."""
         awaited = self.progress.position
         while True:
             try:
@@ -228,7 +228,7 @@ def _end_workers(iterator: Any) -> None:
 
 
 class _Tickets:
-    """The sampler of the inner DataLoader: what is left of the pass."""
+    """The sampler of the inner DataLoader: yields the rest of the pass."""
 
     def __init__(self, progress: Position) -> None:
         self.progress = progress
@@ -245,7 +245,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _given(dataset: Any, sampler: GlobalBatchSampler | None) -> GlobalBatchSampler | GlobalBatchStream:
-    """The batches that come with the arguments."""
+    """Return the source of batches that the arguments contain."""
     if isinstance(dataset, GlobalBatchStream):
         if sampler is not None:
             raise UsageError("a GlobalBatchStream has its own batches; leave batch_sampler out")
@@ -270,7 +270,7 @@ def _given(dataset: Any, sampler: GlobalBatchSampler | None) -> GlobalBatchSampl
 def _made(
     dataset: Any, batch_size: int, shuffle: bool, seed: int, drop_last: bool
 ) -> GlobalBatchSampler | GlobalBatchStream:
-    """The batches that `batch_size` asks for; a bare iterable data set can be one rank's only."""
+    """Return a source with `batch_size`; a bare iterable data set works on one rank only."""
     if not isinstance(dataset, IterableDataset):
         return GlobalBatchSampler(dataset, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
     name = type(dataset).__name__
@@ -287,7 +287,7 @@ def _made(
 
 
 def _with_last(batches: Iterator[Any], stream: GlobalBatchStream) -> Iterator[tuple[Any, bool]]:
-    """A stream's batches, each with whether it is the last, which one batch fetched ahead tells."""
+    """Yield a stream's batches, each with whether it is the last, for which one batch is fetched ahead."""
     number = stream.position
     batch = next(batches, _END)
     if batch is _END and number != stream.length:
