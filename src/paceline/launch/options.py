@@ -35,7 +35,7 @@ UNUSED = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port", "local_ad
 
 
 def parser() -> ArgumentParser:
-    """torchrun's parser, with options of our own in front, and mistakes as :class:`UsageError`."""
+    """Return torchrun's parser with our own options in front; mistakes become :class:`UsageError`."""
     from torch.distributed.run import get_args_parser
 
     made: ArgumentParser = get_args_parser()
@@ -74,7 +74,7 @@ def parser() -> ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """The options that stand before the script, the script, and what follows it, which is not looked at.
+    """Parse the options before the script; the script and its own arguments are kept as they are.
 
     Raises:
         UsageError: for an option that does not exist or has no value, or if there is no script.
@@ -87,9 +87,9 @@ def parse(arguments: Sequence[str]) -> Namespace:
 
 
 def split(arguments: Sequence[str], known: Mapping[str, Action]) -> tuple[list[str], list[str]]:
-    """`arguments` up to the script, and those after it.
+    """Split `arguments` behind the script.
 
-    argparse looks at all of them, and takes a script's ``--log x`` for an ambiguous option of the launcher's.
+    argparse looks at all of them, and would take a script's ``--log x`` for an ambiguous option of the launcher.
     """
     index = 0
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] not in ("-", "--"):
@@ -105,13 +105,13 @@ def split(arguments: Sequence[str], known: Mapping[str, Action]) -> tuple[list[s
 
 
 def _or_near(name: str, known: Iterable[str]) -> str:
-    """«; did you mean --nproc?», if something `known` is near to `name`."""
+    """Return «; did you mean --nproc?», if one of the `known` names is close to `name`."""
     near = get_close_matches(name.partition("=")[0], list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def start(arguments: Sequence[str]) -> int:
-    """Do what ``paceline run`` with these `arguments` asks for; the exit code.
+    """Run ``paceline run`` with these `arguments`; return the exit code.
 
     Raises:
         UsageError: for a mistake in the arguments, before anything is started.
@@ -132,7 +132,7 @@ def start(arguments: Sequence[str]) -> int:
 
 
 def rank_command(options: Namespace) -> list[str]:
-    """What each rank runs, checked to exist."""
+    """Return the command of each rank, checked to exist."""
     script = options.training_script
     if options.run_path:
         raise UsageError("--run-path is not supported; leave it out")
@@ -157,7 +157,7 @@ def rank_command(options: Namespace) -> list[str]:
 
 
 def several_hosts(options: Namespace) -> bool:
-    """Whether the options describe more than this host.
+    """Return whether the options describe more than this host.
 
     Raises:
         UsageError: if ``--nnodes`` is malformed.
@@ -183,7 +183,7 @@ def several_hosts(options: Namespace) -> bool:
 
 
 def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
-    """The job that the options describe."""
+    """Return the job that the options describe."""
     grace = options.shutdown_timeout
     if grace is None:
         name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -228,7 +228,7 @@ def _worker_spec(options: Namespace) -> dict[str, Any]:
 
 
 def unused(options: Namespace) -> str | None:
-    """A remark that names the options that were given but mean nothing on one host."""
+    """Return a remark that names the given options that mean nothing on one host; None if there is none."""
     made = parser()
     # --standalone says that all of these are to be chosen by the launcher.
     given = [name for name in UNUSED if getattr(options, name) != made.get_default(name)]

@@ -28,7 +28,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Batch normalization over an input of shape (N, C, …) on every rank, with the statistics of all ranks together.
+    """Batch normalization of inputs of shape (N, C, …), with the statistics of all ranks together.
 
     A drop-in for ``torch.nn.SyncBatchNorm``, with its arguments, and a subclass of it, so that whoever asks for that
     class finds it. It runs on the CPU too; ranks may have batches of different sizes, or none. Statistics are
@@ -82,7 +82,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return normalized
 
     def gather_moments(self, x: Tensor) -> Moments:
-        """Collective: the moments over all ranks, by which the running statistics are updated too."""
+        """Return the moments over all ranks, and update the running statistics. Collective."""
         if not self._is_compared:
             self._announce(_COMPARE | _code(x.dtype))
             self._compare(wide(x.dtype), x.device)
@@ -90,14 +90,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return self._combine(pack(x, self.num_features))
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Collective: the sum of `tensor` over all ranks, in place."""
+        """Sum `tensor` over all ranks, in place. Collective."""
         self._announce(tensor.numel() << 2 | _code(tensor.dtype))
         with collective("sum of SyncBatchNorm's gradients", self._group):
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def ranks(self) -> list[int]:
-        """The ranks, as the world counts them, whose statistics are joined."""
+        """Return the ranks, as the world counts them, whose statistics are joined."""
         return dist.get_process_group_ranks(self._group)
 
     def shadow(self, code: int, device: torch.device) -> None:
@@ -116,7 +116,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self.announce(code)
 
     def _compare(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Before messages of that size are exchanged, which Gloo and NCCL would do with whatever they get."""
+        """Compare the layers before messages of their size are exchanged; Gloo and NCCL would take any size."""
         mine = torch.tensor([self.num_features, _code(dtype)], device=device)
         rows = mine.new_empty(self._ranks(), 2)
         with collective("comparison of SyncBatchNorm's channels", self._group):
@@ -148,7 +148,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _track(self, moments: Moments) -> None:
-        """Update the running statistics, with the unbiased variance, as BatchNorm does; without values only count."""
+        """Update the running statistics with the unbiased variance, as BatchNorm does; without values only count."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         factor = self.momentum

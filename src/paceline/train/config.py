@@ -1,4 +1,4 @@
-"""What a training run is told, checked where it is made."""
+"""Settings of a training run, checked when they are made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.train.learning_rate import Decay, LrScaling
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long to train, with which schedule, and what to keep.
+    """Settings of a training run: its length, its schedule, and its outputs.
 
     The global batch of a step is ``accumulate`` times the loader's. Steps are optimizer steps.
 

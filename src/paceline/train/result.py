@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Result:
-    """What a run came to."""
+    """The outcome of a training run."""
 
     steps: int = 0
     """Optimizer steps since the very beginning, those before a resume included."""
