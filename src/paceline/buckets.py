@@ -49,7 +49,7 @@ def assign(
         if filled[kind] >= capacities[min(len(buckets), len(capacities) - 1)]:
             buckets.append(open_buckets.pop(kind))
             del filled[kind]
-    position = {index: at for at, index in enumerate(order)}
+    position = {index: place for place, index in enumerate(order)}
     return buckets + sorted(open_buckets.values(), key=lambda bucket: position[bucket[-1]])
 
 
@@ -58,7 +58,7 @@ def arrival_order(observed: Sequence[int], count: int) -> list[int]:
 
     A parameter that arrived more than once (reentrant checkpointing) counts where it came last.
     """
-    last = {index: at for at, index in enumerate(observed)}
+    last = {index: place for place, index in enumerate(observed)}
     seen = sorted(last, key=last.__getitem__)
     return seen + [index for index in reversed(range(count)) if index not in last]
 

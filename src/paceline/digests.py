@@ -100,9 +100,9 @@ def dataset_digest(dataset: Any) -> str:
 
 def _parts(dataset: Any) -> Iterator[bytes]:
     """Return the values that distinguish `dataset` from others."""
-    own = getattr(dataset, "fingerprint", None)
-    if isinstance(own, str):
-        yield b"fingerprint " + own.encode()
+    fingerprint = getattr(dataset, "fingerprint", None)
+    if isinstance(fingerprint, str):
+        yield b"fingerprint " + fingerprint.encode()
     elif isinstance(dataset, TensorDataset):
         for tensor in dataset.tensors:
             yield f"{tuple(tensor.shape)} {tensor.dtype} ".encode() + tensor_digest(tensor)
@@ -138,9 +138,9 @@ def outline_digest(dataset: Any) -> int:
 
 
 def _outline(dataset: Any) -> Iterator[bytes]:
-    own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
-    if isinstance(own, str):
-        yield b"fingerprint " + own.encode()
+    fingerprint = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
+    if isinstance(fingerprint, str):
+        yield b"fingerprint " + fingerprint.encode()
         return
     size = len(dataset) if hasattr(dataset, "__len__") else -1
     yield f"{type(dataset).__qualname__} {size}".encode()

@@ -81,7 +81,9 @@ def _shared_memory() -> str:
 
 
 def _limit(number: int) -> str:
-    soft, hard = ("unlimited" if one == resource.RLIM_INFINITY else str(one) for one in resource.getrlimit(number))
+    soft, hard = (
+        "unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in resource.getrlimit(number)
+    )
     return soft if soft == hard else f"{soft} (at most {hard})"
 
 

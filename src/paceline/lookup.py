@@ -81,8 +81,12 @@ class Get:
                     "ask on those ranks only"
                 )
             if what in GROUPED:
-                at = _dimension(mesh, what)
-                values = {"ws": mesh.size(at), "rank": mesh.get_local_rank(at), "pg": mesh.get_group(at)}
+                dimension = _dimension(mesh, what)
+                values = {
+                    "ws": mesh.size(dimension),
+                    "rank": mesh.get_local_rank(dimension),
+                    "pg": mesh.get_group(dimension),
+                }
             if what == "lrank" and not mesh.mesh_dim_names:
                 return mesh.get_local_rank(_dimension(mesh, what))
         if what in GROUPED:
@@ -142,7 +146,7 @@ def _expect_mesh(mesh: Any) -> DeviceMesh:
 
 def _dimensions(mesh: DeviceMesh) -> list[int]:
     """Return the dimensions along which there is more than one rank."""
-    return [at for at in range(mesh.ndim) if mesh.size(at) > 1]
+    return [index for index in range(mesh.ndim) if mesh.size(index) > 1]
 
 
 def _dimension(mesh: DeviceMesh, what: str) -> int:
@@ -159,8 +163,12 @@ def _dimension(mesh: DeviceMesh, what: str) -> int:
 
 def _device(mesh: DeviceMesh) -> torch.device:
     """Return this rank's device, of the mesh's type."""
-    kind = mesh.device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+    device_type = mesh.device_type
+    return (
+        torch.device(device_type)
+        if device_type == "cpu"
+        else torch.device(device_type, torch.get_device_module(device_type).current_device())
+    )
 
 
 get = Get()

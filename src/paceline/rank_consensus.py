@@ -137,9 +137,9 @@ def decode(raw: torch.Tensor) -> Any:
 
 def _report(error: BaseException) -> dict[str, str]:
     """Return `error` in a form from which other ranks can raise an error like it."""
-    for kind in type(error).__mro__:
-        if kind.__name__ in _KINDS and _KINDS[kind.__name__] is kind:
-            return {"error": kind.__name__, "message": str(error)}
+    for error_type in type(error).__mro__:
+        if error_type.__name__ in _KINDS and _KINDS[error_type.__name__] is error_type:
+            return {"error": error_type.__name__, "message": str(error)}
     return {"error": "CheckpointError", "message": f"{type(error).__name__}: {error}"}
 
 

@@ -89,10 +89,12 @@ def _rank() -> int:
     """Return this process's rank; before there is a process group, the one that the launcher gave it."""
     if dist.is_initialized():
         return dist.get_rank()
-    given = os.environ.get("RANK", "0")
-    if not given.isdecimal():
-        raise UsageError(f"RANK={given!r} is not a whole number >= 0; torchrun sets it, unset it to run as one process")
-    return int(given)
+    rank_text = os.environ.get("RANK", "0")
+    if not rank_text.isdecimal():
+        raise UsageError(
+            f"RANK={rank_text!r} is not a whole number >= 0; torchrun sets it, unset it to run as one process"
+        )
+    return int(rank_text)
 
 
 def rng_state() -> dict[str, Any]:

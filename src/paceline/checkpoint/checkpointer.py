@@ -131,18 +131,20 @@ class Checkpointer:
         """
         world = self._world()
         captures: list[Capture] = []
-        given: list[Notes] = []
+        checked_notes: list[Notes] = []
 
         def capture_all() -> None:
-            given.append(notes.check(metadata, protect))
+            checked_notes.append(notes.check(metadata, protect))
             self._capture(step, captures)
 
         rank_consensus.agree(world, rank_consensus.error_of(capture_all))
         self._expect_equal(world, step)
-        *shared, own = captures
+        *shared, own_states = captures
         if world.rank != 0:
-            capture.hand_over(own)
-        return Path(rank_consensus.decide(world, lambda: str(self._write(world, step, shared, own, given[0]))))
+            capture.hand_over(own_states)
+        return Path(
+            rank_consensus.decide(world, lambda: str(self._write(world, step, shared, own_states, checked_notes[0])))
+        )
 
     @called_by_all("Checkpointer.latest()")
     def latest(self) -> Path | None:
@@ -280,18 +282,18 @@ class Checkpointer:
                     "save after the same number of steps on every rank"
                 )
 
-    def _write(self, world: World, step: int, shared: list[Capture], own: Capture, given: Notes) -> Path:
+    def _write(self, world: World, step: int, shared: list[Capture], own_states: Capture, checked_notes: Notes) -> Path:
         """Write everything on rank 0, which fetches the other ranks' states one after another."""
         waiting = list(range(1, world.size))
         try:
             with Draft(self._store, step, world.size) as draft:
                 for each in shared:
                     draft.add_shared(each)
-                draft.add_own(0, own)
+                draft.add_own(0, own_states)
                 while waiting:
                     rank = waiting.pop(0)
                     draft.add_own(rank, capture.fetch(rank))
-                draft.add_notes(given)
+                draft.add_notes(checked_notes)
                 path = draft.commit()
         except (OSError, ValueError, MemoryError) as error:
             why = reason(error) if isinstance(error, OSError) else str(error) or type(error).__name__

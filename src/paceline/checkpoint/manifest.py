@@ -124,8 +124,8 @@ def _file_in(entry: Any, aliases: Any) -> File:
     if not _SHA256.fullmatch(digest):
         raise ValueError(f"the SHA-256 of {path!r} is malformed")
     tensors = {name: _spec_in(tensor) for name, tensor in entry["tensors"].items()}
-    own = {alias: _text(target) for alias, target in aliases.get(path, {}).items()}
-    if dangling := [target for target in own.values() if target not in tensors]:
+    targets = {alias: _text(target) for alias, target in aliases.get(path, {}).items()}
+    if dangling := [target for target in targets.values() if target not in tensors]:
         raise ValueError(f"an alias in {path!r} leads to {documents.shown(dangling[0])}, which is not there")
     return File(
         path=path,
@@ -134,7 +134,7 @@ def _file_in(entry: Any, aliases: Any) -> File:
         role=_text(entry["role"]),
         rank=None if entry["rank"] is None else _count(entry["rank"]),
         tensors=tensors,
-        aliases=own,
+        aliases=targets,
     )
 
 

@@ -72,9 +72,9 @@ def check(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], step: int
             f"{name!r} is of class {own['class']} in this run but of class {saved['class']!s:.80} in the checkpoint "
             f"of step {step}; build the optimizer that was saved, or start anew in another folder"
         )
-    for what in ("names", "shapes"):
-        for index, (now, before) in enumerate(zip(own[what], saved[what], strict=True)):
-            _check_group(name, index, what, now, before, step)
+    for aspect in ("names", "shapes"):
+        for index, (now, before) in enumerate(zip(own[aspect], saved[aspect], strict=True)):
+            _check_group(name, index, aspect, now, before, step)
     for change in [] if allow_changed else changes(name, own, saved):
         raise CheckpointMismatch(
             f"{change} in the checkpoint of step {step}; give the saved value, or take over this run's with "
@@ -145,16 +145,16 @@ def _uncast(now: Any, saved: Any) -> Any:
     return now
 
 
-def _check_group(name: str, index: int, what: str, now: list[Any], before: list[Any], step: int) -> None:
+def _check_group(name: str, index: int, aspect: str, now: list[Any], before: list[Any], step: int) -> None:
     remedy = "give the groups and their parameters in the order in which they were saved"
-    for place, (one, other) in enumerate(zip(now, before, strict=True)):
-        if one is None or other is None or one == other:
+    for place, (current, saved) in enumerate(zip(now, before, strict=True)):
+        if current is None or saved is None or current == saved:
             continue
-        kind = "of shape " if what == "shapes" else ""
-        one, other = (tuple(one), tuple(other)) if what == "shapes" else (repr(one), shown(other))
+        prefix = "of shape " if aspect == "shapes" else ""
+        current, saved = (tuple(current), tuple(saved)) if aspect == "shapes" else (repr(current), shown(saved))
         raise CheckpointMismatch(
-            f"parameter {place} of group {index} of {name!r} is {kind}{one} in this run but {kind}{other} in the "
-            f"checkpoint of step {step}; {remedy}"
+            f"parameter {place} of group {index} of {name!r} is {prefix}{current} in this run but {prefix}{saved} in "
+            f"the checkpoint of step {step}; {remedy}"
         )
 
 

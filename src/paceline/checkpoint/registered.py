@@ -136,9 +136,9 @@ class Registered:
             raise self._malformed(step, error) from None
         try:
             if isinstance(self.object, nn.Module):
-                own = self._target.state_dict()
-                state = _as_in(own, state)
-                metadata = _as_in(getattr(own, "_metadata", None), metadata)
+                own_state = self._target.state_dict()
+                state = _as_in(own_state, state)
+                metadata = _as_in(getattr(own_state, "_metadata", None), metadata)
             if metadata is not None:
                 state._metadata = metadata
             self._target.load_state_dict(state)
@@ -194,13 +194,17 @@ def _without_compile(state: Any) -> Any:
     return OrderedDict((_plain_path(key), value) for key, value in state.items())
 
 
-def _as_in(own: Any, state: Any) -> Any:
-    """Return `state` with the keys of `own`, which may have other sub-modules compiled."""
+def _as_in(own_state: Any, state: Any) -> Any:
+    """Return `state` with the keys of `own_state`, which may have other sub-modules compiled."""
     plain = _without_compile(state)
-    if not isinstance(own, dict) or not isinstance(plain, dict) or not any("_orig_mod" in str(key) for key in own):
+    if (
+        not isinstance(own_state, dict)
+        or not isinstance(plain, dict)
+        or not any("_orig_mod" in str(key) for key in own_state)
+    ):
         return plain
-    renamed = OrderedDict((key, plain[_plain_path(key)]) for key in own if _plain_path(key) in plain)
-    known = {_plain_path(key) for key in own}
+    renamed = OrderedDict((key, plain[_plain_path(key)]) for key in own_state if _plain_path(key) in plain)
+    known = {_plain_path(key) for key in own_state}
     renamed.update((key, value) for key, value in plain.items() if key not in known)
     return renamed
 
@@ -210,11 +214,11 @@ def _plain_path(name: str) -> str:
     return plain_name(f"{name}.").removesuffix(".")
 
 
-def _check_module(name: str, own: Mapping[str, Any], saved: Any, step: int) -> None:
+def _check_module(name: str, own_state: Mapping[str, Any], saved: Any, step: int) -> None:
     remedy = "build the model that was saved, or choose another checkpoint folder"
     if not isinstance(saved, dict):
         raise CheckpointMismatch(f"{name!r} is a module, but no module was saved as it in step {step}; {remedy}")
-    for key, value in own.items():
+    for key, value in own_state.items():
         if key not in saved:
             raise CheckpointMismatch(f"parameter {key!r} of {name!r} is not in the checkpoint of step {step}; {remedy}")
         other = saved[key]
@@ -236,13 +240,13 @@ def _check_module(name: str, own: Mapping[str, Any], saved: Any, step: int) -> N
                 f"but {value.dtype} in this run; {remedy}"
             )
     for key in saved:
-        if key not in own:
+        if key not in own_state:
             raise CheckpointMismatch(
                 f"the checkpoint of step {step} has a parameter {key!r} of {name!r}, this run's has none; {remedy}"
             )
 
 
-def _check_optimizer(name: str, own: Mapping[str, Any], saved: Any, step: int) -> None:
+def _check_optimizer(name: str, own_state: Mapping[str, Any], saved: Any, step: int) -> None:
     try:
         before = [len(group["params"]) for group in saved["param_groups"]]
     except (TypeError, KeyError):
@@ -250,7 +254,7 @@ def _check_optimizer(name: str, own: Mapping[str, Any], saved: Any, step: int) -
             f"{name!r} is an optimizer, but no optimizer was saved as it in step {step}; register it under "
             "the name that it was saved as"
         ) from None
-    now = [len(group["params"]) for group in own["param_groups"]]
+    now = [len(group["params"]) for group in own_state["param_groups"]]
     if before != now:
         raise CheckpointMismatch(
             f"{name!r} has parameter groups of {before} parameters in the checkpoint of step {step} but of "

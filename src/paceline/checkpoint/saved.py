@@ -105,17 +105,17 @@ class Saved:
         Raises:
             CheckpointError: on every rank, if rank 0 cannot read them.
         """
-        mine: dict[str, torch.Tensor] = {}
+        own_tensors: dict[str, torch.Tensor] = {}
         for rank in range(world.size):
             file = self.manifest.file(RANK_ROLE, rank)
             if file is None:
                 continue
             tensors = self._read(world, file)
             if rank == world.rank:
-                mine = tensors if rank == 0 else tensor_transfer.receive_tensors(0, file.tensors)
+                own_tensors = tensors if rank == 0 else tensor_transfer.receive_tensors(0, file.tensors)
             elif world.rank == 0:
                 tensor_transfer.send_tensors(rank, file.tensors, tensors)
-        return mine
+        return own_tensors
 
     def _read(self, world: World, file: File) -> dict[str, torch.Tensor]:
         """Return the tensors of `file` on rank 0, nothing on the others."""
@@ -152,12 +152,12 @@ def compare(entries: Collection[Registered], saved: Saved, world: World, allow_c
     """
     shared = [entry for entry in entries if not entry.per_rank]
     _compare_names({entry.name for entry in shared}, set(saved.objects), saved.step)
-    own = {entry.name for entry in entries if entry.per_rank}
+    own_names = {entry.name for entry in entries if entry.per_rank}
     for nodes in saved.ranks:
-        _compare_names(own, set(nodes) - {GENERATORS}, saved.step)
-    if own and saved.manifest.world_size != world.size:
+        _compare_names(own_names, set(nodes) - {GENERATORS}, saved.step)
+    if own_names and saved.manifest.world_size != world.size:
         raise CheckpointMismatch(
-            f"{min(own)!r} has a state per rank, saved by {saved.manifest.world_size} ranks, but this run "
+            f"{min(own_names)!r} has a state per rank, saved by {saved.manifest.world_size} ranks, but this run "
             f"has {world.size}; resume with {saved.manifest.world_size} ranks"
         )
     for entry in shared:
@@ -169,13 +169,13 @@ def compare(entries: Collection[Registered], saved: Saved, world: World, allow_c
         saved.outline(GENERATORS, world.rank)  # a malformed one is refused
 
 
-def _compare_names(own: set[str], saved: set[str], step: int) -> None:
-    if missing := sorted(own - saved):
+def _compare_names(registered: set[str], saved: set[str], step: int) -> None:
+    if missing := sorted(registered - saved):
         raise CheckpointMismatch(
             f"{missing[0]!r} is registered but not in the checkpoint of step {step}, which has "
             f"{documents.shown(sorted(saved))}; register what was saved"
         )
-    if extra := sorted(saved - own):
+    if extra := sorted(saved - registered):
         raise CheckpointMismatch(
             f"the checkpoint of step {step} has {documents.shown(extra[0])}, which is not registered as that; "
             "register what was saved"

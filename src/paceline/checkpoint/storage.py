@@ -204,8 +204,8 @@ class Storage:
                 Path(entry.path).unlink()
             if not (match := _OURS.fullmatch(entry.name)) or not entry.is_dir(follow_symlinks=False):
                 continue
-            kind, name = match.groups()
-            if kind == "replaced" and not (self.folder / name).exists():
+            state, name = match.groups()
+            if state == "replaced" and not (self.folder / name).exists():
                 (self.folder / entry.name).rename(self.folder / name)
             else:
                 shutil.rmtree(entry.path)

@@ -137,10 +137,10 @@ class Compressor(ABC):
                 "compress as it was done when it was saved"
             )
         loaded: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-        for what, kept in self._kept().items():
-            for name, tensor in state[what].items():
-                self._expect(what, name, tensor)
-            tensors = {name: tensor.to(self._parameters[name].device) for name, tensor in state[what].items()}
+        for role, kept in self._kept().items():
+            for name, tensor in state[role].items():
+                self._expect(role, name, tensor)
+            tensors = {name: tensor.to(self._parameters[name].device) for name, tensor in state[role].items()}
             loaded.append((kept, {name: tensor.clone() for name, tensor in tensors.items()}))
         for kept, tensors in loaded:
             kept.clear()
@@ -148,16 +148,16 @@ class Compressor(ABC):
         self.steps, self.bytes_on_wire = state["steps"], state["bytes_on_wire"]
         self.bytes_uncompressed = state["bytes_uncompressed"]
 
-    def _expect(self, what: str, name: str, tensor: Tensor) -> None:
-        wanted = self._shape(what, name)
+    def _expect(self, role: str, name: str, tensor: Tensor) -> None:
+        wanted = self._shape(role, name)
         if wanted is None or tensor.shape != wanted:
             have = "no such parameter" if wanted is None else f"{tuple(wanted)}"
             raise CheckpointMismatch(
-                f"the saved {what} of {name!r} have shape {tuple(tensor.shape)}, this model has {have}; load the state "
+                f"the saved {role} of {name!r} have shape {tuple(tensor.shape)}, this model has {have}; load the state "
                 "into the model and the compressor that it is from"
             )
 
-    def _shape(self, what: str, name: str) -> torch.Size | None:
+    def _shape(self, role: str, name: str) -> torch.Size | None:
         """Return the shape of a parameter's tensor; None if there is none."""
         parameter = self._parameters.get(name)
         if parameter is None:

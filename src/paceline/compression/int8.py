@@ -54,8 +54,8 @@ class Int8(TwoStage):
             mean = decode(*codes, dtype).sum(0).div_(self.size)
             rounded = encode(mean[None])
             error = mean.sub_(decode(*rounded, dtype)[0]).view(-1)
-            own = piece[self.rank * error.numel() : (self.rank + 1) * error.numel()]
-            own.add_(error[: own.numel()], alpha=self.size)
+            own_shard = piece[self.rank * error.numel() : (self.rank + 1) * error.numel()]
+            own_shard.add_(error[: own_shard.numel()], alpha=self.size)
             parts += [part.view(-1) for part in rounded]
         work, gathered = self._all_gather(torch.cat(parts))
 

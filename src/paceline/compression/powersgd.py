@@ -113,9 +113,9 @@ class PowerSGD(TwoStage):
     def _kept(self) -> dict[str, dict[str, Tensor]]:
         return {**super()._kept(), "bases": self._bases}
 
-    def _shape(self, what: str, name: str) -> torch.Size | None:
-        if what != "bases" or name not in self._parameters:
-            return super()._shape(what, name)
+    def _shape(self, role: str, name: str) -> torch.Size | None:
+        if role != "bases" or name not in self._parameters:
+            return super()._shape(role, name)
         shape = self._matrix_shape(name)
         return None if shape is None else torch.Size((shape[1], self.matrix_rank))
 
@@ -142,12 +142,12 @@ def orthonormal(matrix: Tensor) -> Tensor:
     columns = torch.zeros(-(-rows // BLOCK) * BLOCK, rank, dtype=torch.float64, device=matrix.device)
     columns[:rows] = matrix
     whole = _dots(columns, columns).sqrt()
-    for at in range(rank):
-        column = columns[:, at : at + 1]
+    for index in range(rank):
+        column = columns[:, index : index + 1]
         norm = _dots(column, column).sqrt()
-        column.mul_(torch.where(norm <= 1e-10 * whole[at], 0.0, 1 / norm))
-        if at + 1 < rank:
-            rest = columns[:, at + 1 :]
+        column.mul_(torch.where(norm <= 1e-10 * whole[index], 0.0, 1 / norm))
+        if index + 1 < rank:
+            rest = columns[:, index + 1 :]
             rest.sub_(column * _dots(column, rest))
     return columns[:rows].to(matrix.dtype)
 

@@ -53,8 +53,8 @@ class Fetch(Dataset[Any]):
             return self.collate_fn(samples)
         except Exception as error:
             where = f"batch {share.number} of epoch {share.epoch}"
-            what = f"samples {listed(share)} ({where})" if sample is None else f"sample {sample} of {where}"
-            return Failure.of(error, self.rank, what)
+            samples_text = f"samples {listed(share)} ({where})" if sample is None else f"sample {sample} of {where}"
+            return Failure.of(error, self.rank, samples_text)
 
 
 @dataclass

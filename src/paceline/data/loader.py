@@ -254,9 +254,9 @@ def _given(dataset: Any, sampler: GlobalBatchSampler | None) -> GlobalBatchSampl
         name = type(dataset).__name__
         raise UsageError(f"{name} is an IterableDataset; give GlobalBatchStream(dataset, batch_size) in its place")
     if not isinstance(sampler, GlobalBatchSampler):
-        given = "nothing" if sampler is None else f"a {type(sampler).__name__}"
+        description = "nothing" if sampler is None else f"a {type(sampler).__name__}"
         raise UsageError(
-            f"batch_sampler must be a GlobalBatchSampler, not {given}; give batch_size (samples in a global "
+            f"batch_sampler must be a GlobalBatchSampler, not {description}; give batch_size (samples in a global "
             "batch), or your order as GlobalBatchSampler(dataset, batch_size, order=…), or use torch's "
             "DataLoader"
         )

@@ -70,8 +70,8 @@ class End:
 
 def failures(ends: Sequence[End]) -> list[End]:
     """Return the ranks that failed by themselves, the cause first."""
-    own = [end for end in ends if end.code != 0 and (not end.stopped or end.record is not None)]
-    return sorted(own, key=lambda end: (end.suspicion, end.when, end.rank))
+    failed = [end for end in ends if end.code != 0 and (not end.stopped or end.record is not None)]
+    return sorted(failed, key=lambda end: (end.suspicion, end.when, end.rank))
 
 
 def missed(ends: Sequence[End]) -> list[End]:

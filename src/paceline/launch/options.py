@@ -38,10 +38,10 @@ def parser() -> ArgumentParser:
     """Return torchrun's parser with our own options in front; mistakes become :class:`UsageError`."""
     from torch.distributed.run import get_args_parser
 
-    made: ArgumentParser = get_args_parser()
-    made.prog, made.usage = "paceline run", USAGE
-    made.description, made.formatter_class = ABOUT, RawDescriptionHelpFormatter
-    ours = made.add_argument_group("options")
+    base: ArgumentParser = get_args_parser()
+    base.prog, base.usage = "paceline run", USAGE
+    base.description, base.formatter_class = ABOUT, RawDescriptionHelpFormatter
+    ours = base.add_argument_group("options")
     ours.add_argument(
         "--nproc",
         dest="nproc_per_node",
@@ -56,9 +56,9 @@ def parser() -> ArgumentParser:
         f"{TIMEOUT}, which paceline.init() reads. Default {TIMEOUT_S}, which is 10 minutes.",
     )
     # argparse shows groups in this order: what most people need first.
-    made._action_groups.sort(key=lambda group: group is not ours)
-    made._optionals.title, made._optionals.description = "torchrun's options", TORCHRUNS
-    for action in made._positionals._group_actions:
+    base._action_groups.sort(key=lambda group: group is not ours)
+    base._optionals.title, base._optionals.description = "torchrun's options", TORCHRUNS
+    for action in base._positionals._group_actions:
         action.help = SUPPRESS
 
     def refuse(message: str) -> NoReturn:
@@ -66,11 +66,11 @@ def parser() -> ArgumentParser:
             message = "there is no script to run; use: paceline run [options] script.py [its arguments]"
         unknown = message.partition("unrecognized arguments: ")[2].split()
         if unknown:
-            message = f"paceline run has no option {unknown[0]}{_or_near(unknown[0], made._option_string_actions)}"
+            message = f"paceline run has no option {unknown[0]}{_or_near(unknown[0], base._option_string_actions)}"
         raise UsageError(message)
 
-    made.error = refuse  # type: ignore[method-assign]
-    return made
+    base.error = refuse  # type: ignore[method-assign]
+    return base
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -79,9 +79,9 @@ def parse(arguments: Sequence[str]) -> Namespace:
     Raises:
         UsageError: for an option that does not exist or has no value, or if there is no script.
     """
-    made = parser()
-    own, rest = split(arguments, made._option_string_actions)
-    options = made.parse_args(own)
+    option_parser = parser()
+    own_arguments, rest = split(arguments, option_parser._option_string_actions)
+    options = option_parser.parse_args(own_arguments)
     options.training_script_args = rest
     return options
 
@@ -229,12 +229,12 @@ def _worker_spec(options: Namespace) -> dict[str, Any]:
 
 def unused(options: Namespace) -> str | None:
     """Return a remark that names the given options that mean nothing on one host; None if there is none."""
-    made = parser()
+    option_parser = parser()
     # --standalone says that all of these are to be chosen by the launcher.
-    given = [name for name in UNUSED if getattr(options, name) != made.get_default(name)]
-    if not given or options.standalone:
+    ignored = [name for name in UNUSED if getattr(options, name) != option_parser.get_default(name)]
+    if not ignored or options.standalone:
         return None
-    names = ", ".join("--" + name.replace("_", "-") for name in given)
+    names = ", ".join("--" + name.replace("_", "-") for name in ignored)
     return f"note: {names}: not used on one host; every start gets a store of its own on a free loopback port"
 
 

@@ -152,13 +152,13 @@ def install() -> None:
     if not path:
         return
 
-    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        mine = os.getpid() == process and not issubclass(kind, KeyboardInterrupt)
-        if mine:
+    def note(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_own_error = os.getpid() == process and not issubclass(error_type, KeyboardInterrupt)
+        if is_own_error:
             write(path, of(error))
             atexit.register(_leave_gloo)
-        if not mine or not is_shown_by_launcher():
-            shown(kind, error, trace)
+        if not is_own_error or not is_shown_by_launcher():
+            shown(error_type, error, trace)
 
     def leave() -> None:
         if os.getpid() == process and _read(path) is None:

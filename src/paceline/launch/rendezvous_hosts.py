@@ -46,7 +46,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
         return 0
     except ChildFailedError as error:
         failed = error.failures.items()
-        ends = [End(rank, one.exitcode, one.timestamp, False, read(one.error_file)) for rank, one in failed]
+        ends = [End(rank, end.exitcode, end.timestamp, False, read(end.error_file)) for rank, end in failed]
         say("\n".join([*remarks(ends), f"error: {headline(ends)}"]))  # each rank has shown its own traceback
         return 1
     except SignalException as stop:

@@ -39,7 +39,7 @@ class Normalize(Function):
         ctx.layer, ctx.count = layer, moments.count
         ctx.save_for_backward(x, weight, moments.mean, moments.variance)
         dtype = wide(x.dtype)
-        scale, shift = (None if one is None else one.to(dtype) for one in (weight, bias))
+        scale, shift = (None if parameter is None else parameter.to(dtype) for parameter in (weight, bias))
         return torch.native_batch_norm(x, scale, shift, moments.mean, moments.variance, False, 0.0, layer.eps)[0]
 
     @staticmethod
@@ -51,7 +51,9 @@ class Normalize(Function):
             gradients = _differentiable(x, weight, dy, ctx.count, ctx.layer)
         else:
             gradients = _gradients(x, weight, dy, mean, variance, ctx.count, ctx.layer, ctx.needs_input_grad[0])
-        dx, dw, db = (one if needed else None for one, needed in zip(gradients, ctx.needs_input_grad, strict=False))
+        dx, dw, db = (
+            gradient if needed else None for gradient, needed in zip(gradients, ctx.needs_input_grad, strict=False)
+        )
         return dx, _like(weight, dw), _like(weight, db), None
 
 

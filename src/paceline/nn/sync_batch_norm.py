@@ -117,10 +117,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def _compare(self, dtype: torch.dtype, device: torch.device) -> None:
         """Compare the layers before messages of their size are exchanged; Gloo and NCCL would take any size."""
-        mine = torch.tensor([self.num_features, _code(dtype)], device=device)
-        rows = mine.new_empty(self._ranks(), 2)
+        own_layer = torch.tensor([self.num_features, _code(dtype)], device=device)
+        rows = own_layer.new_empty(self._ranks(), 2)
         with collective("comparison of SyncBatchNorm's channels", self._group):
-            dist.all_gather(list(rows.unbind()), mine, group=self._group)
+            dist.all_gather(list(rows.unbind()), own_layer, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
         (first_width, first_code), *others = rows.tolist()
         for rank, (width, code) in zip(ranks[1:], others, strict=True):
@@ -190,15 +190,15 @@ def _convert(cls: type[SyncBatchNorm], module: nn.Module, group: Any, done: dict
 
 
 def _converted(cls: type[SyncBatchNorm], module: _BatchNorm, group: Any) -> SyncBatchNorm:
-    kind = type(module)
+    old_class = type(module)
     if isinstance(module, LazyModuleMixin):
         raise UsageError(
-            f"{kind.__name__} does not know its channels before its first forward; run one, then convert the model"
+            f"{old_class.__name__} does not know its channels before its first forward; run one, then convert the model"
         )
-    if kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
+    if old_class.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
         warnings.warn(
-            f"{kind.__name__} has a forward of its own, which is lost as the layer becomes a SyncBatchNorm; if it does "
-            "more than normalize, move that into a layer of its own",
+            f"{old_class.__name__} has a forward of its own, which is lost as the layer becomes a SyncBatchNorm; if it "
+            "does more than normalize, move that into a layer of its own",
             stacklevel=4,
         )
     converted = cls.__new__(cls)
@@ -218,19 +218,19 @@ def _fits(dtype: torch.dtype, weight: torch.dtype) -> bool:
 
 def _check(everyone: list[Report], features: int, ranks: list[int]) -> None:
     """Refuse, on all ranks alike, inputs that do not belong together."""
-    given = [(rank, report) for rank, report in zip(ranks, everyone, strict=True) if report.dims]
-    for rank, report in given:
+    inputs = [(rank, report) for rank, report in zip(ranks, everyone, strict=True) if report.dims]
+    for rank, report in inputs:
         if report.channels != features:
             raise UsageError(
                 f"SyncBatchNorm of {features} channels got an input of {report.dims} dimensions with {report.channels} "
                 f"channels on rank {rank}; inputs have shape (N, {features}, …) on every rank"
             )
-        if report.dims != given[0][1].dims:
+        if report.dims != inputs[0][1].dims:
             raise UsageError(
-                f"SyncBatchNorm got an input of {given[0][1].dims} dimensions on rank {given[0][0]} but of "
+                f"SyncBatchNorm got an input of {inputs[0][1].dims} dimensions on rank {inputs[0][0]} but of "
                 f"{report.dims} on rank {rank}; give all ranks inputs of the same kind"
             )
-    if sum(report.count for _, report in given) == 1:
+    if sum(report.count for _, report in inputs) == 1:
         raise UsageError(
             f"SyncBatchNorm got one value per channel on all {len(ranks)} ranks together, which has no variance; use "
             "a larger batch, or model.eval()"

@@ -58,12 +58,12 @@ class LossAverage:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load saved sums; with another number of ranks, rank 0 takes those of all ranks."""
         here = rank_consensus.here()
-        ranks = [[float.fromhex(value) for value in own] for own in saved["own"]]
-        own = [0.0, 0.0]
+        ranks = [[float.fromhex(value) for value in own_sums] for own_sums in saved["own"]]
+        own_sums = [0.0, 0.0]
         if len(ranks) == here.size:
-            own = ranks[here.rank]
+            own_sums = ranks[here.rank]
         elif here.rank == 0 and ranks:
-            own = [sum(values) for values in zip(*ranks, strict=True)]
-        self._own.copy_(torch.tensor(own, dtype=torch.float64))
+            own_sums = [sum(values) for values in zip(*ranks, strict=True)]
+        self._own.copy_(torch.tensor(own_sums, dtype=torch.float64))
         self._epoch.copy_(torch.tensor(saved["epoch"], dtype=torch.float64))
         self._every_rank = saved["own"]

@@ -80,8 +80,8 @@ def expect_evaluation(evaluation: Any, training: DataLoader | None = None) -> No
         UsageError: says what it is.
     """
     if not isinstance(evaluation, Evaluation):
-        kind = type(evaluation).__qualname__
-        raise UsageError(f"evaluation must be an Evaluation(loader, sums, names), not a {kind}; make one of it")
+        type_name = type(evaluation).__qualname__
+        raise UsageError(f"evaluation must be an Evaluation(loader, sums, names), not a {type_name}; make one of it")
     expect_loader(evaluation.loader, "Evaluation")
     if training is not None and evaluation.loader.progress is training.progress:
         raise UsageError(

@@ -175,8 +175,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _described(value: Any) -> str:
-    kind = type(value)
+    value_type = type(value)
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    name = (
+        value_type.__qualname__
+        if value_type.__module__ == "builtins"
+        else f"{value_type.__module__}.{value_type.__qualname__}"
+    )
     return f"a {name}"
