@@ -68,11 +68,11 @@ class Overlap:
     """Timeline of one backward: seconds from its start, one entry per bucket in the order of launch."""
 
     full: tuple[float, ...]
-    """All of the bucket's gradients are there."""
+    """Time at which all of the bucket's gradients are there."""
     begin: tuple[float, ...]
-    """Its all-reduce begins."""
+    """Time at which its all-reduce begins."""
     end: tuple[float, ...]
-    """Its all-reduce ends."""
+    """Time at which its all-reduce ends."""
 
     @property
     def exposed(self) -> float:

@@ -21,9 +21,9 @@ from paceline.world import current
 
 Where = DeviceMesh | str | None
 EVERYWHERE = ("grank", "lrank", "device")
-"""What no mesh changes, but for the kind of device."""
+"""Names whose values do not depend on a mesh, but for the type of the device."""
 GROUPED = ("ws", "rank", "pg")
-"""What belongs to one group of ranks: the world's, or that of one dimension."""
+"""Names whose values belong to one group of ranks: the world, or one dimension of a mesh."""
 
 
 class Get:

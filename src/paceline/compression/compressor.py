@@ -44,7 +44,7 @@ class Compressor(ABC):
     bytes_on_wire: int
     """Sent by this rank so far, by algorithms that move as little as possible (:mod:`paceline.compression.wire`)."""
     bytes_uncompressed: int
-    """What all-reducing the gradients as they are would have sent."""
+    """Bytes that all-reduces of the uncompressed gradients would have sent."""
     steps: int
     """Synchronized backwards so far."""
 

@@ -126,7 +126,7 @@ class Matrix:
 
     name: str
     view: Tensor
-    """Its place in the flat gradients."""
+    """Position in the flat gradients."""
     m: Tensor
     """The gradient as a matrix."""
     p: Tensor
