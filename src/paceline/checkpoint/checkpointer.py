@@ -125,8 +125,8 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if it could not be written. What was there before is intact,
                 nothing is deleted, and it can be tried again.
-            UsageError: if `step` is no whole number from 0 on, the ranks have registered different objects, or a
-                registered wrapper is in the middle of an accumulation window.
+            UsageError: if `step` is no whole number from 0 on, the ranks have registered different objects, a
+                registered wrapper is in the middle of an accumulation window, or what `keep_best` names is no number.
             DesyncError: if `step` differs between ranks.
         """
         world = self._world()
@@ -135,6 +135,7 @@ class Checkpointer:
 
         def capture_all() -> None:
             checked_notes.append(notes.check(metadata, protect))
+            self._keep.check_metric(checked_notes[0].metadata)
             self._capture(step, captures)
 
         rank_consensus.agree(world, rank_consensus.error_of(capture_all))

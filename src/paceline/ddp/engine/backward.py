@@ -117,6 +117,12 @@ class Backward:
         this = weakref.ref(self)  # no reference back, so that what was launched goes with the last reference
         self._task = weakref.ref(task, lambda _: _task_gone(this()))
 
+    def forget_task(self) -> None:
+        """Do not notice any more, as the wrapper is gone; one that is under way does not come to its end."""
+        self._task = None
+        if self.is_under_way:
+            self.ending = iter(())
+
     @torch.no_grad()
     def advance(self) -> bool:
         """Run the end of backward up to its next pause; returns whether there was one."""
@@ -204,6 +210,7 @@ class Backward:
         if parts.replica_check is not None:
             drift = yield from parts.replica_check.run(statuses)
         self._publish(apart)
+        self._adopt_order()
         return Outcome(statuses, new, unused, drift)
 
     def launch_rest(self) -> dict[int, Tensor]:
@@ -281,7 +288,15 @@ class Backward:
         if not parts.ledger.status.joined:  # else nothing was to be expected
             parts.arrivals.end(self.absent)
         parts.ledger.synchronized()
-        # An order that is empty says that rank 0 had no data, so it is asked for again next time.
+        self._launched.clear()
+        self.held.clear()
+
+    def _adopt_order(self) -> None:
+        """Rebuild the buckets in rank 0's order of arrival, once nothing of ours refers to the old ones' memory.
+
+        An order that is empty says that rank 0 had no data, so it is asked for again next time.
+        """
+        parts = self.parts
         if not parts.arrivals.order_known and (order := parts.control.order()):
             parts.storage.assign_in(order)
             parts.follow_layout()

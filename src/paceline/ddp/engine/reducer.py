@@ -314,6 +314,7 @@ class Reducer(GradientEngine):
         self._parts.newcomers.close()
         self._forwards.close()
         self._parts.sharing.close()
+        self._backward.forget_task()
 
 
 def _nothing() -> None:
