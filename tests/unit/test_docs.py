@@ -109,6 +109,21 @@ def test_each_helper_of_a_plain_loop_is_shown_in_use(name: str) -> None:
     assert any(re.search(rf"\b{name}\b\s*[(=]", code) for code in shown)
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    # Files were moved, and a page went on linking to where they had been.
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text("utf-8")):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
+
+
 CONTRACT = re.compile(r'^containers = \["([\w.]+)"\]$.*?^layers = \[$(.*?)^\]$', re.DOTALL | re.MULTILINE)
 CONTRACTS = CONTRACT.findall((ROOT / "pyproject.toml").read_text("utf-8"))
 
