@@ -77,7 +77,7 @@ class Recorder:
 
 
 def _nothing() -> None:
-    """The end of a span that nobody records."""
+    """Do nothing: the end of a span that is not recorded."""
 
 
 _OFF: AbstractContextManager[None] = nullcontext()

@@ -40,7 +40,7 @@ class Communicates(Protocol):
     """To be called before each collective, if it is not None, with a code that says which one it is."""
 
     def ranks(self) -> Sequence[int]:
-        """The ranks, as the world counts them, that take part in its collectives."""
+        """Return the ranks, as the world counts them, that take part in its collectives."""
 
     def shadow(self, code: int, device: torch.device) -> None:
         """Take part in the collective that `code` names, contributing nothing; tensors are made on `device`."""

@@ -35,7 +35,7 @@ _RESERVED = ("state", RANK_ROLE, GENERATORS)
 class Checkpointer:
     """Saves and restores registered objects as folders ``step-00000120`` in `folder`.
 
-    All ranks make one, with the same arguments, and call its methods together (but for :meth:`register`).
+    Make it on all ranks, with the same arguments, and call its methods on all ranks (except :meth:`register`).
     Without a process group this process is the only rank. ::
 
         checkpointer = Checkpointer("runs/7")
@@ -186,15 +186,15 @@ class Checkpointer:
     def restore(self, step: int | None = None, allow_changed_settings: bool = False) -> int:
         """Load the newest whole checkpoint, or that of `step`, into the registered objects; return its step.
 
-        Later checkpoints than that of `step` stay, and a resume without `step` goes on from them: let a run that
-        branches off save into a folder of its own.
+        Checkpoints later than `step` stay, and a resume without `step` continues from them. So save a run that branches
+        off into a folder of its own.
 
-        Everything is compared before anything is loaded, and if an object refuses its state all the same, every
-        registered object gets back the state that it had before, on every rank.
+        Everything is compared before anything is loaded. If an object still refuses its state, every registered object
+        gets back its earlier state, on every rank.
 
-        The states are on the CPU when the objects' own ``load_state_dict`` gets them; modules and optimizers move
-        them to their parameters' devices. The random generators come back exactly if as many ranks run as when it
-        was saved; else they stay as they are, and rank 0 says so.
+        The objects' own ``load_state_dict`` gets states on the CPU; modules and optimizers move them to their
+        parameters' devices. The random generators are restored exactly if the number of ranks is the same as when it
+        was saved; otherwise they stay as they are, and rank 0 says so.
 
         Optimizers are compared by class, groups, parameters' names and shapes, and the settings that they had when
         they were registered; register them before training.

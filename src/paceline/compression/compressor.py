@@ -24,13 +24,13 @@ from paceline.unwrapping import plain_name, unwrap
 class Compressor(ABC):
     """A communication hook's state: ``model.register_comm_hook(state, compression.hook)``.
 
-    What belongs to a parameter is kept by its name, so that it stays with it when buckets are rebuilt. All ranks end
-    with the same bits, as each makes the result from the same bytes in the order of ranks.
+    Residuals are kept by parameter name, so they stay correct when buckets are rebuilt. All ranks end with the same
+    bits, because each computes the result from the same bytes in the order of ranks.
 
-    Register it with a Checkpointer as ``per_rank=True``, as every rank has residuals of its own.
+    Register it with a Checkpointer as ``per_rank=True``, because every rank has residuals of its own.
 
-    Beside tensor parallelism each rank compresses its own shards, and every parameter by itself: what is compressed of
-    a parameter that the ranks of one replica all hold must not depend on the shards that lie next to it.
+    With tensor parallelism each rank compresses its own shards, and every parameter by itself: the compression of a
+    parameter that all ranks of one replica hold must not depend on the shards next to it.
 
     Args:
         model: the model it is to be registered with, wrapped or not.
@@ -95,8 +95,8 @@ class Compressor(ABC):
     def _finish(self, gradients: Gradients, mean: Tensor) -> Tensor:
         """Give the bucket its `mean`, and keep the rest in ``gradients.flat`` for the next step.
 
-        If the mean is not finite, which every rank sees, no optimizer will step; then nothing is taken over, or NaN
-        would stay in the residuals for ever.
+        If the mean is not finite, which every rank sees, no optimizer will step. Then the residuals stay as they were,
+        because NaN would never leave them.
         """
         if self._residuals and bool(torch.isfinite(mean.sum())):
             torch._foreach_copy_([self._residuals[name] for name in gradients.names], gradients.views)

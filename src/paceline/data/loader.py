@@ -40,21 +40,21 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if batch is None:                # this rank's slice is empty
                 model.sync_gradients()
 
-    What differs from torch's:
+    It differs from torch's loader in these points:
 
-    - The position moves with what a step consumed. After a ``break``, or a restart with :meth:`load_state_dict`,
-      iterating continues behind the last batch that an optimizer step (or a synchronized backward) followed;
-      ``set_epoch`` on the sampler, or its ``restart()``, go elsewhere. So ``next(iter(loader))`` uses nothing up, nor
-      does the batch that ``zip`` took in vain; a pass that is left before any step begins again. After the last
-      batch the next pass is the next epoch.
-    - Ranks that disagree on size, data, seed or order are told in the first synchronized backward, and at the
-      beginning of every epoch: a :class:`paceline.errors.DesyncError` on all of them.
+    - The position advances when a step consumes batches. After a ``break``, or a restart with
+      :meth:`load_state_dict`, iteration continues behind the last batch that an optimizer step (or a synchronized
+      backward) followed. To go elsewhere, call ``set_epoch`` or ``restart`` of the sampler. So ``next(iter(loader))``
+      consumes nothing, nor does a batch that ``zip`` took after its other argument had ended. A pass that is left
+      before any step begins again. After the last batch, the next pass is the next epoch.
+    - If ranks disagree on size, data, seed or order, all of them raise a :class:`paceline.errors.DesyncError` in the
+      first synchronized backward, and at the beginning of every epoch.
     - Every batch is fetched and collated with Python's, NumPy's and torch's CPU generators seeded from (seed,
-      epoch, batch, rank), and the rank's own streams are left alone. So augmentation is the same with any
+      epoch, batch, rank), and the rank's own streams do not change. So augmentation is the same with any
       number of workers and after any resume.
     - A batch without a sample for this rank is ``None``; nothing is collated for it.
-    - ``loader.batch_size`` is the global batch's, ``loader.sampler`` the sampler of global batches (or the stream): so
-      ``loader.sampler.set_epoch(epoch)``, as scripts have it, works, and is not needed.
+    - ``loader.batch_size`` is that of the global batch, ``loader.sampler`` the sampler of global batches (or the
+      stream). ``loader.sampler.set_epoch(epoch)``, which many scripts call, works, but is not needed.
     - An error in a sample is a :class:`paceline.errors.DataError` that names rank, worker and sample.
 
     Args:

@@ -30,8 +30,8 @@ _HALF = (torch.float16, torch.bfloat16)
 class SyncBatchNorm(nn.SyncBatchNorm):
     """Batch normalization of inputs of shape (N, C, …), with the statistics of all ranks together.
 
-    A drop-in for ``torch.nn.SyncBatchNorm``, with its arguments, and a subclass of it, so that whoever asks for that
-    class finds it. It runs on the CPU too; ranks may have batches of different sizes, or none. Statistics are
+    A drop-in for ``torch.nn.SyncBatchNorm``, with its arguments, and a subclass of it, so that code that checks for
+    that class finds it. It runs on the CPU too; ranks may have batches of different sizes, or none. Statistics are
     kept in float32 for half-precision inputs, float64 for float64. Gradients of weight and bias are those of this
     rank's values; :class:`paceline.DistributedDataParallel` averages them like all others.
 

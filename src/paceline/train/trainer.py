@@ -124,10 +124,10 @@ class Trainer:
     def fit(self) -> Result:
         """Train to the end of the last epoch, from the newest checkpoint if the config says so.
 
-        Ctrl-C ends it after the step in progress, a second one at once (of one process; the launcher ends several).
-        After that, or an error, calling it again goes on behind the last optimizer step: batches of which no step came
-        are taken again. An evaluation that was due, also at the checkpoint that was resumed from, is done first. The
-        checkpoint folder stays this Trainer's until training ends, or :meth:`close`.
+        Ctrl-C ends it after the step in progress, a second Ctrl-C at once. (This is for one process; the launcher ends
+        several.) After that, or after an error, call it again to continue behind the last optimizer step: batches that
+        no step followed are taken again. An evaluation that was due, also at the checkpoint that was resumed from, is
+        done first. The Trainer keeps the checkpoint folder until training ends, or :meth:`close`.
 
         A checkpoint that cannot be written does not end the training: every rank warns, and the next save tries
         again (:attr:`Result.failed_saves`).
