@@ -44,7 +44,7 @@ def with_torch(module: nn.Module, **options: Any) -> nn.Module:
 def with_paceline(module: nn.Module, **options: Any) -> paceline.DistributedDataParallel:
     """Our wrapper, with buckets and collectives also where the rank is alone."""
     model = paceline.DistributedDataParallel(module, **options)
-    model._whole_reducer()
+    model._engine.connected()
     return model
 
 
@@ -221,7 +221,7 @@ def memory(place: Place) -> Iterator[Row]:
         place.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - base)
         if isinstance(model, paceline.DistributedDataParallel):
-            largest = max(bucket.flat.nbytes for bucket in model._whole_reducer().storage.buckets)
+            largest = max(bucket.flat.nbytes for bucket in model._engine.connected().storage.buckets)
         outside.append(free - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved())
         del model
     shown = " / ".join(f"{peak / 2**20:.0f}" for peak in reversed(peaks))

@@ -120,7 +120,7 @@ def test_a_backward_that_fails_on_one_rank_leaves_buffers_equal(pools: Pools) ->
 def count_of_broadcasts(world: World) -> int:
     model = DistributedDataParallel(Model())
     launched = []
-    channel = model._channel
+    channel = model._connection.channel
     original = channel.all_reduce
     channel.all_reduce = lambda tensor, note=None: (
         launched.append(tensor.dtype) or original(tensor, note)  # type: ignore[func-returns-value]

@@ -377,7 +377,7 @@ def let_go(world: World) -> bool:
     model = DistributedDataParallel(module)
     model(sample(world)).sum().backward()
     module.zero_grad()
-    reducer: Any = weakref.ref(model._reducer)
+    reducer: Any = weakref.ref(model._engine)
     gc.disable()
     try:
         del model

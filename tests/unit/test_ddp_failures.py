@@ -87,7 +87,9 @@ def differ(world: World, how: str) -> str:
     if how == "steps" and odd:
         optimizer.step()
     if how == "forwards" and odd:
-        model._ledger.forward(broadcasts=True)  # as if it had buffers, in whose broadcast the extra forward would hang
+        model._replica.ledger.forward(
+            broadcasts=True
+        )  # as if it had buffers, in whose broadcast the extra forward would hang
     if how == "position" and odd:
         sampler.position = 7
     if how == "epoch" and odd:

@@ -135,10 +135,10 @@ def writes(world: World) -> None:
             parameter.grad.fill_(7)
 
     def free() -> None:
-        assert model._channel is not None
-        for bucket in model._reducer.storage.buckets:  # type: ignore[union-attr]
-            model._channel.free(bucket.flat)
-        model._channel.close()
+        assert model._connection.channel is not None
+        for bucket in model._engine.storage.buckets:  # type: ignore[union-attr]
+            model._connection.channel.free(bucket.flat)
+        model._connection.channel.close()
 
     before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     for how in (overwrite, free):

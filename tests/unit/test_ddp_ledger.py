@@ -12,7 +12,8 @@ import torch
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED
-from paceline.ddp.config import capacities, tensors_in
+from paceline.ddp.config import capacities
+from paceline.ddp.engine.pending_forwards import tensors_in
 from paceline.errors import UsageError
 
 

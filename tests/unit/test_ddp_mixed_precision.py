@@ -59,7 +59,7 @@ def trained(world: World, policy: _MixedPrecision) -> None:
         optimizer.step()
         optimizer.zero_grad()
     kind = policy.reduce_dtype or policy.param_dtype or torch.float32
-    assert {bucket.flat.dtype for bucket in model._reducer.storage.buckets} == {kind}
+    assert {bucket.flat.dtype for bucket in model._engine.storage.buckets} == {kind}
     model.eval()
     with torch.no_grad():
         assert model(data[0]).dtype == (policy.param_dtype or torch.float32)

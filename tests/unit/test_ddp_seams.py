@@ -143,7 +143,7 @@ def stepped_in_backward(world: World) -> tuple[int, float]:
     for step in range(2):
         model(batch(world, step)).square().mean().backward()
     total = sum(p.detach().double().sum() for p in model.parameters())
-    return model._ledger.status.optimizer_steps, float(total)
+    return model._replica.ledger.status.optimizer_steps, float(total)
 
 
 def test_optimizers_in_backward_of_a_copy_step_on_averages_and_count_as_one(pools: Pools) -> None:

@@ -1,4 +1,4 @@
-"""What the wrapper's arguments mean, checked before anything else happens."""
+"""The arguments of the wrapper, checked before anything else happens."""
 
 from __future__ import annotations
 
@@ -23,22 +23,77 @@ InitSync = Literal[True, False, "verify"]
 
 @dataclass(frozen=True)
 class Options:
-    """The reducer's choices, checked by the wrapper."""
+    """Settings of the gradient averaging, checked once by the wrapper."""
 
     capacities: tuple[int, ...] = (FIRST_CAPACITY, CAPACITY)
-    """Bytes of the first, second, … bucket."""
+    """Bytes of the first, second, … bucket; the last holds for all that follow."""
     check_finite: bool = False
     """Whether gradients are checked for NaN and Inf."""
     reduce_dtype: torch.dtype | None = None
-    """In which gradients are summed, if not in their own."""
+    """The dtype in which gradients are summed; None for each parameter's own."""
     unused: UnusedParameters = "allow"
-    """What happens where a parameter has no gradient on some rank."""
+    """How to report a parameter that has no gradient on some rank."""
     algorithm: Algorithm | None = None
-    """What sums the buckets, if not the backend's own all-reduce."""
+    """The algorithm that sums the buckets; None for the backend's own all-reduce."""
+    init_sync: InitSync = True
+    """Whether the replicas are made equal at the start, or compared."""
+    syncs_buffers: bool = True
+    """Whether training forwards synchronize buffers, at first: frameworks may change the wrapper's attribute."""
+    syncs_initial_buffers: bool = True
+    """Whether buffers are part of what is made equal at the start."""
+    check_replicas_every: int = 0
+    """Optimizer steps between two comparisons of the replicas; 0 for none."""
+    delayed: tuple[tuple[str, nn.Parameter], ...] = ()
+    """Parameters beside the module's own that are averaged, too."""
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        capacity: tuple[float | None, Sequence[float] | None],
+        init_sync: object,
+        buffer_sync: tuple[bool | None, bool | None],
+        unused: tuple[object, bool],
+        check_finite: bool,
+        reduce_dtype: torch.dtype | None,
+        check_replicas_every: int | None,
+        algorithm: Algorithm | None,
+        delayed: tuple[Any, Any],
+        lazy_buckets: bool,
+    ) -> Options:
+        """Check the wrapper's arguments.
+
+        Args:
+            capacity: ``bucket_cap_mb`` and ``bucket_cap_mb_list``.
+            buffer_sync: ``broadcast_buffers`` and ``forward_sync_buffers``, torch's old and new name for one setting.
+            unused: ``unused_parameters``, and whether an argument of torch's says that some are expected.
+            delayed: ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.
+            lazy_buckets: ``lazy_bucket_allocation``.
+            init_sync, check_finite, reduce_dtype, check_replicas_every, algorithm: the arguments of these names.
+
+        Raises:
+            UsageError: for the first argument that is wrong.
+        """
+        check_lazy(lazy_buckets)
+        old, new = buffer_sync
+        syncs = (old if new is None else new) is not False
+        return cls(
+            init_sync=check_init_sync(init_sync),
+            capacities=capacities(*capacity),
+            unused=check_unused_parameters(unused[0], expected=unused[1]),
+            check_finite=check_finite,
+            reduce_dtype=check_reduce_dtype(reduce_dtype),
+            algorithm=check_algorithm(algorithm),
+            check_replicas_every=check_interval(check_replicas_every),
+            delayed=check_delayed(*delayed),
+            syncs_buffers=syncs,
+            # torch's rule: broadcast_buffers=False leaves buffers alone at the start, too, the new name does not.
+            syncs_initial_buffers=new is not None or syncs,
+        )
 
 
 def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
-    """Bucket capacities in bytes: first, second, …; the last one holds for all further buckets.
+    """Return bucket capacities in bytes: first, second, …; the last one holds for all further buckets.
 
     Raises:
         UsageError: for a capacity that is not a positive number.
@@ -68,7 +123,7 @@ def check_lazy(lazy_bucket_allocation: bool) -> None:
 
 
 def check_reduce_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    """`dtype` if gradients can be reduced in it.
+    """Return `dtype` if gradients can be reduced in it.
 
     Raises:
         UsageError: otherwise.
@@ -79,7 +134,7 @@ def check_reduce_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
-    """The ranks to average over.
+    """Return the group of the ranks to average over.
 
     Raises:
         WorldError: without a process group.
@@ -100,21 +155,21 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
     return process_group if process_group is not None else dist.distributed_c10d._get_default_group()
 
 
-def check_delayed(named: Any, hooked: Any) -> list[tuple[str, nn.Parameter]]:
-    """torch's parameters whose all-reduce is delayed until that of another is due; here the end of backward is.
+def check_delayed(named: Any, hooked: Any) -> tuple[tuple[str, nn.Parameter], ...]:
+    """Return the parameters whose all-reduce torch delays until that of another is due; here the end of backward is.
 
     Raises:
         UsageError: unless both arguments are given, or none.
     """
     if (named is None) != (hooked is None):
         raise UsageError("give both delay_all_reduce_named_params and param_to_hook_all_reduce, or none of them")
-    return list(named or [])
+    return tuple((name, parameter) for name, parameter in named or [])
 
 
 def trained_parameters(
     module: nn.Module, ignored: set[str], more: Sequence[tuple[str, nn.Parameter]] = ()
 ) -> list[tuple[str, nn.Parameter]]:
-    """The parameters to be averaged, each once however often it is shared, in the module's order, then `more`.
+    """Return the parameters to average, each once however often it is shared, in the module's order, then `more`.
 
     Raises:
         WrapError: if there is none.
@@ -125,8 +180,10 @@ def trained_parameters(
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]
-    own = {id(parameter) for parameter in module.parameters()}
-    trained += [(name, parameter) for name, parameter in more if id(parameter) not in own and parameter.requires_grad]
+    inside = {id(parameter) for parameter in module.parameters()}
+    trained += [
+        (name, parameter) for name, parameter in more if id(parameter) not in inside and parameter.requires_grad
+    ]
     if not trained:
         raise WrapError(
             "the module has no parameter that requires a gradient, so there is nothing to average; use the bare module"
@@ -161,10 +218,10 @@ def check_averaged(named: Sequence[tuple[str, nn.Parameter]]) -> None:
         UsageError: names the parameter and its dtype or layout.
     """
     for name, parameter in named:
-        kind = _unfit_layout(parameter) or ("" if parameter.dtype in _SUMMED else f"of dtype {parameter.dtype}")
-        if kind:
+        obstacle = _unfit_layout(parameter) or ("" if parameter.dtype in _SUMMED else f"of dtype {parameter.dtype}")
+        if obstacle:
             raise UsageError(
-                f"parameter {name!r} is {kind}, whose gradient cannot be averaged over ranks; keep a dense one in "
+                f"parameter {name!r} is {obstacle}, whose gradient cannot be averaged over ranks; keep a dense one in "
                 "float32 or another of the usual dtypes, or freeze it"
             )
 
@@ -177,15 +234,15 @@ def check_broadcast(named: Sequence[tuple[str, Tensor]], backend: str) -> None:
     """
     unfit = _NEVER_BROADCAST if "gloo" not in backend else (*_NEVER_BROADCAST, torch.int16)
     for name, tensor in named:
-        kind = _unfit_layout(tensor)
-        if not kind and (tensor.dtype in unfit or (tensor.dtype.itemsize == 1 and tensor.is_floating_point())):
-            kind = f"of dtype {tensor.dtype}"
-        if not kind and torch._debug_has_internal_overlap(tensor) == 1:
-            kind = f"expanded, of dtype {tensor.dtype}, so that several of its elements share memory,"
-        if kind:
+        obstacle = _unfit_layout(tensor)
+        if not obstacle and (tensor.dtype in unfit or (tensor.dtype.itemsize == 1 and tensor.is_floating_point())):
+            obstacle = f"of dtype {tensor.dtype}"
+        if not obstacle and torch._debug_has_internal_overlap(tensor) == 1:
+            obstacle = f"expanded, of dtype {tensor.dtype}, so that several of its elements share memory,"
+        if obstacle:
             raise UsageError(
-                f"{name!r} is {kind} and cannot be broadcast to the other ranks; make it contiguous, dense and of a "
-                "usual dtype, or name it in module._ddp_params_and_buffers_to_ignore and make it equal yourself"
+                f"{name!r} is {obstacle} and cannot be broadcast to the other ranks; make it contiguous, dense and of "
+                "a usual dtype, or name it in module._ddp_params_and_buffers_to_ignore and make it equal yourself"
             )
 
 
@@ -194,7 +251,7 @@ _NEVER_BROADCAST = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def _unfit_layout(tensor: Tensor) -> str:
-    """What kind of tensor it is, with its dtype, if its elements do not lie in memory as those of most tensors do."""
+    """Describe a tensor whose elements do not lie in memory as those of most tensors do; empty for all others."""
     if tensor.is_quantized:
         return f"quantized, of dtype {tensor.dtype}"
     if tensor.is_nested:
@@ -210,7 +267,7 @@ def check_devices(
     output_device: int | torch.device | None,
     device: torch.device,
 ) -> torch.device | None:
-    """Where inputs have to be moved: the one device of `device_ids`, if any.
+    """Return the device to which inputs have to be moved: the one of `device_ids`, if any.
 
     Raises:
         UsageError: for more than one device id, or one on which the module does not live.
@@ -220,7 +277,7 @@ def check_devices(
         if output_device is not None and device.type == "cpu":
             raise UsageError(f"output_device={output_device!r} is given for a module on the CPU; leave it out")
         return None
-    wanted = [torch.device("cuda", one) if isinstance(one, int) else torch.device(one) for one in ids]
+    wanted = [torch.device("cuda", number) if isinstance(number, int) else torch.device(number) for number in ids]
     if wanted != [device]:
         raise UsageError(
             f"device_ids={ids} but the module's parameters are on {device}; give one rank one device, the module's "
@@ -229,26 +286,8 @@ def check_devices(
     return device
 
 
-def tensors_in(output: Any) -> list[Tensor]:
-    """All tensors in a forward's output, through tuples, lists, mappings, dataclasses and plain objects."""
-    found: list[Tensor] = []
-    stack, seen = [output], set()
-    while stack:
-        value = stack.pop()
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple | set | frozenset):
-            stack.extend(value)
-        elif isinstance(value, dict):
-            stack.extend(value.values())
-        elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module) and id(value) not in seen:
-            seen.add(id(value))
-            stack.extend(vars(value).values())
-    return found
-
-
 def check_algorithm(algorithm: Algorithm | None) -> Algorithm | None:
-    """`algorithm` if there is such a one.
+    """Return `algorithm` if it exists.
 
     Raises:
         UsageError: otherwise.
@@ -259,7 +298,7 @@ def check_algorithm(algorithm: Algorithm | None) -> Algorithm | None:
 
 
 def check_unused_parameters(value: object, *, expected: bool) -> UnusedParameters:
-    """`value` if it is one of the three that exist; a warning is left out where unused parameters are `expected`.
+    """Return `value` if it is one of the three that exist, without the warning where unused parameters are `expected`.
 
     Raises:
         UsageError: otherwise.
@@ -272,7 +311,7 @@ def check_unused_parameters(value: object, *, expected: bool) -> UnusedParameter
 
 
 def check_init_sync(value: object) -> InitSync:
-    """`value` if it is one of the three that exist.
+    """Return `value` if it is one of the three that exist.
 
     Raises:
         UsageError: otherwise.
@@ -283,7 +322,7 @@ def check_init_sync(value: object) -> InitSync:
 
 
 def check_interval(every: int | None) -> int:
-    """The interval in optimizer steps; 0 for none.
+    """Return the interval in optimizer steps; 0 for none.
 
     Raises:
         UsageError: unless it is a whole number above 0, or None.

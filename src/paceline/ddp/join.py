@@ -16,312 +16,305 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.optim import Optimizer
 
 from paceline.ddp.agreement.join_events import Event, Message, Stage, decode, encode, number_of
-from paceline.ddp.agreement.layer_collectives import expect_shadowable, layers_to_shadow
-from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.agreement.layer_collectives import expect_shadowable
 from paceline.ddp.agreement.step_guard import StepGuard
-from paceline.ddp.consistency.buffers import Buffers
-from paceline.ddp.consistency.buffers_at_rest import BuffersAtRest
-from paceline.ddp.engine.dormant import Asleep
+from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.engine.reducer import Reducer
-from paceline.ddp.engine.single_rank import SoloReducer
+from paceline.ddp.replica import Replica
 from paceline.ddp.transport.channel import Channel
+from paceline.torch_internals.compile import class_never_compiled
 from paceline.torch_internals.dtensor import local_of
 from paceline.unwrapping import Communicates
 
 
-class Joining(Joinable):
-    """The part of the wrapper that lets ranks run out of data at different times."""
+@class_never_compiled
+class JoinedSteps:
+    """Tells ranks that ran out of data what comes next in the steps of one wrapper.
 
-    module: nn.Module
-    device: torch.device
-    process_group: dist.ProcessGroup
-    forward_sync_buffers: bool
-    _join_config: _JoinConfig
-    _channel: Channel | None
-    _reducer: Reducer | SoloReducer | Asleep
-    _ledger: Ledger
-    _guard: StepGuard
-    parameters_to_ignore: set[str]
-    _delayed: Sequence[tuple[str, nn.Parameter]]
-    _buffers_to_sync: Buffers
-    _rest: BuffersAtRest
-    _replica_check: Any = None
-    _comm_hooks: list[Any]
-    _trained: list[tuple[str, nn.Parameter]]
-    buffer_hook: Any
+    Args:
+        wrapper, channel, replica: the wrapper, in which ``Join`` notes whether it is enabled, and its parts.
+    """
 
-    _stage = Stage.IDLE
-    _is_joining = False
-    _has_joined = False
-    """Whether it was ever part of a ``join``."""
-    _present: Sequence[int] = (0,)
-    """Ranks of the group that had data when the step began; rank 0 at least, outside ``join``."""
-    _layers: Sequence[Communicates] = ()
-    _optimizers: Sequence[Optimizer] = ()
-    _counts_joined = True
-    """Whether a mean divides by the ranks that ran out, too."""
-    _authoritative_rank = 0
-    """The rank whose model all got when the last ``join`` ended."""
+    channel: Channel
+    """That of the wrapper. Events travel on the group that it was made for."""
+    stage: Stage
+    """Where this rank is; ``IDLE`` outside ``join``."""
+    present: Sequence[int]
+    """Ranks of the group that had data when the step began; ``(0,)`` outside ``join``."""
 
-    def _wake(self) -> Reducer:
-        raise NotImplementedError
+    def __init__(self, wrapper: Joinable, channel: Channel, replica: Replica) -> None:
+        self._wrapper = weakref.ref(wrapper)  # which holds this object
+        self.channel, self._replica = channel, replica
+        self.reset()
 
-    # -- torch's protocol ---------------------------------------------------------------------------------------
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-        *,
-        optimizers: Sequence[Optimizer] = (),
-    ) -> Join:
-        """Surround a training loop in which ranks may run out of data at different times, or have none at all.
-
-        A rank that leaves its loop takes part in the others' steps, SyncBatchNorm's collectives included, without
-        contributing; once all have left, every rank gets the model of the one that left last (the highest of these).
-
-        Args:
-            divide_by_initial_world_size: means without :meth:`weight` divide by all ranks (default), or only by those
-                that have data. Weighted means are those over all samples in any case.
-            enable: ``False`` turns it off.
-            throw_on_early_termination: raise ``RuntimeError`` on every rank as soon as one runs out.
-            optimizers: brought up to date as well at the end, on ranks that ran out early; without it momentum and
-                the like stay as they were at that rank's own last step, of which a warning tells.
-
-        Raises:
-            UsageError: once a rank has run out, if the model holds torch's own SyncBatchNorm.
-        """
-        options = {"divide_by_initial_world_size": divide_by_initial_world_size, "optimizers": optimizers}
-        return _JoinOne(self, enable, throw_on_early_termination, options)
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For ``torch.distributed.algorithms.join.Join``; takes the keyword arguments of :meth:`join`."""
-        self._counts_joined = kwargs.get("divide_by_initial_world_size", True)
-        self._optimizers = tuple(kwargs.get("optimizers", ()))
-        self._stage, self._has_joined = Stage.IDLE, True
-        if isinstance(self._reducer, Asleep):
-            self._wake()  # all ranks come here, which may not be so in the copy's first backward
-        if isinstance(self._reducer, Reducer):
-            self._layers = layers_to_shadow(self.module, self.process_group)
-            self._is_joining = True
-            for index, layer in enumerate(self._layers):
-                layer.announce = partial(self._tell, Event.LAYER, index)
-        return _Hook(self)
+    def reset(self) -> None:
+        """Forget the steps so far, when ``join`` begins or ends."""
+        self.stage, self.present = Stage.IDLE, (0,)
 
     @property
-    def join_device(self) -> torch.device:
-        """Where ``Join``'s own collectives have their tensors."""
-        return self.device
+    def is_active(self) -> bool:
+        """Whether the wrapper is inside ``join``. Outside nobody has to be told anything."""
+        wrapper = self._wrapper()
+        return wrapper is not None and wrapper._join_config.enable
 
     @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The group of ``Join``'s own collectives."""
-        return self.process_group
+    def source(self) -> int:
+        """The rank whose buffers all ranks take over: the first that has data, rank 0 outside ``join``."""
+        return self.present[0]
 
-    # -- a rank that has data -----------------------------------------------------------------------------------
-
-    def _join_forward(self) -> None:
-        """A forward begins a step, unless it is one more in a step that others shadow."""
-        if self._join_config.enable and self._stage in (Stage.IDLE, Stage.ALONE):
+    def forward_begins(self) -> None:
+        """Begin a step, unless the forward is one more in a step that others shadow; only while it is active."""
+        if self.stage in (Stage.IDLE, Stage.ALONE):
             self._open_step()
 
-    def _open_step(self) -> None:
-        work = Join.notify_join_context(self)
-        if work is not None:
-            work.wait()
-        self._exchange(Message(Event.FORWARD))
-        self._stage = Stage.ALONE if len(self._present) == dist.get_world_size(self.process_group) else Stage.FOLLOWED
-
-    def _tell(self, event: Event, layer: int = 0, code: int = 0) -> bool:
-        """Before a collective: tell it to the ranks that ran out; returns whether there are any."""
-        if not self._join_config.enable or self._stage is Stage.SHADOWING:
-            return self._stage is Stage.SHADOWING
+    def tell(self, event: Event, layer: int = 0, code: int = 0) -> bool:
+        """Tell the ranks that ran out of a collective that comes next; returns whether there are any."""
+        if not self.is_active or self.stage is Stage.SHADOWING:
+            return self.stage is Stage.SHADOWING
         ends = event in (Event.END, Event.LOCAL)
-        if self._stage is Stage.IDLE:
+        if self.stage is Stage.IDLE:
             if ends:
                 return False
             self._open_step()
-        if is_followed := self._stage is Stage.FOLLOWED:
-            self._exchange(Message(event, layer, code))
+        if is_followed := self.stage is Stage.FOLLOWED:
+            self.exchange(Message(event, layer, code))
         if ends:
-            self._stage = Stage.IDLE
+            self.stage = Stage.IDLE
         return is_followed
 
-    def _exchange(self, message: Message | None) -> Message | None:
-        """Collective: what the ranks that have data do next, and which these are."""
-        channel = self._channel
-        assert channel is not None
-        vector = torch.tensor(encode(message, number_of(channel.name), channel.rank, channel.size), device=self.device)
+    def exchange(self, message: Message | None) -> Message | None:
+        """Collective: what the ranks that have data do next, and which these are; None for a rank that ran out."""
+        wrapper, channel = self._wrapper(), self.channel
+        assert wrapper is not None
+        values = encode(message, number_of(channel.name), channel.rank, channel.size)
+        vector = torch.tensor(values, device=wrapper.join_device)
         # On the group of Join's own messages, where a wrapper whose turn it is not meets them, too. Collectives of
         # layers and of communication hooks, which may be on it as well, come before or after it on all ranks alike.
-        dist.all_reduce(vector, dist.ReduceOp.MAX, group=self.process_group)
-        message, self._present = decode(vector)
-        if message is not None and message.event is Event.FORWARD and len(self._present) < channel.size:
-            expect_shadowable(self.module)
+        dist.all_reduce(vector, dist.ReduceOp.MAX, group=wrapper.join_process_group)
+        message, self.present = decode(vector)
+        if message is not None and message.event is Event.FORWARD and len(self.present) < channel.size:
+            expect_shadowable(self._replica.module)
         return message
 
-    # -- a rank that ran out ------------------------------------------------------------------------------------
+    def _open_step(self) -> None:
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        work = Join.notify_join_context(wrapper)
+        if work is not None:
+            work.wait()
+        self.exchange(Message(Event.FORWARD))
+        self.stage = Stage.ALONE if len(self.present) == self.channel.size else Stage.FOLLOWED
 
-    def _shadow_step(self) -> None:
+
+class Announcement:
+    """Announces the collectives of one layer, as ``Communicates.announce``. A copy of the layer belongs to no join."""
+
+    def __init__(self, steps: JoinedSteps, layer: int) -> None:
+        self._steps, self._layer = steps, layer
+
+    def __call__(self, code: int) -> bool:
+        """Tell of the collective that `code` says."""
+        return self._steps.tell(Event.LAYER, self._layer, code)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle has ``None`` in its place."""
+        return _none, ()
+
+
+def _none() -> None:
+    """Stand for an announcement in a copy."""
+
+
+class Leaving(JoinHook):
+    """Ends ``join`` for a wrapper; all that is to be done in a world of one."""
+
+    def __init__(self, wrapper: Joinable) -> None:
+        self._wrapper = wrapper
+
+    def leave_step(self) -> None:
+        """This rank has left its loop, maybe in the middle of a step."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks have run out."""
+        self.end()
+
+    def end(self) -> None:
+        """Leave the wrapper as it was before ``join``; may be called twice."""
+        self._wrapper._join_config = _JoinConfig.construct_disabled_join_config()
+
+
+class Shadow(Leaving):
+    """Takes part in the others' steps once this rank has run out of data, and in the end of ``join``.
+
+    Args:
+        wrapper, steps, reducer, buffers, replica: the wrapper in ``join``, and its parts.
+        layers: those whose collectives are told; see :func:`.layers_to_shadow`.
+        final_model: brings all ranks to one model at the end.
+        is_counted: whether a mean divides by this rank when it has run out.
+    """
+
+    def __init__(
+        self,
+        wrapper: Joinable,
+        steps: JoinedSteps,
+        reducer: Reducer,
+        buffers: BufferSync,
+        replica: Replica,
+        layers: Sequence[Communicates],
+        final_model: FinalModel,
+        *,
+        is_counted: bool,
+    ) -> None:
+        super().__init__(wrapper)
+        self._steps, self._reducer, self._buffers, self._replica = steps, reducer, buffers, replica
+        self._ledger = replica.ledger
+        self._final_model, self._is_counted = final_model, is_counted
+        steps.reset()
+        self._layers = layers  # a told event carries an index in it; empty after the end
+        for index, layer in enumerate(layers):
+            layer.announce = Announcement(steps, index)
+
+    def main_hook(self) -> None:
         """Take part in one step of the ranks that have data, or in what is left of it."""
-        self._stage = Stage.SHADOWING
-        assert isinstance(self._reducer, Reducer)
+        self._steps.stage = Stage.SHADOWING
         self._ledger.status.joined = True
-        while (message := self._exchange(None)) is not None and message.event is not Event.LOCAL:
+        while (message := self._steps.exchange(None)) is not None and message.event is not Event.LOCAL:
             if message.event is Event.BUFFERS:
-                self._exchange_buffers()
+                self._buffers.exchange()
             elif message.event is Event.LAYER:
-                self._layers[message.layer].shadow(message.code, self.device)
+                self._layers[message.layer].shadow(message.code, self._wrapper.join_device)
             elif message.event is Event.BACKWARD:
-                self._launch_without_data(self._reducer)
+                self._launch_without_data()
             elif message.event is Event.END:
                 self._reducer.finish()  # a sharded optimizer in the same Join steps with these averages
                 return
 
-    def _launch_without_data(self, reducer: Reducer) -> None:
+    def _launch_without_data(self) -> None:
         """Hand in what was accumulated under ``no_sync`` and not averaged yet; what was averaged before is dropped."""
-        self._ledger.forget_dropped(reducer.parameters, in_backward=False)
+        parameters = self._reducer.parameters
+        self._ledger.forget_dropped(parameters, in_backward=False)
         if not self._ledger.local_backwards:
-            for parameter in reducer.parameters:
+            for parameter in parameters:
                 parameter.grad = None
-            self._ledger.contributes_nothing(counted=self._counts_joined)
+            self._ledger.contributes_nothing(counted=self._is_counted)
         with torch.no_grad():
-            reducer.launch_all()
+            self._reducer.launch_all()
 
-    def _exchange_buffers(self) -> None:
-        """Collective: make buffers equal to those of the first rank that has data, or as a user's hook does it."""
-        assert self._channel is not None
-        if hasattr(self, "buffer_hook"):  # as torch's _register_buffer_comm_hook leaves it
-            self._buffers_to_sync.run_hook(self.buffer_hook.buffer_comm_hook, self.buffer_hook.buffer_comm_hook_state)
-        else:
-            self._buffers_to_sync.broadcast(self._channel, self._present[0])
-            if self._replica_check is not None:
-                self._replica_check.note_buffers(self._buffers_to_sync.named())
-
-    # -- the end ------------------------------------------------------------------------------------------------
-
-    def _leave_step(self) -> None:
-        """This rank has left its loop; if in the middle of a step, others may go on with it."""
+    def leave_step(self) -> None:
+        """Go on with the step if this rank has left its loop in the middle of one that others shadow."""
         self._reducer.settle_aborted()
-        if self._stage is Stage.FOLLOWED:
-            self._shadow_step()
+        if self._steps.stage is Stage.FOLLOWED:
+            self.main_hook()
 
-    def _agree(self, is_last_joiner: bool) -> None:
-        """Collective, when all ranks have run out: every rank goes on from the model of one that ran out last."""
-        if self._channel is not None:
-            status = self._ledger.status
-            mine = (is_last_joiner, status.forwards, status.optimizer_steps, self._guard.has_state())
-            everyone = self._channel.all_gather_object(mine)
-            source = self._authoritative_rank = max(rank for rank, theirs in enumerate(everyone) if theirs[0])
-            named = [*self.module.named_parameters(), *self._delayed]
-            tensors = [parameter.data for name, parameter in named if name not in self.parameters_to_ignore]
-            if self.forward_sync_buffers:
-                tensors += [buffer.data for buffer in self._buffers_to_sync.named().values()]
-                self._rest.forwards = 0
-            self._channel.broadcast([local_of(tensor) for tensor in tensors], source)
-            stale = [rank for rank, theirs in enumerate(everyone) if theirs[2] != everyone[source][2]]
-            if stale and self._optimizers:
-                self._bring_up_to_date(source)
-            elif stale and everyone[source][3]:
-                self._warn_of_stale_state(stale, [theirs[2] for theirs in everyone], source)
-            _, status.forwards, status.optimizer_steps, _ = everyone[source]
-        self._end_join()
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Collective, when all ranks have run out: agree on one model."""
+        group, device = self._wrapper.join_process_group, self._wrapper.join_device
+        source = self._final_model.agree(is_last_joiner, group, device)
+        self._wrapper._authoritative_rank = source  # type: ignore[attr-defined]
+        self.end()
 
-    def _bring_up_to_date(self, source: int) -> None:
-        assert self._channel is not None
+    def end(self) -> None:
+        """Leave the wrapper as it was before ``join``; may be called twice."""
+        super().end()
+        self._steps.reset()
+        if self._ledger.status.joined:
+            for parameter in self._replica.parameters():
+                parameter.grad = None  # of the others' data; the next backward would add to it
+        self._ledger.status.joined = False
+        for layer in self._layers:
+            layer.announce = None
+        self._layers = ()
+
+
+class FinalModel:
+    """The model from which all ranks go on after ``join``: that of a rank which ran out last.
+
+    Args:
+        channel: reaches all ranks.
+        replica: that of the wrapper.
+        buffers: those of the module, if forwards synchronize them; else each rank keeps its own.
+        guard: knows whether optimizers keep state.
+        optimizers: are brought up to date, too.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        replica: Replica,
+        buffers: BufferSync | None,
+        guard: StepGuard,
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        self._channel, self._replica, self._buffers = channel, replica, buffers
+        self._guard, self._optimizers = guard, optimizers
+
+    def agree(self, is_last_joiner: bool, group: dist.ProcessGroup, device: torch.device) -> int:
+        """Collective: go on from the model of one that ran out last, the highest of these ranks; returns which."""
+        status = self._replica.ledger.status
+        local_state = (is_last_joiner, status.forwards, status.optimizer_steps, self._guard.has_state())
+        states = self._channel.all_gather_object(local_state)
+        source = max(rank for rank, state in enumerate(states) if state[0])
+        tensors = [parameter.data for _, parameter in self._replica.watch.named_parameters()]
+        if self._buffers is not None:
+            tensors += self._buffers.taken_along()
+        self._channel.broadcast([local_of(tensor) for tensor in tensors], source)
+        stale = [rank for rank, state in enumerate(states) if state[2] != states[source][2]]
+        if stale and self._optimizers:
+            self._bring_up_to_date(source, group, device)
+        elif stale and states[source][3]:
+            _warn_of_stale_state(stale, [state[2] for state in states], source)
+        _, status.forwards, status.optimizer_steps, _ = states[source]
+        return source
+
+    def _bring_up_to_date(self, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
         is_source = self._channel.rank == source
         box: list[Any] = [[optimizer.state_dict() for optimizer in self._optimizers] if is_source else None]
         self._channel.run(
             "broadcast of optimizer state",
             dist.broadcast_object_list,
             box,
-            group=self.process_group,
+            group=group,
             group_src=source,
-            device=self.device,
+            device=device,
         )
         if not is_source:
             for optimizer, state in zip(self._optimizers, box[0], strict=True):
                 optimizer.load_state_dict(state)
 
-    def _warn_of_stale_state(self, stale: list[int], steps: list[int], source: int) -> None:
-        where = ", ".join(f"rank {rank} after {steps[rank]}" for rank in stale)
-        warnings.warn(
-            f"data ran out on {where} of {steps[source]} optimizer steps, where the optimizer's state stays as it was, "
-            "so replicas will differ after the next step; give join(optimizers=[optimizer]) to bring it up to date",
-            stacklevel=4,
-        )
 
-    def _end_join(self) -> None:
-        """The wrapper is as it was before ``join``."""
-        self._join_config = _JoinConfig.construct_disabled_join_config()
-        self._stage, self._present, self._optimizers = Stage.IDLE, (0,), ()
-        if self._ledger.status.joined:
-            for _, parameter in self._trained:
-                parameter.grad = None  # of the others' data; the next backward would add to it
-        self._ledger.status.joined = False
-        for layer in self._layers:
-            layer.announce = None
-        self._layers = ()
-        self._is_joining = False
+def _warn_of_stale_state(stale: list[int], steps: list[int], source: int) -> None:
+    where = ", ".join(f"rank {rank} after {steps[rank]}" for rank in stale)
+    warnings.warn(
+        f"data ran out on {where} of {steps[source]} optimizer steps, where the optimizer's state stays as it was, "
+        "so replicas will differ after the next step; give join(optimizers=[optimizer]) to bring it up to date",
+        stacklevel=4,
+    )
 
 
-class EventsOf:
-    """The events of `wrapper`'s ``join``, for its reducer."""
-
-    def __init__(self, wrapper: Joining) -> None:
-        self._wrapper = weakref.ref(wrapper)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether a ``join`` is under way."""
-        wrapper = self._wrapper()
-        return wrapper is not None and wrapper._is_joining
-
-    def tell(self, event: Event) -> bool:
-        """Say what comes next."""
-        wrapper = self._wrapper()
-        return wrapper is not None and wrapper._tell(event)
-
-
-class _Hook(JoinHook):
-    """What ``Join`` calls on a rank that ran out."""
-
-    def __init__(self, wrapper: Joining) -> None:
-        self._wrapper = wrapper
-
-    def main_hook(self) -> None:
-        self._wrapper._shadow_step()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._wrapper._agree(is_last_joiner)
-
-
-class _JoinOne(Join):
+class JoinOfOne(Join):
     """torch's ``Join`` of one wrapper, which may also be left in the middle of a step, and leaves nothing behind."""
 
-    def __init__(self, wrapper: Joining, enable: bool, throw: bool, options: dict[str, Any]) -> None:
+    def __init__(self, wrapper: Joinable, enable: bool, throw: bool, options: dict[str, Any]) -> None:
         super().__init__([wrapper], enable, throw, **options)
-        self._wrapper = wrapper
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        (leaving,) = self._join_hooks
+        assert isinstance(leaving, Leaving)
         try:
             if kind is None and self._enable:
-                self._wrapper._leave_step()
+                leaving.leave_step()
             with warnings.catch_warnings():  # torch changes the filters of the whole process
                 super().__exit__(kind, error, trace)
         finally:
-            self._wrapper._end_join()
+            leaving.end()

@@ -1,52 +1,55 @@
-"""When gradients are synchronized, and how much each micro-batch weighs: what a training loop says to the wrapper."""
+"""The methods by which a training loop says when gradients are synchronized, and how much each micro-batch weighs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
 
-from paceline.ddp.agreement.ledger import Ledger, Positioned
+from paceline.ddp.agreement.layer_collectives import layers_to_shadow
+from paceline.ddp.agreement.ledger import Positioned
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.config import Options
-from paceline.ddp.engine.mean_losses import MeanLosses
-from paceline.ddp.transport.channel import Channel
+from paceline.ddp.connection import Connection
+from paceline.ddp.engine.gradient_engine import GradientEngine
+from paceline.ddp.join import FinalModel, JoinOfOne, Leaving, Shadow
+from paceline.ddp.replica import Replica
 from paceline.errors import UsageError
 
 
-class SyncControl:
-    """Comes before torch's class among the wrapper's bases."""
+class SyncControl(Joinable):
+    """A base of the wrapper without state of its own; comes before torch's class."""
 
     training: bool
-    _channel: Channel | None
-    _options: Options
+    device: torch.device
+    process_group: dist.ProcessGroup
+    forward_sync_buffers: bool
+    _has_joined: bool
+    _connection: Connection | None
+    _engine: GradientEngine
     _guard: StepGuard
-    _ledger: Ledger
-    _mean_losses: MeanLosses
-    _reducer: Any
+    _options: Options
+    _replica: Replica
 
     if TYPE_CHECKING:  # the wrapper's own
 
         def parameters(self) -> Iterator[nn.Parameter]:
             """The module's."""
 
-        def sync_buffers(self) -> bool:
-            """Broadcast buffers."""
-
-        def _count_forward(self) -> bool:
+        def _count_forward(self, connection: Connection) -> bool:
             """Count a forward that all ranks run."""
-
-        def _join_forward(self) -> None:
-            """Tell ranks that ran out of data that a forward begins."""
 
     @property
     def do_sync(self) -> bool:
         """Whether a backward that starts now is synchronized."""
-        enabled: bool = self._reducer.sync_enabled
-        return enabled
+        return self._engine.sync_enabled
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -55,15 +58,15 @@ class SyncControl:
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, enabled: bool) -> None:
-        self._reducer.sync_enabled = enabled
+        self._engine.sync_enabled = enabled
 
     def enable_grad_sync(self) -> None:
         """Synchronize gradients in the backwards that start from now on."""
-        self._reducer.sync_enabled = True
+        self._engine.sync_enabled = True
 
     def disable_grad_sync(self) -> None:
         """Accumulate gradients locally in the backwards that start from now on."""
-        self._reducer.sync_enabled = False
+        self._engine.sync_enabled = False
 
     @property
     def check_finite(self) -> bool:
@@ -73,7 +76,7 @@ class SyncControl:
     @check_finite.setter
     def check_finite(self, enabled: bool) -> None:
         self._options = replace(self._options, check_finite=enabled)
-        self._reducer.check_finite(enabled)
+        self._engine.check_finite(enabled)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -86,7 +89,7 @@ class SyncControl:
         try:
             yield
         finally:
-            self._reducer.sync_enabled = before
+            self._engine.sync_enabled = before
 
     def sync_gradients(self) -> None:
         """Average what ``p.grad`` holds, now and without a backward.
@@ -99,12 +102,21 @@ class SyncControl:
             DesyncError: if ranks differ in what must be equal everywhere.
             CommunicationError: if a rank ended or did not come.
         """
-        if self._channel is not None:
-            self._reducer.settle_aborted()
-            if self.training and self._ledger.forwards_since_sync == 0:
-                self._join_forward()
-                self._count_forward()
-        self._reducer.synchronize()
+        if (connection := self._connection) is not None:
+            self._engine.settle_aborted()
+            if self.training and self._replica.ledger.forwards_since_sync == 0:
+                if connection.joined_steps.is_active:
+                    connection.joined_steps.forward_begins()
+                self._count_forward(connection)
+        self._engine.synchronize()
+
+    def sync_buffers(self) -> bool:
+        """Make buffers equal to rank 0's now; returns whether there are any to sync.
+
+        After a synchronized backward they are equal already. Call it on all ranks where something else has changed
+        them, such as training forwards under ``no_grad`` that recompute running statistics.
+        """
+        return self._connection is not None and self._connection.buffers.synchronize()
 
     def gradients_are_averaged(self) -> None:
         """Let an optimizer step over gradients that were averaged over the ranks by hand, or made alike on all of them.
@@ -117,8 +129,8 @@ class SyncControl:
             UsageError: if a gradient is not the same on every rank; names it.
             CommunicationError: if a rank ended or did not come.
         """
-        self._reducer.expect_equal()
-        self._ledger.synchronized()
+        self._engine.expect_equal()
+        self._replica.ledger.synchronized()
 
     def weight(self, weight: float, reduction: Literal["sum", "mean"] = "sum") -> AbstractContextManager[None]:
         """Surround a micro-batch whose loss is a *sum*, with the number of samples or tokens it sums over.
@@ -152,14 +164,92 @@ class SyncControl:
         """
         if reduction not in ("sum", "mean"):
             raise UsageError(f'model.weight(reduction=…) takes "sum" or "mean", not {reduction!r}')
-        self._reducer.settle_aborted()  # which uses up the weights counted so far, so before this one is
+        self._engine.settle_aborted()  # which uses up the weights counted so far, so before this one is
         if reduction == "mean":
-            self._mean_losses.follow()
-        return self._ledger.weigh(weight, is_mean=reduction == "mean")
+            self._replica.mean_losses.follow()
+        return self._replica.ledger.weigh(weight, is_mean=reduction == "mean")
+
+    # -- uneven inputs ------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> Join:
+        """Surround a training loop in which ranks may run out of data at different times, or have none at all.
+
+        A rank that leaves its loop takes part in the others' steps, SyncBatchNorm's collectives included, without
+        contributing; once all have left, every rank gets the model of the one that left last (the highest of these).
+
+        Args:
+            divide_by_initial_world_size: means without :meth:`weight` divide by all ranks (default), or only by those
+                that have data. Weighted means are those over all samples in any case.
+            enable: ``False`` turns it off.
+            throw_on_early_termination: raise ``RuntimeError`` on every rank as soon as one runs out.
+            optimizers: brought up to date as well at the end, on ranks that ran out early; without it momentum and
+                the like stay as they were at that rank's own last step, of which a warning tells.
+
+        Raises:
+            UsageError: once a rank has run out, if the model holds torch's own SyncBatchNorm.
+        """
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size, "optimizers": optimizers}
+        return JoinOfOne(self, enable, throw_on_early_termination, options)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``torch.distributed.algorithms.join.Join``; takes the keyword arguments of :meth:`join`."""
+        self._has_joined = True
+        if dist.get_world_size(self.process_group) > 1:
+            self._engine.connected()  # all ranks come here, which may not be so in a copy's first backward
+        if (connection := self._connection) is None:
+            return Leaving(self)
+        final_model = FinalModel(
+            connection.channel,
+            self._replica,
+            connection.buffers if self.forward_sync_buffers else None,
+            self._guard,
+            tuple(kwargs.get("optimizers", ())),
+        )
+        return Shadow(
+            self,
+            connection.joined_steps,
+            connection.reducer,
+            connection.buffers,
+            self._replica,
+            layers_to_shadow(self._replica.module, self.process_group),
+            final_model,
+            is_counted=kwargs.get("divide_by_initial_world_size", True),
+        )
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``Join``'s own collectives have their tensors."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group of ``Join``'s own collectives."""
+        return self.process_group
+
+    # -- costs --------------------------------------------------------------------------------------------------
+
+    @property
+    def gradient_bytes_per_step(self) -> int:
+        """Bytes of gradient that this rank hands to communication in one synchronized backward."""
+        return sum(self._engine.bucket_bytes())
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time that backwards have waited for communication at their end, in seconds, since the wrapper was made."""
+        return self._engine.exposed_seconds
+
+    # -- checks -------------------------------------------------------------------------------------------------
 
     def holds_local_gradients(self) -> bool:
         """Whether gradients of micro-batches that ran under :meth:`no_sync` wait for their synchronization."""
-        if not self._ledger.local_backwards:
+        if not self._replica.ledger.local_backwards:
             return False
         gradients = [parameter.grad for parameter in self.parameters()]
         # They may have been dropped since, or set to zero.
@@ -178,4 +268,4 @@ class SyncControl:
 
     def watch(self, sampler: Positioned) -> None:
         """Compare the sampler's epoch and position across ranks in every synchronized backward."""
-        self._ledger.sampler = sampler
+        self._replica.ledger.sampler = sampler

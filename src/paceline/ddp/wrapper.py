@@ -1,15 +1,13 @@
 """``DistributedDataParallel``: a module that trains as one replica among many.
 
-A step, as the data flows: ``forward`` syncs buffers and hooks its outputs; backward hands complete buckets to
-communication while it runs; at its end ``p.grad`` is the average over the ranks; the optimizer steps. The middle part
-is :mod:`paceline.ddp.engine.reducer`.
+``forward`` synchronizes buffers if that is due and hooks its outputs; backward hands complete buckets to communication
+while it runs; at its end ``p.grad`` is the average over the ranks; the optimizer steps. README.md in this folder shows
+such a step in ten stages, whose numbers stand in the code.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,58 +17,35 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 
 from paceline.buckets import FIRST_CAPACITY
-from paceline.comm.forking import finalize
-from paceline.ddp.agreement.join_events import Event
-from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.config import (
     Algorithm,
     InitSync,
     Options,
     UnusedParameters,
-    capacities,
-    check_algorithm,
-    check_averaged,
-    check_broadcast,
-    check_delayed,
     check_devices,
-    check_init_sync,
     check_initialized,
-    check_interval,
-    check_lazy,
-    check_reduce_dtype,
-    check_unused_parameters,
     choose_group,
-    tensors_in,
-    trained_parameters,
 )
-from paceline.ddp.consistency.buffers import Buffers
-from paceline.ddp.consistency.buffers_at_rest import BuffersAtRest
-from paceline.ddp.consistency.initial_sync import make_equal
-from paceline.ddp.consistency.replica_check import ReplicaCheck
-from paceline.ddp.engine.dormant import Asleep
-from paceline.ddp.engine.mean_losses import MeanLosses
-from paceline.ddp.engine.module_changes import ModuleWatch, Named
-from paceline.ddp.engine.new_parameters import Newcomers, OnChange
-from paceline.ddp.engine.parts import make_parts
+from paceline.ddp.connection import Connection, connect, while_alive
+from paceline.ddp.engine.dormant import DormantEngine
+from paceline.ddp.engine.gradient_engine import GradientEngine
+from paceline.ddp.engine.module_changes import Named
+from paceline.ddp.engine.pending_forwards import tensors_in
 from paceline.ddp.engine.reducer import Reducer
-from paceline.ddp.engine.single_rank import SoloReducer
-from paceline.ddp.join import EventsOf, Joining
+from paceline.ddp.engine.single_rank import SingleRankEngine
+from paceline.ddp.replica import Replica
 from paceline.ddp.sync_control import SyncControl
-from paceline.ddp.torch_compat.copying import Copyable
-from paceline.ddp.torch_compat.hooks import TakesHooks
-from paceline.ddp.torch_compat.members import TorchMembers
-from paceline.ddp.torch_compat.mixed_precision import LowPrecision
-from paceline.ddp.transport.channel import Channel, open_channel
+from paceline.ddp.torch_compat.hooks import CommHook
+from paceline.ddp.torch_compat.members import TorchMembers, accept_bare_keys
+from paceline.ddp.torch_compat.mixed_precision import LowPrecision, low_precision
 from paceline.torch_internals.autograd import is_in_backward
 from paceline.torch_internals.compile import call_module, compiled_below, never_compiled
-from paceline.torch_internals.dtensor import local_of
 from paceline.tracing import FORWARD, Recorder
-from paceline.unwrapping import plain_name
 
 
 class DistributedDataParallel(  # type: ignore[misc, override]
-    SyncControl, TakesHooks, Copyable, TorchMembers, Joining, nn.parallel.DistributedDataParallel
+    SyncControl, TorchMembers, nn.parallel.DistributedDataParallel
 ):
     """Replicates `module` over the ranks of a process group and averages gradients during backward.
 
@@ -125,6 +100,34 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     """
 
     module: nn.Module
+    """The user's module; another may be assigned, which the next backward notices."""
+    process_group: dist.ProcessGroup
+    """The ranks to average over."""
+    device: torch.device
+    """Where the parameters were when the module was wrapped."""
+    parameters_to_ignore: set[str]
+    """Names of parameters and buffers that are each rank's own; grows with names that the module adds."""
+
+    _options: Options
+    """Settings, checked; only ``check_finite`` changes."""
+    _low_precision: LowPrecision | None
+    """Casts the module in each forward; None without ``mixed_precision``."""
+    _input_device: torch.device | None
+    """Where inputs are moved to; None to leave them where they are."""
+    _recorder: Recorder
+    """Records the spans of each step."""
+    _replica: Replica
+    """Knows the parameters and buffers that are synchronized."""
+    _connection: Connection | None
+    """Reaches the other ranks; None in a world of one, and in a copy until it is trained."""
+    _engine: GradientEngine
+    """Averages gradients; the connection's reducer if there is a connection."""
+    _guard: StepGuard
+    """Refuses optimizer steps over gradients that were not averaged."""
+    _comm_hook: CommHook
+    """Registers a communication hook with the engine."""
+
+    # -- construction -------------------------------------------------------------------------------------------
 
     def __init__(
         self,
@@ -159,155 +162,95 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
         Joinable.__init__(self)
-        self._low_precision = LowPrecision(mixed_precision, reduce_dtype) if mixed_precision is not None else None
-        if self._low_precision is not None:
-            reduce_dtype = self._low_precision.reduce_dtype
-        init_sync = check_init_sync(init_sync)
-        capacity = capacities(bucket_cap_mb, bucket_cap_mb_list)
-        unused = check_unused_parameters(
-            unused_parameters, expected=find_unused_parameters or static_graph or skip_all_reduce_unused_params
+        self._low_precision, reduce_dtype = low_precision(mixed_precision, reduce_dtype)
+        self._options = Options.checked(
+            init_sync=init_sync,
+            capacity=(bucket_cap_mb, bucket_cap_mb_list),
+            unused=(unused_parameters, find_unused_parameters or static_graph or skip_all_reduce_unused_params),
+            check_finite=check_finite,
+            reduce_dtype=reduce_dtype,
+            algorithm=algorithm,
+            check_replicas_every=check_replicas_every,
+            delayed=(delay_all_reduce_named_params, param_to_hook_all_reduce),
+            buffer_sync=(broadcast_buffers, forward_sync_buffers),
+            lazy_buckets=lazy_bucket_allocation,
         )
-        self._options = Options(
-            capacity, check_finite, check_reduce_dtype(reduce_dtype), unused, check_algorithm(algorithm)
-        )
-        self._check_replicas_every = check_interval(check_replicas_every)
-        check_lazy(lazy_bucket_allocation)
-        self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self._look_at(module)
+        self._input_device = check_devices(device_ids, output_device, self.device)
+        self.process_group = choose_group(process_group, device_mesh)
+        self._recorder, self.device_mesh, self.device_ids = recorder or Recorder(), device_mesh, device_ids
+        self.output_device, self.dim, self.mixed_precision = output_device, dim, mixed_precision
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.lazy_bucket_allocation = False
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+        self.bucket_bytes_cap_list = list(self._options.capacities if bucket_cap_mb_list else ())
+        # torch.compile cuts its graphs at this size, and refuses one below torch's first bucket.
+        self.bucket_bytes_cap = max(self._options.capacities[-1], FIRST_CAPACITY)
+        self.forward_sync_buffers = self._options.syncs_buffers
+        self._begin()
+
+    def _look_at(self, module: nn.Module) -> None:
+        """Find what is to be synchronized, and refuse a module with which that is not possible."""
         self.module = module
         check_initialized(module)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         if self._low_precision is not None:
             self._low_precision.cast_buffers(module, self.parameters_to_ignore)
-        self._prepare()
-        self._input_device = check_devices(device_ids, output_device, self.device)
-        self.process_group = choose_group(process_group, device_mesh)
+        self._replica = Replica(self._modules, self.parameters_to_ignore, self._options.delayed)
+        self.device = self._replica.device
+        self.register_load_state_dict_pre_hook(accept_bare_keys)  # type: ignore[no-untyped-call]
 
-        self.device_mesh, self._recorder = device_mesh, recorder or Recorder()
-        self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
-        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
-        self.gradient_as_bucket_view, self.mixed_precision = gradient_as_bucket_view, mixed_precision
-        self.batched_grad_copy, self.skip_all_reduce_unused_params = batched_grad_copy, skip_all_reduce_unused_params
-        self.lazy_bucket_allocation = False
-        # torch.compile cuts its graphs at this size, and refuses one below torch's first bucket.
-        self.bucket_bytes_cap, self.bucket_bytes_cap_list = (
-            max(capacity[-1], FIRST_CAPACITY),
-            list(capacity if bucket_cap_mb_list else ()),
-        )
-        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
-        sync = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self.forward_sync_buffers = sync is not False
-        self.register_load_state_dict_pre_hook(_accept_bare_keys)  # type: ignore[no-untyped-call]
+    def _begin(self, *, is_copy: bool = False) -> None:
+        """Begin to average: among the ranks, which all call this; alone in a world of one; as a copy, not yet."""
+        self._comm_hook = CommHook(self.process_group, self._replica, self._options)
+        self._connection = None
+        replica, check_finite = self._replica, self._options.check_finite
+        callbacks = while_alive(self._take_over), while_alive(self._connect)
         if dist.get_world_size(self.process_group) == 1:
-            self._be_alone()
-            return
-        # torch's rule: broadcast_buffers=False leaves buffers alone at the start, too, forward_sync_buffers=False not.
-        buffers = self._buffers_to_sync.named() if forward_sync_buffers is not None or sync is not False else {}
-        parameters = [*module.named_parameters(), *self._delayed]
-        named = [(name, one) for name, one in parameters if name not in self.parameters_to_ignore]
-        replicated = [*named, *buffers.items()]
-        broadcast = replicated if init_sync is True else buffers.items() if self.forward_sync_buffers else []
-        check_broadcast([(name, local_of(one)) for name, one in broadcast], str(dist.get_backend(self.process_group)))
-        self._connect(replicated, init_sync)
-
-    def _prepare(self) -> None:
-        """Find out what there is to average, which needs no other rank."""
-        module, ignored = self.module, self.parameters_to_ignore
-        trained = trained_parameters(module, ignored, self._delayed)
-        check_averaged(trained)
-        self._trained = [(plain_name(name), parameter) for name, parameter in trained]
-        self._watch = ModuleWatch(self._modules, ignored, self._delayed, self._trained)
-        self._buffers_to_sync = Buffers(module, ignored)
-        self.device = trained[0][1].device
-        self._ledger = Ledger()
-        self._mean_losses = MeanLosses(self._watch, self._ledger)
-        self._channel: Channel | None = None
-        self._reducer: Reducer | SoloReducer | Asleep
-        self._comm_hooks = []
-
-    def _be_alone(self) -> None:
-        """A world of one."""
-        self._reducer = SoloReducer(
-            self._trained, self._ledger, self._options.check_finite, self._watch, self._on_change()
-        )
-        self._guard = StepGuard([one for _, one in self._trained], self._ledger, lambda: None)
-
-    def _connect(self, replicated: list[tuple[str, torch.Tensor]], init_sync: InitSync) -> Reducer:
-        """Open a channel among the ranks, make `replicated` equal, and begin to average; called by all ranks."""
-        self._channel = open_channel(self.process_group, self.device)
-        # When the wrapper goes, also one that is refused below, the module is the user's alone again.
-        finalize(self, self._channel.close)
-        make_equal(self._channel, replicated, init_sync)
-        return self._reduce_over(self._channel, buffers_may_differ=not (replicated and init_sync))
-
-    def _reduce_over(self, channel: Channel, *, buffers_may_differ: bool = False) -> Reducer:
-        """Make the reducer that communicates on `channel`."""
-        wanted = weakref.WeakMethod(self._syncs_buffers_at_rest)
-        self._rest = BuffersAtRest(
-            self._buffers_to_sync, channel, lambda: bool((call := wanted()) and call()), may_differ=buffers_may_differ
-        )
-        newcomers = Newcomers(self._watch, channel, self._on_change())
-        if self._check_replicas_every:
-            self._replica_check = ReplicaCheck(
-                self._check_replicas_every, self._watch.named_parameters, self._ledger, channel
+            self._average_with(
+                SingleRankEngine(replica.trained, replica.ledger, check_finite, replica.watch, *callbacks)
             )
-        self._reducer = reducer = Reducer(
-            partial(
-                make_parts,
-                self._trained,
-                channel,
-                self._ledger,
-                self._options,
-                self._recorder,
-                newcomers,
-                self._rest,
-                EventsOf(self),
-                self._replica_check,
-            )
+        elif is_copy:
+            self._average_with(DormantEngine(replica.watch, replica.ledger, *callbacks))
+        else:
+            self._connect(makes_equal=True)
+
+    def _connect(self, *, makes_equal: bool = False) -> Reducer:
+        """Reach the other ranks; without `makes_equal` for a copy, or for a communication hook in a world of one."""
+        on_change = while_alive(self._take_over)
+        self._connection = connect(
+            self, self._replica, self._options, self._recorder, on_change, makes_equal=makes_equal
         )
-        self._guard = StepGuard([one for _, one in self._trained], self._ledger, reducer.local_gradient)
-        finalize(self, reducer.close)
-        return reducer
+        self._average_with(self._connection.reducer)
+        return self._connection.reducer
 
-    def _on_change(self) -> OnChange:
-        """What the reducer calls when the module has got other parameters after it was wrapped."""
-        take_over = weakref.WeakMethod(self._take_over)
-
-        def tell(named: Named, averaged: bool) -> None:
-            if (call := take_over()) is not None:  # the wrapper is not gone
-                call(named, averaged)
-
-        return tell
+    def _average_with(self, engine: GradientEngine) -> None:
+        self._engine = engine
+        self._guard = StepGuard(self._replica.parameters(), self._replica.ledger, engine.local_gradient)
 
     def _take_over(self, named: Named, averaged: bool) -> None:
-        """The parameters `named` are `averaged` from now on, or will be; a step over them is guarded already."""
+        """Guard steps over the parameters `named`, which came after wrapping, and have them `averaged` if so."""
         self._guard.watch(parameter for _, parameter in named)
         if averaged:
-            self._trained = named
             if self._low_precision is not None:
                 self._low_precision.cast_buffers(self.module, self.parameters_to_ignore)
-            self._buffers_to_sync.renew(self.module)
+            self._replica.take_over(named)
 
-    def _whole_reducer(self) -> Reducer:
-        """The reducer, with buckets also where the rank is alone: a communication hook is called there, too."""
-        if isinstance(self._reducer, Reducer):
-            return self._reducer
-        if isinstance(self._reducer, Asleep):
-            return self._wake()
-        enabled = self._reducer.sync_enabled
-        self._channel = open_channel(self.process_group, self.device)
-        finalize(self, self._channel.close)
-        reducer = self._reduce_over(self._channel)
-        reducer.sync_enabled = enabled
-        return reducer
-
-    def _named_trained(self) -> list[tuple[str, nn.Parameter]]:
-        return self._trained
+    def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
+        """Begin with the attributes of another wrapper; for copies and pickles."""
+        nn.Module.__setstate__(self, state)
+        self.process_group, self._recorder = group, Recorder()
+        self._replica = Replica(self._modules, self.parameters_to_ignore, self._options.delayed)
+        self.device = self._replica.device
+        self._begin(is_copy=True)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
     @compiled_below
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward; with gradients, its outputs are hooked for backward."""
+        """Run the module's forward; with gradients enabled, its outputs are hooked for backward."""
         if self._input_device is not None:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
             inputs, kwargs = moved[0], moved_kwargs[0]
@@ -328,65 +271,40 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             return call_module(wrapper, self.module, inputs, kwargs)
 
     @never_compiled
-    def _end_forward(self, output: Any, on_local: Callable[[], None]) -> None:
-        self._reducer.watch_outputs(tensors_in(output), on_local)
-        if self._channel is not None and self.training and self.do_sync and self._check_sync_bufs_post_fwd():
-            self._tell(Event.BUFFERS)
-            self._exchange_buffers()
-
-    @never_compiled
     def _begin_forward(self) -> Callable[[], None]:
-        """Before a forward: what has to happen on all ranks. Returns what undoes its count."""
-        if not self.training or self._channel is None:
+        """Do what has to happen on all ranks before a forward; returns what undoes its count."""
+        # 1. forward begins: buffers are synchronized if that is due
+        if not self.training or (connection := self._connection) is None:
             return _nothing
-        self._channel.expect_open()
+        connection.channel.expect_open()
         if not is_in_backward():  # not while a checkpoint is recomputed inside backward
-            self._reducer.settle_aborted()
-        self._join_forward()
+            self._engine.settle_aborted()
+        if connection.joined_steps.is_active:
+            connection.joined_steps.forward_begins()
         if not self.do_sync:
             return _nothing
         # A forward whose buffers travel counts, whatever its backward does.
-        return _nothing if self._count_forward() else self._ledger.take_back_forward()
+        return _nothing if self._count_forward(connection) else self._replica.ledger.take_back_forward()
 
-    def _count_forward(self) -> bool:
+    def _count_forward(self, connection: Connection) -> bool:
         """Count a forward that all ranks run; returns whether its buffers travel."""
         travels = self.will_sync_module_buffers()
-        self._ledger.forward(broadcasts=travels)
-        if travels and (self._rest.forwards or self._has_buffer_hook()):
-            self.sync_buffers()
-        self._rest.forwards += 1
+        self._replica.ledger.forward(broadcasts=travels)
+        connection.buffers.forward_begins(travels=travels)
         return travels
 
-    def sync_buffers(self) -> bool:
-        """Make buffers equal to rank 0's now; returns whether there are any to sync.
-
-        After a synchronized backward they are equal already. Call it on all ranks where something else has changed
-        them, such as training forwards under ``no_grad`` that recompute running statistics.
-        """
-        if self._channel is None or not self._check_sync_bufs_pre_fwd():
-            return False
-        self._tell(Event.BUFFERS)
-        self._exchange_buffers()
-        self._rest.forwards = 0
-        return True
-
-    # -- what it costs ------------------------------------------------------------------------------------------
-
-    @property
-    def gradient_bytes_per_step(self) -> int:
-        """Bytes of gradient that this rank hands to communication in one synchronized backward."""
-        return self._reducer.storage.nbytes if isinstance(self._reducer, Reducer) else 0
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Time that backwards have waited for communication at their end, in seconds, since the wrapper was made."""
-        return self._reducer.exposed_seconds
+    @never_compiled
+    def _end_forward(self, output: Any, on_local: Callable[[], None]) -> None:
+        # 2. outputs are hooked: backward will reach them first
+        self._engine.watch_outputs(tensors_in(output), on_local)
+        if self._connection is not None and self.training and self.do_sync:
+            self._connection.buffers.forward_ends()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def bucket_layout(self) -> list[list[str]]:
-        """Names of the parameters in each bucket, in the order of launch; empty in a world of one."""
-        return self._reducer.storage.named_layout() if isinstance(self._reducer, Reducer) else []
+        """Return the names of the parameters in each bucket, in the order of launch; empty in a world of one."""
+        return self._engine.named_layout()
 
     def load_bucket_layout(self, layout: list[list[str]]) -> None:
         """Rebuild the buckets as :meth:`bucket_layout` gave them; on all ranks alike.
@@ -396,17 +314,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         Raises:
             CheckpointMismatch: if it does not fit this model.
         """
-        if layout and isinstance(self._reducer, Reducer):
-            self._reducer.restore_layout(layout)
+        if layout:
+            self._engine.restore_layout(layout)
 
 
 def _nothing() -> None:
-    """For a forward that cannot be taken back."""
-
-
-def _accept_bare_keys(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Let ``load_state_dict`` take keys without ``module.``, as checkpoints and ``unwrap(model)`` write them."""
-    for own in model.state_dict():
-        bare, wanted = prefix + plain_name(own.removeprefix("module.")), prefix + own
-        if bare in state_dict and wanted not in state_dict:
-            state_dict[wanted] = state_dict.pop(bare)
+    """Undo nothing, for a forward that cannot be taken back."""

@@ -50,14 +50,18 @@ class Event(IntEnum):
 
 
 class JoinEvents(Protocol):
-    """Where an engine says what comes next, for ranks that ran out of data inside ``join``."""
+    """Tells the ranks that ran out of data, inside ``join``, what this rank does next."""
 
     @property
     def is_active(self) -> bool:
-        """Whether a ``join`` is under way; :meth:`tell` is called only then."""
+        """Whether the wrapper is inside ``join``. Outside nobody has to be told anything."""
+
+    @property
+    def source(self) -> int:
+        """The rank whose buffers all ranks take over: the first that has data, rank 0 outside ``join``."""
 
     def tell(self, event: Event) -> bool:
-        """Say, before a collective, what it is; returns whether any rank ran out of data."""
+        """Tell of a collective that comes next; returns whether ranks without data take part in it."""
 
 
 @dataclass(frozen=True)

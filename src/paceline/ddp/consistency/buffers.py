@@ -1,4 +1,4 @@
-"""A module's buffers, made equal to rank 0's before every training forward, or as a buffer hook does it."""
+"""The buffers of a module that are synchronized, by name, and the two ways to do so at once: broadcast, user's hook."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from paceline.torch_internals.dtensor import local_of
 
 
 class Buffers:
-    """The buffers of `module` without the `ignored` ones, by name."""
+    """Finds the buffers of `module`, without the `ignored` ones, by name."""
 
     def __init__(self, module: nn.Module, ignored: set[str]) -> None:
         # Places rather than tensors: a module may assign a new tensor to a buffer's name (pytorch issue 63916).
         self._places: list[tuple[str, nn.Module, str]] = []
         self._ignored = ignored
-        self._parts: WeakSet[nn.Module] = WeakSet()  # whose buffers were looked at
+        # The modules whose buffers were looked at: what one of them adds later is not taken in.
+        self._parts: WeakSet[nn.Module] = WeakSet()
         self.renew(module)
 
     def renew(self, module: nn.Module) -> None:
@@ -47,7 +48,7 @@ class Buffers:
         return len(self._places)
 
     def named(self) -> dict[str, Tensor]:
-        """The tensors as of now."""
+        """Return the tensors as they are now, by name."""
         pairs = ((full, part._buffers.get(name)) for full, part, name in self._places)
         return {full: buffer for full, buffer in pairs if buffer is not None}
 

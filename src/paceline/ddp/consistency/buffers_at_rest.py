@@ -1,13 +1,11 @@
-"""Buffers that are equal on all ranks between steps: rank 0's travel at the end of each synchronized backward.
+"""The broadcast of buffers that travels with a synchronized backward, so that they are equal between steps.
 
 torch DDP broadcasts before each training forward, so between steps BatchNorm's running statistics are each rank's own,
-and an evaluation differs by rank. Here each counted forward has its broadcast after it: with the backward that follows,
-or before a further forward. There are as many, and none waits for a rank before its forward.
+and an evaluation differs by rank. Here the broadcast of a forward comes with the backward that follows it. There are as
+many broadcasts, and no forward waits for a rank.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,40 +18,23 @@ _ALIGNMENT = 16  # bytes; every dtype may begin there
 
 
 class BuffersAtRest:
-    """Makes `buffers` equal to those of the channel's rank 0.
+    """Makes `buffers` equal to those of the channel's rank 0, without blocking in between."""
 
-    Args:
-        buffers: of the module.
-        channel: where they travel.
-        is_wanted: whether buffers are synchronized, and by no hook of the user's.
-        may_differ: whether they may differ between ranks now.
-    """
-
-    forwards: int
-    """Counted forwards since buffers were equal, the same number on every rank. Forwards under ``no_sync`` do not
-    count, as ranks may run different numbers of them."""
-
-    def __init__(self, buffers: Buffers, channel: Channel, is_wanted: Callable[[], bool], *, may_differ: bool) -> None:
-        self.forwards = int(may_differ)
-        self._buffers, self._channel, self._is_wanted = buffers, channel, is_wanted
-        # By device: the tensor that travels, and where in it each buffer lies. Made when first needed.
+    def __init__(self, buffers: Buffers, channel: Channel) -> None:
+        self._buffers, self._channel = buffers, channel
+        # The tensors that travel, one a device; made when first needed, and again when the buffers change their form.
         self._flats: list[Tensor] = []
+        # For each buffer, a view of the part of such a tensor where it lies, in its own dtype and shape.
         self._places: list[Tensor] = []
+        # The form of each buffer for which these were made.
         self._layout: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        # Under way: the buffers, and what was launched for them.
+        # While a broadcast is under way: the buffers, and the collectives that carry them. Otherwise empty.
         self._tensors: list[Tensor] = []
         self._launched: list[Launched] = []
 
-    def named(self) -> dict[str, Tensor]:
-        """The buffers as of now."""
-        return self._buffers.named()
-
     @torch.no_grad()
     def launch(self) -> None:
-        """Launch the broadcast, if forwards have run; the same on all ranks."""
-        if not self.forwards or not self._is_wanted():
-            return
-        self.forwards = 0
+        """Launch the broadcast; the same on all ranks."""
         # Through .data, so that autograd's version counters do not see it: another backward may follow.
         self._tensors = [local_of(buffer.data) for buffer in self._buffers.named().values()]
         layout = [(tensor.shape, tensor.dtype, tensor.device) for tensor in self._tensors]
@@ -69,7 +50,7 @@ class BuffersAtRest:
 
     @torch.no_grad()
     def settle(self) -> bool:
-        """Wait for what was launched, and take it over; returns whether there was anything."""
+        """Wait for the broadcast and take it over; returns whether one was launched."""
         travelled = bool(self._launched)
         for launched in self._launched:
             self._channel.wait(launched, "broadcast of buffers")

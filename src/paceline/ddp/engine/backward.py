@@ -200,14 +200,12 @@ class Backward:
             parts.join.tell(Event.END)
         parts.ledger.status.changed = parts.newcomers.have_gradients()
         mine = self.launch_rest()
-        if not parts.join.is_active:  # inside join, every forward tells of a broadcast of its own
-            parts.buffers.launch()
+        parts.buffers.launch()
         parts.sharing.launched(self.absent)
         self.enter(Phase.WAITING)
         yield True
         statuses = self.wait()
-        if parts.buffers.settle() and parts.replica_check is not None:
-            parts.replica_check.note_buffers(parts.buffers.named())
+        parts.buffers.settle()
         # 8. the second pass, and checks
         scale = scale_of([status.note for status in statuses])
         apart = yield from average_apart(parts, mine, scale)

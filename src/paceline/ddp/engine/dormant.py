@@ -1,4 +1,4 @@
-"""A copy of a wrapper that has not been trained: it connects to its peers in its first synchronized backward."""
+"""The engine of a copy that has not been trained: it connects to its peers in its first synchronized backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from functools import partial
 from torch import Tensor
 
 from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.module_changes import ModuleWatch
+from paceline.ddp.engine.new_parameters import OnChange
 from paceline.ddp.engine.pending_forwards import Forward
 from paceline.ddp.engine.reducer import Reducer
 from paceline.torch_internals.autograd import Accumulators
@@ -16,17 +18,25 @@ from paceline.torch_internals.compile import class_never_compiled
 
 
 @class_never_compiled
-class Asleep:
-    """Stands in for a copy's reducer, which ``wake()`` makes, with all ranks."""
+class DormantEngine(GradientEngine):
+    """Stands in for the reducer of a copy until one is needed.
 
-    exposed_seconds = 0.0
+    Args:
+        watch: looks at the module.
+        ledger: counts the steps.
+        on_change: called with all parameters if the module has got new ones since it was copied.
+        connect: makes a reducer, together with all ranks, and has it take this engine's place.
+    """
 
-    def __init__(self, watch: ModuleWatch, ledger: Ledger, wake: Callable[[], Reducer]) -> None:
-        self.sync_enabled = True
-        self._watch, self._ledger, self._wake = watch, ledger, wake
+    def __init__(
+        self, watch: ModuleWatch, ledger: Ledger, on_change: OnChange, connect: Callable[[], Reducer | None]
+    ) -> None:
+        self._watch, self._ledger, self._on_change, self._connect = watch, ledger, on_change, connect
+        # The reducer that took this engine's place; outputs that were hooked before still call this engine.
+        self._reducer: Reducer | None = None
 
     def check_finite(self, enabled: bool) -> None:
-        """Nothing yet; the reducer that wakes up asks the wrapper's options."""
+        """Do nothing yet: the reducer that takes over is given the wrapper's options."""
 
     def watch_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward."""
@@ -40,19 +50,28 @@ class Asleep:
         if not Accumulators(parameters).are_meant():
             return
         if self.sync_enabled:
-            self._wake().backward_reached(on_local, forward, gradient)
+            self.connected().backward_reached(on_local, forward, gradient)
             return
         self._ledger.backward_began(forward.block)
         self._ledger.forget_dropped(parameters, in_backward=True)
         self._ledger.local_backwards += 1
 
     def synchronize(self) -> None:
-        """Wake up, and average what ``p.grad`` holds."""
-        self._wake().synchronize()
+        """Connect, and average what ``p.grad`` holds."""
+        self.connected().synchronize()
 
     def expect_equal(self) -> None:
-        """Wake up, and compare the gradients of all ranks."""
-        self._wake().expect_equal()
+        """Connect, and compare the gradients of all ranks."""
+        self.connected().expect_equal()
 
-    def settle_aborted(self) -> None:
-        """Nobody waits for one that has not begun."""
+    def connected(self) -> Reducer:
+        """Return the reducer that takes this engine's place; the first time, all ranks make it."""
+        if self._reducer is None:
+            if (change := self._watch.look()) is not None:
+                change.close()
+                self._watch.follow(change.named)
+                self._on_change(change.named, True)
+            self._reducer = self._connect()
+            assert self._reducer is not None, "the wrapper is gone"
+            self._reducer.sync_enabled = self.sync_enabled
+        return self._reducer

@@ -1,4 +1,4 @@
-"""What every engine of a wrapper does: the reducer among several ranks, a single rank, a copy that is not connected."""
+"""The engine that averages a wrapper's gradients: a reducer, a single rank, or a copy that is not connected."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from paceline.torch_internals.compile import class_never_compiled
+
 if TYPE_CHECKING:
     from paceline.ddp.engine.reducer import Reducer
 
 
+@class_never_compiled
 class GradientEngine:
     """Averages the gradients of one wrapper.
 
@@ -76,6 +79,10 @@ class GradientEngine:
         Raises:
             CheckpointMismatch: if it does not fit this model.
         """
+
+    def local_gradient(self) -> str | None:
+        """Return the name of a parameter whose gradient was not averaged, as far as that is known; None without one."""
+        return None
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

@@ -12,7 +12,7 @@ from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.join_events import JoinEvents
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.config import Options
-from paceline.ddp.consistency.buffers_at_rest import BuffersAtRest
+from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.replica_check import ReplicaCheck
 from paceline.ddp.consistency.unused_parameters import UnusedReport
 from paceline.ddp.engine.arrivals import Arrivals
@@ -70,7 +70,7 @@ class EngineParts:
     """What the user chose, but for `check_finite`."""
     newcomers: Newcomers
     """Looks for parameters that the module got later."""
-    buffers: BuffersAtRest
+    buffers: BufferSync
     """Travel at the end of backwards."""
     join: JoinEvents
     """Inside ``join``, tells ranks that ran out of data what comes next."""
@@ -126,7 +126,7 @@ def make_parts(
     options: Options,
     recorder: Recorder,
     newcomers: Newcomers,
-    buffers: BuffersAtRest,
+    buffers: BufferSync,
     join: JoinEvents,
     replica_check: ReplicaCheck | None,
     hook: GradientHook,

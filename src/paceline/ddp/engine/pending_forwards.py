@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.ddp.agreement.ledger import Block, Ledger
 
@@ -87,3 +88,21 @@ class Forwards:
 
 def _nothing(_on_local: Callable[[], None], _forward: Forward | None, _gradient: Tensor) -> None:
     """The function of one that is closed."""
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Return all tensors in a forward's output, through tuples, lists, mappings, dataclasses and plain objects."""
+    found: list[Tensor] = []
+    stack, seen = [output], set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | set | frozenset):
+            stack.extend(value)
+        elif isinstance(value, dict):
+            stack.extend(value.values())
+        elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module) and id(value) not in seen:
+            seen.add(id(value))
+            stack.extend(vars(value).values())
+    return found

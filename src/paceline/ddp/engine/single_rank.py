@@ -1,4 +1,4 @@
-"""A world of one: nothing to reduce, and nothing paid for it unless micro-batches are weighted or checked."""
+"""The engine of a world of one: nothing to reduce, and no cost unless micro-batches are weighted or checked."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch import Tensor
 from paceline.ddp.agreement.control_block import non_finite
 from paceline.ddp.agreement.ledger import Block, Ledger
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, scale_of
+from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.module_changes import ModuleWatch, Named
 from paceline.ddp.engine.new_parameters import OnChange
 from paceline.ddp.engine.optimizer_in_backward import InBackward
+from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.engine.shared_parameters import Share, Sharing
 from paceline.ddp.engine.sparse import elements_of
 from paceline.errors import DesyncError
@@ -24,10 +26,17 @@ from paceline.torch_internals.dtensor import as_local, release
 
 
 @class_never_compiled
-class SoloReducer:
-    """The reducer's twin for one rank: ``model.weight(w)`` still means Σ gradient / Σ w over micro-batches."""
+class SingleRankEngine(GradientEngine):
+    """Leaves gradients as they are, but for ``model.weight(w)``: Σ gradient / Σ w over micro-batches, as on many ranks.
 
-    exposed_seconds = 0.0
+    Args:
+        trained: the parameters.
+        ledger: counts the steps.
+        check_finite: whether gradients are checked for NaN and Inf.
+        watch: looks at the module.
+        on_change: called with all parameters when the module has got new ones.
+        connect: makes a reducer and has it take this engine's place; for a communication hook, which needs buckets.
+    """
 
     def __init__(
         self,
@@ -36,19 +45,22 @@ class SoloReducer:
         check_finite: bool,
         watch: ModuleWatch,
         on_change: OnChange,
+        connect: Callable[[], Reducer | None],
     ) -> None:
-        self.sync_enabled = True
-        self._ledger, self._check_finite, self._watch, self._on_change = ledger, check_finite, watch, on_change
+        self._ledger, self._check_finite, self._watch = ledger, check_finite, watch
+        self._on_change, self._connect = on_change, connect
+        # The running backward whose end has something to do.
         self._task: weakref.ref[GraphTask] | None = None
+        # In it, the parameters that other wrappers have, too.
         self._share = Share()
         self._follow(trained)
 
     def _follow(self, named: Named) -> None:
         self._names = [name for name, _ in named]
-        given = [parameter for _, parameter in named]
-        self._parameters = [as_local(parameter) for parameter in given]
-        self._in_backward, self._accumulators = InBackward(given), Accumulators(given)
-        self._sharing = Sharing(self._names, given, self._parameters, self._ledger, ranks=[0])
+        parameters = [parameter for _, parameter in named]
+        self._parameters = [as_local(parameter) for parameter in parameters]
+        self._in_backward, self._accumulators = InBackward(parameters), Accumulators(parameters)
+        self._sharing = Sharing(self._names, parameters, self._parameters, self._ledger, ranks=[0])
 
     def _look_at_module(self) -> None:
         """Take in parameters that the module got after it was wrapped."""
@@ -128,11 +140,12 @@ class SoloReducer:
         self._in_backward.step(self._ledger)
 
     def _scale(self, scale: float) -> None:
-        mine = [one for index, one in enumerate(self._parameters) if index not in self._share.elsewhere]
-        gradients = [parameter.grad for parameter in mine if parameter.grad is not None]
+        pairs = enumerate(self._parameters)
+        parameters = [parameter for index, parameter in pairs if index not in self._share.elsewhere]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
             torch._foreach_mul_(dense, scale)
-        for parameter in mine:
+        for parameter in parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad * scale  # its values may be expanded, so not in place
 
@@ -142,11 +155,12 @@ class SoloReducer:
         if bad := [name for name, gradient in present if not torch.isfinite(elements_of(gradient)).all()]:
             raise non_finite([0], bad, len(self._names))
 
-    def expect_equal(self) -> None:
-        """Gradients are equal on the only rank."""
-
-    def settle_aborted(self) -> None:
-        """Nobody waits for a rank that is alone."""
+    def connected(self) -> Reducer:
+        """Return a reducer with buckets, which takes this engine's place."""
+        reducer = self._connect()
+        assert reducer is not None, "the wrapper is gone"
+        reducer.sync_enabled = self.sync_enabled
+        return reducer
 
     def close(self) -> None:
         """Take off what was put on the parameters."""

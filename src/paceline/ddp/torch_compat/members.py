@@ -12,12 +12,16 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.consistency.buffers import Buffers
-from paceline.ddp.engine.reducer import Reducer
+from paceline.ddp.config import choose_group
+from paceline.ddp.consistency.buffer_sync import runs_before_forward
+from paceline.ddp.engine.gradient_engine import GradientEngine
+from paceline.ddp.replica import Replica
+from paceline.ddp.torch_compat.copying import copied_state, expect_default_group, portable_state
+from paceline.ddp.torch_compat.hooks import CommHook
+from paceline.ddp.transport.comm_hook import Hook
 from paceline.errors import UsageError
+from paceline.unwrapping import plain_name
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
@@ -33,7 +37,7 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 
 class Face:
-    """What is left of ``model.reducer`` and ``model.logger``: what frameworks call around a step, and does nothing."""
+    """Stands for ``model.reducer`` or ``model.logger``; has the methods that frameworks call, which do nothing."""
 
     def __init__(self, name: str, *calls: str) -> None:
         self._name, self._calls = name, calls
@@ -64,10 +68,9 @@ class TorchMembers:
     device_ids: Any
     output_device: Any
     parameters_to_ignore: set[str]
-    _buffers_to_sync: Buffers
-    _reducer: Any
-    _has_joined: bool
-    _ledger: Ledger
+    _replica: Replica
+    _engine: GradientEngine
+    _comm_hook: CommHook
 
     require_forward_param_sync = True
     """Whether a training forward synchronizes buffers; frameworks set it."""
@@ -75,6 +78,10 @@ class TorchMembers:
     use_side_stream_for_tensor_copies = False
     is_multi_device_module = False
     _use_python_reducer = False
+    _has_joined = False
+    """Whether the wrapper was ever part of a ``join``."""
+    _authoritative_rank = 0
+    """The rank whose model all ranks got when the last ``join`` ended."""
     reducer = Face("reducer", "prepare_for_backward", "prepare_for_forward", "_rebuild_buckets")
     logger = Face("logger")
 
@@ -95,6 +102,73 @@ class TorchMembers:
                 "with the averages in p.grad; leave it out, and finalize_backward() with it"
             )
 
+    # -- communication hooks ------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let ``hook(state, bucket)`` take the place of the all-reduce of every bucket, with torch's contract.
+
+        The bucket holds this rank's own gradients. The hook returns a future of what they become, which by contract is
+        the mean over the ranks; with :meth:`weight` it is then multiplied by N/Σw. Hooks are called in the same order
+        on every rank, also in a world of one, on all buckets in each synchronized backward, and on a rank without
+        gradients with zeros. Late gradients (reentrant checkpointing) are averaged without the hook.
+
+        Call it on all ranks alike, between steps, and once.
+
+        Raises:
+            HookError: if `hook` is not callable or its signature is not that of a hook. In backward: if it raises,
+                or returns something else than a future of one tensor like ``bucket.buffer()``.
+            UsageError: if there is a hook already.
+            DesyncError: in backward, if the hook failed on another rank.
+        """
+        self._comm_hook.register(self._engine, state, hook)
+
+    @property
+    def comm_hook_state(self) -> object:
+        """The state that :meth:`register_comm_hook` was given; None without a hook."""
+        return self._comm_hook.state
+
+    @property
+    def _comm_hooks(self) -> list[tuple[Hook, object]]:
+        return self._comm_hook.registered
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Register torch's ``ALLREDUCE`` or ``FP16_COMPRESS``."""
+        self._comm_hook.register_builtin(self._engine, comm_hook_type)
+
+    def _register_fused_optim(
+        self, optim: type[torch.optim.Optimizer], *args: Any, optim_params: Any = None, **kwargs: Any
+    ) -> None:
+        """Have `optim` step each bucket's parameters as soon as their gradients are reduced, as torch does it."""
+        self._comm_hook.register_fused_optimizer(self._engine, optim, args, optim_params, kwargs)
+
+    # -- copies and pickles -------------------------------------------------------------------------------------
+
+    def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
+        """Begin with the attributes of another wrapper."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the wrapper, on this rank alone; a copy that is trained connects to its peers in its first backward."""
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied._revive(copied_state(self, memo), self.process_group)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle holds: neither process group nor buckets; the world that loads it gives its own.
+
+        Raises:
+            UsageError: if the wrapper averages over a group other than the default one, as in torch.
+        """
+        expect_default_group(self.process_group)
+        return portable_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Come back from a pickle, over the default process group."""
+        self._revive(state, choose_group(None, None))
+
+    # -- what frameworks read and call --------------------------------------------------------------------------
+
     @property
     def device_type(self) -> str:
         """The kind of device that the module lives on."""
@@ -103,12 +177,12 @@ class TorchMembers:
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
         """The buffers that are synchronized, by name."""
-        return self._buffers_to_sync.named()
+        return self._replica.buffers.named()
 
     @property
     def modules_buffers(self) -> list[Tensor]:
         """The buffers that are synchronized."""
-        return list(self._buffers_to_sync.named().values())
+        return list(self._replica.buffers.named().values())
 
     @property
     def _module_parameters(self) -> list[nn.Parameter]:
@@ -117,18 +191,10 @@ class TorchMembers:
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a training forward synchronizes buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and len(self._buffers_to_sync) > 0
-
-    def _has_buffer_hook(self) -> bool:
-        return hasattr(self, "buffer_hook")
-
-    def _syncs_buffers_at_rest(self) -> bool:
-        return self.will_sync_module_buffers() and not self._has_buffer_hook()
+        return self.require_forward_param_sync and self.forward_sync_buffers and len(self._replica.buffers) > 0
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        hook = getattr(self, "buffer_hook", None)
-        before = hook is None or hook.buffer_comm_hook_location == _BufferCommHookLocation.PRE_FORWARD
-        return before and self.will_sync_module_buffers()
+        return runs_before_forward(getattr(self, "buffer_hook", None)) and self.will_sync_module_buffers()
 
     def _check_sync_bufs_post_fwd(self) -> bool:
         return self.will_sync_module_buffers() and not self._check_sync_bufs_pre_fwd()
@@ -139,24 +205,22 @@ class TorchMembers:
         self.static_graph = True
 
     def _check_reducer_finalized(self) -> None:
-        if isinstance(self._reducer, Reducer):
-            self._reducer.expect_idle()
+        self._engine.expect_idle()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What is known of torch's entries, under torch's names."""
+        """Return those of torch's entries that are known here, under torch's names."""
         parameters = self._module_parameters
-        buckets = self._reducer.storage.buckets if isinstance(self._reducer, Reducer) else []
         return {
             "module_name": type(self.module).__name__,
             "backend_name": dist.get_backend(self.process_group),
-            "dtypes": ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in parameters})),
+            "dtypes": ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})),
             "device_ids": "" if self.device_ids is None else ", ".join(map(str, self.device_ids)),
-            "bucket_sizes": ", ".join(str(one.flat.numel() * one.flat.element_size()) for one in buckets),
+            "bucket_sizes": ", ".join(map(str, self._engine.bucket_bytes())),
             "world_size": dist.get_world_size(self.process_group),
             "rank": dist.get_rank(self.process_group),
-            "iteration": self._ledger.synchronizations,
+            "iteration": self._replica.ledger.synchronizations,
             "num_parameter_tensors": len(parameters),
-            "total_parameter_size_bytes": sum(one.numel() * one.element_size() for one in parameters),
+            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
             "broadcast_buffers": int(self.forward_sync_buffers),
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
@@ -172,8 +236,7 @@ class TorchMembers:
 
     def _remove_autograd_hooks(self) -> None:
         """Let go of the module, so that another wrapper can take it."""
-        if isinstance(self._reducer, Reducer):
-            self._reducer.close()
+        self._engine.close()
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> None:
         """Nothing: which rows are touched is found out in each step."""
@@ -207,3 +270,11 @@ class TorchMembers:
     _assign_modules_buffers = _refusing("_assign_modules_buffers")
     _check_manual_backward_finalization_supported = _refusing("_check_manual_backward_finalization_supported")
     finalize_backward = _refusing("finalize_backward")
+
+
+def accept_bare_keys(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Let ``load_state_dict`` take keys without ``module.``, as checkpoints and ``unwrap(model)`` write them."""
+    for name in model.state_dict():
+        bare, wanted = prefix + plain_name(name.removeprefix("module.")), prefix + name
+        if bare in state_dict and wanted not in state_dict:
+            state_dict[wanted] = state_dict.pop(bare)

@@ -21,7 +21,7 @@ from paceline.errors import UsageError
 
 
 class LowPrecision:
-    """What a ``_MixedPrecision`` asks of `module`, whose buffers are cast at once and for good, as in torch.
+    """Casts a module and its inputs as a ``_MixedPrecision`` asks; buffers at once and for good, as in torch.
 
     Activation checkpointing inside the module is not possible with it: the recomputation in backward meets the
     parameters in full precision, and torch raises. Use ``torch.autocast`` there.
@@ -29,6 +29,9 @@ class LowPrecision:
     Raises:
         UsageError: if `policy` is none of torch's, or `reduce_dtype` is given twice.
     """
+
+    reduce_dtype: torch.dtype | None
+    """The dtype in which gradients are summed; None for each parameter's own."""
 
     def __init__(self, policy: Any, reduce_dtype: torch.dtype | None) -> None:
         if not isinstance(policy, _MixedPrecision):
@@ -48,7 +51,7 @@ class LowPrecision:
                 buffer.data = buffer.to(self._buffer_dtype)
 
     def cast_inputs(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """A forward's inputs, their floating-point tensors in the low precision."""
+        """Return a forward's inputs, with their floating-point tensors in the low precision."""
         return _cast_forward_inputs(self._dtype, *inputs, **kwargs)
 
     def cast_parameters(self, module: nn.Module, ignored: set[str]) -> AbstractContextManager[Any]:
@@ -59,3 +62,11 @@ class LowPrecision:
         cast = {name: p.to(self._dtype) for name, p in named if p.is_floating_point() and name not in ignored}
         context: AbstractContextManager[Any] = _reparametrize_module(module, cast, tie_weights=True)
         return context
+
+
+def low_precision(policy: Any, reduce_dtype: torch.dtype | None) -> tuple[LowPrecision | None, torch.dtype | None]:
+    """Return what casts to the low precision of `policy`, if that is not None, and the dtype to sum gradients in."""
+    if policy is None:
+        return None, reduce_dtype
+    casts = LowPrecision(policy, reduce_dtype)
+    return casts, casts.reduce_dtype

@@ -118,14 +118,24 @@ def _signature(hook: Callable[..., Any]) -> inspect.Signature | None:
 class HookFinisher:
     """Has `hook` finish the buckets."""
 
-    steps_inside = False
+    steps_inside: bool
     """Whether the hook also runs an optimizer, which cannot know of weights."""
-    layers_first = False
+    layers_first: bool
     """Whether buckets are launched at the end of backward, when layers have no collectives to run any more."""
 
     def __init__(
-        self, state: Any, hook: Hook, parameters: Sequence[Tensor], rank: int, ledger: Ledger, timeout: timedelta | None
+        self,
+        state: Any,
+        hook: Hook,
+        parameters: Sequence[Tensor],
+        rank: int,
+        ledger: Ledger,
+        timeout: timedelta | None,
+        *,
+        steps_inside: bool = False,
+        layers_first: bool = False,
     ) -> None:
+        self.steps_inside, self.layers_first = steps_inside, layers_first
         self._state, self._hook, self._parameters = state, hook, parameters
         self._rank, self._ledger, self._timeout = rank, ledger, timeout
         # The first error of the hook; afterwards it is never called again.

@@ -1,0 +1,122 @@
+"""Buffer synchronization: keeps a module's buffers equal on all ranks, or has a user's hook do it.
+
+A counted forward has its broadcast after it: with the backward that follows (:mod:`.buffers_at_rest`), or, where no
+synchronized backward came in between, before the next counted forward. Inside ``join`` every broadcast is told to the
+ranks without data and runs before the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+from paceline.ddp.agreement.join_events import Event, JoinEvents
+from paceline.ddp.consistency.buffers import Buffers
+from paceline.ddp.consistency.buffers_at_rest import BuffersAtRest
+from paceline.ddp.consistency.replica_check import ReplicaCheck
+from paceline.ddp.transport.channel import Channel
+from paceline.torch_internals.compile import class_never_compiled
+
+
+@class_never_compiled
+class BufferSync:
+    """Synchronizes the buffers of one wrapper that has peers.
+
+    Args:
+        buffers: those of the module.
+        channel: reaches all ranks.
+        join_events: tells ranks without data of each broadcast.
+        replica_check: is shown the buffers after each broadcast, if there is one.
+        is_wanted: returns whether training forwards synchronize buffers now.
+        hook: returns what torch's ``_register_buffer_comm_hook`` registered, or None.
+        may_differ: whether the buffers may differ between ranks now.
+    """
+
+    _forwards: int
+    """Counted forwards since buffers were equal, the same number on every rank. Forwards under ``no_sync`` do not
+    count, as ranks may run different numbers of them."""
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        channel: Channel,
+        join_events: JoinEvents,
+        replica_check: ReplicaCheck | None,
+        is_wanted: Callable[[], bool | None],
+        hook: Callable[[], Any],
+        *,
+        may_differ: bool,
+    ) -> None:
+        self._forwards = int(may_differ)
+        self._buffers, self._channel, self._at_rest = buffers, channel, BuffersAtRest(buffers, channel)
+        self._join_events, self._replica_check = join_events, replica_check
+        self._is_wanted, self._hook = is_wanted, hook
+
+    # -- with a forward -----------------------------------------------------------------------------------------
+
+    def forward_begins(self, *, travels: bool) -> None:
+        """Count a forward; before it, make the buffers equal unless they are, if they are to `travel`."""
+        if travels and (self._forwards or self._hook() is not None):
+            self.synchronize()
+        self._forwards += 1
+
+    def forward_ends(self) -> None:
+        """Run a user's hook that is registered to run after the forward."""
+        hook = self._hook()
+        if not runs_before_forward(hook) and self._is_wanted():
+            self._tell_and_exchange()
+
+    def synchronize(self) -> bool:
+        """Make the buffers equal now; returns whether there are any to synchronize."""
+        if not (runs_before_forward(self._hook()) and self._is_wanted()):
+            return False
+        self._tell_and_exchange()
+        self._forwards = 0
+        return True
+
+    # -- with a backward ----------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Launch the broadcast at the end of a synchronized backward, if forwards have run; the same on all ranks."""
+        if self._join_events.is_active:  # there, every forward tells of a broadcast of its own
+            return
+        if self._forwards and self._is_wanted() and self._hook() is None:
+            self._forwards = 0
+            self._at_rest.launch()
+
+    def settle(self) -> None:
+        """Wait for the broadcast that was launched, if one was, and take it over."""
+        if self._at_rest.settle():
+            self._note()
+
+    # -- inside join --------------------------------------------------------------------------------------------
+
+    def exchange(self) -> None:
+        """Collective: make the buffers equal to those of the first rank that has data, or as a user's hook does it."""
+        if (hook := self._hook()) is not None:
+            self._buffers.run_hook(hook.buffer_comm_hook, hook.buffer_comm_hook_state)
+        else:
+            self._buffers.broadcast(self._channel, self._join_events.source)
+            self._note()
+
+    def taken_along(self) -> list[Tensor]:
+        """Return the buffers, which the end of ``join`` broadcasts with the parameters, and take them for equal."""
+        self._forwards = 0
+        return [buffer.data for buffer in self._buffers.named().values()]
+
+    def _tell_and_exchange(self) -> None:
+        if self._join_events.is_active:
+            self._join_events.tell(Event.BUFFERS)
+        self.exchange()
+
+    def _note(self) -> None:
+        if self._replica_check is not None:
+            self._replica_check.note_buffers(self._buffers.named())
+
+
+def runs_before_forward(hook: Any) -> bool:
+    """Return whether buffers are synchronized before a forward: always, unless torch's `hook` is to run after it."""
+    return hook is None or bool(hook.buffer_comm_hook_location == _BufferCommHookLocation.PRE_FORWARD)
