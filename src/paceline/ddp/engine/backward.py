@@ -16,9 +16,9 @@ from paceline.buckets import Bucket, arrival_order
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.join_events import Event
 from paceline.ddp.agreement.weighting import scale_of
-from paceline.ddp.engine.new_parameters import Settled
+from paceline.ddp.engine.new_parameters import AgreedChange
 from paceline.ddp.engine.parts import EngineParts
-from paceline.ddp.engine.second_pass import average_apart
+from paceline.ddp.engine.second_pass import run_second_pass
 from paceline.ddp.engine.shared_parameters import Share
 from paceline.ddp.engine.sparse import elements_of
 from paceline.ddp.transport.channel import Launched, Pausing
@@ -55,7 +55,7 @@ class Outcome:
 
     statuses: list[Status]
     """What every rank reported."""
-    new: Settled | None
+    new: AgreedChange | None
     """What all ranks found of parameters that the module got later."""
     unused: str | None
     """What is to be said of unused parameters."""
@@ -96,7 +96,7 @@ class Backward:
     """Buckets in the order of launch, then the control block."""
     _non_finite: list[int] = field(default_factory=list)
     """Parameters whose gradient on this rank holds NaN or Inf, where that is looked for."""
-    _left_out: list[int] = field(default_factory=list)
+    _sparse_in_buckets: list[int] = field(default_factory=list)
     """Parameters in buckets whose gradient was found to be sparse, so that zeros were launched."""
     _task: weakref.ref[GraphTask] | None = None
     """Dies with autograd's graph task; None without one, as in ``sync_gradients()``."""
@@ -171,7 +171,7 @@ class Backward:
                 view.zero_()
                 continue
             if gradient.is_sparse:
-                self._left_out.append(index)
+                self._sparse_in_buckets.append(index)
                 view.zero_()
                 continue
             if gradient is not view:
@@ -198,18 +198,18 @@ class Backward:
         parts = self.parts
         if parts.join.is_active:
             parts.join.tell(Event.END)
-        parts.ledger.status.changed = parts.newcomers.have_gradients()
+        parts.ledger.status.changed = parts.new_parameters.have_gradients()
         mine = self.launch_rest()
         parts.buffers.launch()
         parts.sharing.launched(self.absent)
         self.enter(Phase.WAITING)
         yield True
         statuses = self.wait()
-        parts.buffers.settle()
+        parts.buffers.wait()
         # 8. the second pass, and checks
         scale = scale_of([status.note for status in statuses])
-        apart = yield from average_apart(parts, mine, scale)
-        new = yield from parts.newcomers.settle(statuses, scale, parts)
+        apart = yield from run_second_pass(parts, mine, scale)
+        new = yield from parts.new_parameters.agree(statuses, scale, parts)
         unused = yield from parts.unused.look(parts.control.missing_somewhere(statuses), self.absent)
         drift = None
         if parts.replica_check is not None:
@@ -233,14 +233,14 @@ class Backward:
         if parts.sharing:
             self._take_common(apart)
         # A sparse gradient that comes after a dense one was launched is a late delta as any other.
-        alone = {*self.absent, *self._left_out, *parts.storage.outside}
+        alone = {*self.absent, *self._sparse_in_buckets, *parts.storage.unbucketed}
         sparse = [index for index, gradient in apart.items() if gradient.is_sparse and index in alone]
         late = [index for index in apart if index not in sparse] if len(sparse) < len(apart) else []
         if parts.check_finite:
             finite = {index: bool(torch.isfinite(elements_of(gradient)).all()) for index, gradient in apart.items()}
             self._non_finite += [index for index in apart if not finite[index]]
         # What comes late is present, too: its parameter must not end as None.
-        outside = [index for index in parts.storage.outside if index not in elsewhere]
+        outside = [index for index in parts.storage.unbucketed if index not in elsewhere]
         self.absent = [index for index in (*self.absent, *outside) if index not in apart]
         self.absent += [index for index in elsewhere if parts.sharing.lacks(index, self.share)]
         status = parts.ledger.report(parts.control.size, aborted=self.is_cut_short, hook_failed=parts.finisher.failed)
@@ -291,7 +291,7 @@ class Backward:
         """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
         parts = self.parts
         averages = parts.storage.averages(self.held)
-        parts.shown.show(averages, apart, parts.control.absent_everywhere(), self.share)
+        parts.published.publish(averages, apart, parts.control.absent_everywhere(), self.share)
         if not parts.ledger.status.joined:  # else nothing was to be expected
             parts.arrivals.end(self.absent)
         parts.ledger.synchronized()

@@ -140,5 +140,5 @@ class CommHook:
             steps_inside=steps_inside,
             layers_first=layers and self._options.unused == "allow",
         )
-        reducer.finish_with(finisher)
+        reducer.use_finisher(finisher)
         self.registered.append((hook, state))
