@@ -24,7 +24,7 @@ SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD")
 
 
 def describe() -> dict[str, str]:
-    """One line for each fact, in the order in which people look for them."""
+    """Return one line for each fact, in the order in which people look for them."""
     return {
         "paceline": f"{__version__}, {Path(__file__).parent}",
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}; {_tested()}",
@@ -86,11 +86,13 @@ def _shared_memory() -> str:
 
 
 def _limit(number: int) -> str:
-    soft, hard = ("unlimited" if one == resource.RLIM_INFINITY else str(one) for one in resource.getrlimit(number))
+    soft, hard = (
+        "unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in resource.getrlimit(number)
+    )
     return soft if soft == hard else f"{soft} (at most {hard})"
 
 
 def _settings() -> list[tuple[str, str]]:
-    """The environment's settings of ranks and backends, without what may be secret."""
+    """Return the environment variables that concern ranks and backends, without those that may be secret."""
     names = sorted(name for name in os.environ if name.startswith(SETTINGS))
     return [(name, "…" if any(word in name for word in SECRETS) else os.environ[name]) for name in names]

@@ -59,7 +59,7 @@ class ReplicaMismatch(UsageError):
 
 
 class HookError(UsageError, TypeError):
-    """A communication hook raised, or it is, takes or returned something else than torch's contract says."""
+    """A communication hook raised, or does not follow torch's contract."""
 
 
 class MissingExtra(UsageError, ImportError):
@@ -102,7 +102,7 @@ class NonFiniteGradient(PacelineError, ArithmeticError):
 
 
 class CheckpointWarning(UserWarning):
-    """What users should know of their checkpoints: a damaged one was skipped, a folder is not locked."""
+    """A checkpoint needs attention: a damaged one was skipped, or a folder is not locked."""
 
 
 class UnusedParameterWarning(UserWarning):

@@ -16,7 +16,7 @@ INSTALL = f"pip install 'torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] 
 
 
 def untested(version: str) -> str | None:
-    """What is the matter with torch `version`, such as ``2.16.0a0+git1f2``; None if its series was tested."""
+    """Describe why torch `version`, such as ``2.16.0a0+git1f2``, is untested; None if its series was tested."""
     numbers = re.match(r"v?(\d+)\.(\d+)", version)
     if numbers is None:
         return f"not a version that Paceline knows; it was tested with {RANGE}"

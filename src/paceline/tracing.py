@@ -32,7 +32,7 @@ OPTIMIZER, CHECKPOINT = "optimizer", "checkpoint"
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of time: ``start`` and ``end`` in seconds of ``time.perf_counter``."""
+    """A stretch of time: ``start`` and ``end`` in seconds of ``time.perf_counter``."""
 
     label: str
     start: float
@@ -42,7 +42,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Return how long it took."""
+        """Duration in seconds."""
         return self.end - self.start
 
 
@@ -58,7 +58,7 @@ class Recorder:
         return self._timed(label, bucket) if self.on or is_profiling() else _OFF
 
     def open(self, label: str) -> Callable[[], None]:
-        """Begin a span that no block can surround; the function returned ends it. One that is not called counts not."""
+        """Begin a span that no block can surround; return the function that ends it. A span never ended is dropped."""
         if not (self.on or is_profiling()):
             return _nothing
         stack = ExitStack()
@@ -77,7 +77,7 @@ class Recorder:
 
 
 def _nothing() -> None:
-    """The end of a span that nobody records."""
+    """Do nothing: the end of a span that is not recorded."""
 
 
 _OFF: AbstractContextManager[None] = nullcontext()
