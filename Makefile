@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check bench bench-mpi pictures clean
+.PHONY: help install train test test-long check bench bench-mpi pictures clean
 
 help:  ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,8 +30,14 @@ install: $(VENV)/.digits  ## install Paceline into .venv
 train: $(VENV)/.digits  ## train a digit classifier with two ranks, in seconds
 	$(BIN)/paceline train digits --nproc 2 $(ARGS)
 
+# Each worker takes tests that stand together, so that they share their ranks; byte code is kept for the many processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
 test: $(VENV)/.dev  ## run the whole test suite
-	$(BIN)/python -m pytest -n 2 -q $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-long: $(VENV)/.dev  ## the same, with ten times as many drawn cases
+	PACELINE_LONG_TESTS=1 $(PYTEST) $(ARGS)
 
 check: $(VENV)/.dev  ## lint, format, types and layers
 	$(BIN)/ruff check .

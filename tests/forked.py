@@ -1,10 +1,11 @@
 """Commands in tests without the seconds that an interpreter takes to load torch: forked from one that has loaded it.
 
-    process = Forked(["run", "--nproc", "2", "script.py"], folder, environment, out, err)      the ``paceline`` command
-    process = Forked(…, ranks=True)                                                            and the ranks that it starts
+    process = Forked(["-m", "paceline", "run", "script.py"], folder, environment, out, err)      as after ``python``
+    process = Forked(…, ranks=True)                          as are the ranks, if the command is one that starts some
+    call(function, argument)                                 a function's result, from a process of its own
 
-The command's code, its arguments, environment, streams, signals and exit code are those of a command of its own. What
-differs is how the interpreter starts and ends: tests of that, and of each kind of command one, start real ones.
+Code, arguments, environment, streams, signals and exit code are those of a command of its own. What differs is how the
+interpreter starts and ends: tests of that, and of each kind of command one, start real ones.
 """
 
 from __future__ import annotations
@@ -27,15 +28,23 @@ import torch
 
 from ranks import _context
 
+TIMEOUT_S = 90.0
+
 
 class Forked:
-    """``python -m paceline ARGUMENTS`` in a child of the fork server; what tests use of :class:`subprocess.Popen`."""
+    """``python COMMAND`` in a child of the fork server; has of :class:`subprocess.Popen` what tests use."""
 
     def __init__(
-        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], out: Path, err: Path, ranks: bool
+        self,
+        command: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        out: Path,
+        err: Path,
+        ranks: bool = False,
     ) -> None:
         self._process = _context.Process(
-            target=_command, args=(list(arguments), str(folder), dict(environment), str(out), str(err), ranks)
+            target=_command, args=(list(command), str(folder), dict(environment), str(out), str(err), ranks)
         )
         self._process.start()
         self.pid: int = self._process.pid
@@ -56,19 +65,41 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _command(
-    arguments: list[str], folder: str, environment: dict[str, str], out: str, err: str, ranks: bool
-) -> None:
-    """The launcher's life."""
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `function(*arguments)` in a process of its own, which ends at once afterwards; its result."""
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=_answer, args=(theirs, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(TIMEOUT_S), f"{function.__name__} does not end"
+        ok, value = ours.recv()
+        assert ok, value
+        return value
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _answer(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        pipe.send((True, function(*arguments)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    os._exit(0)
+
+
+def _command(command: list[str], folder: str, environment: dict[str, str], out: str, err: str, ranks: bool) -> None:
+    """The command's life."""
     os.chdir(folder)
     with open(out, "a") as stdout, open(err, "a") as stderr:
-        _become(["paceline", *arguments], environment, stdout.fileno(), stderr.fileno())
-    sys.path.insert(0, folder)
+        _become(environment, stdout.fileno(), stderr.fileno())
     if ranks:
         from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
         SubprocessHandler._popen = _rank  # type: ignore[method-assign]
-    _end(lambda: runpy.run_module("paceline", run_name="__main__", alter_sys=True))
+    _run(command)
 
 
 def _rank(handler: Any, command: tuple[str, ...], environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -84,19 +115,13 @@ def _rank(handler: Any, command: tuple[str, ...], environment: dict[str, str]) -
     try:
         os.setsid()
         runpy.run_path(child)["die_with"](int(launcher))
-        _become(rank[2:], environment, out, err)
+        _become(environment, out, err)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the launcher's
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
         sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
         sys.modules.pop("sitecustomize", None)
         __import__("sitecustomize")  # our hook, which removes itself from the path
-        if rank[2] == "-m":
-            sys.argv = ["", *rank[4:]]
-            sys.path.insert(0, os.getcwd())
-            _end(lambda: runpy.run_module(rank[3], run_name="__main__", alter_sys=True))
-        else:
-            sys.path.insert(0, str(Path(rank[2]).resolve().parent))
-            _end(lambda: runpy.run_path(rank[2], run_name="__main__"))
+        _run(rank[2:])
     except BaseException:
         traceback.print_exc()
     os._exit(70)
@@ -112,7 +137,7 @@ class _Child(subprocess.Popen[bytes]):
         self._waitpid_lock = threading.Lock()
 
 
-def _become(arguments: list[str], environment: Mapping[str, str], out: int, err: int) -> None:
+def _become(environment: Mapping[str, str], out: int, err: int) -> None:
     """Give this process what a new one would have: signals, environment, streams, and nothing left to do at its end."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
@@ -123,13 +148,29 @@ def _become(arguments: list[str], environment: Mapping[str, str], out: int, err:
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = arguments
     null = os.open(os.devnull, os.O_RDONLY)
     for descriptor, place in ((null, 0), (out, 1), (err, 2)):
         os.dup2(descriptor, place)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def _run(command: list[str]) -> None:
+    """Do what ``python COMMAND`` does, and end."""
+    first, *rest = command
+    if first == "-m":
+        sys.argv = rest
+        sys.path.insert(0, os.getcwd())
+        _end(lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True))
+    elif first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        _end(lambda: exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"}))
+    else:
+        sys.argv = command
+        sys.path.insert(0, str(Path(first).resolve().parent))
+        _end(lambda: runpy.run_path(first, run_name="__main__"))
 
 
 def _end(program: Callable[[], Any]) -> None:

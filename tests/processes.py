@@ -58,7 +58,7 @@ class Running:
             file.write_text("")
         self.process: Forked | subprocess.Popen[bytes]
         if fork != "nothing" and not program:
-            self.process = Forked(arguments, folder, clean, *files, ranks=fork == "all")
+            self.process = Forked(["-m", "paceline", *arguments], folder, clean, *files, ranks=fork == "all")
             return
         with files[0].open("a") as out, files[1].open("a") as err:
             self.process = subprocess.Popen(
