@@ -42,9 +42,11 @@ class Forked:
         out: Path,
         err: Path,
         ranks: bool = False,
+        first: Callable[[], None] | None = None,
     ) -> None:
+        """With `first`, that is called in the process before anything else."""
         self._process = _context.Process(
-            target=_command, args=(list(command), str(folder), dict(environment), str(out), str(err), ranks)
+            target=_command, args=(list(command), str(folder), dict(environment), str(out), str(err), ranks, first)
         )
         self._process.start()
         self.pid: int = self._process.pid
@@ -59,7 +61,8 @@ class Forked:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -90,8 +93,18 @@ def _answer(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...])
     os._exit(0)
 
 
-def _command(command: list[str], folder: str, environment: dict[str, str], out: str, err: str, ranks: bool) -> None:
+def _command(
+    command: list[str],
+    folder: str,
+    environment: dict[str, str],
+    out: str,
+    err: str,
+    ranks: bool,
+    first: Callable[[], None] | None,
+) -> None:
     """The command's life."""
+    if first is not None:
+        first()
     os.chdir(folder)
     with open(out, "a") as stdout, open(err, "a") as stderr:
         _become(environment, stdout.fileno(), stderr.fileno())

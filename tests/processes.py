@@ -109,7 +109,7 @@ class Running:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for pid in reversed(self.family()):
+        for pid in reversed(self.family()) if self.process.poll() is None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(10)

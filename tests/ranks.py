@@ -36,7 +36,7 @@ TIMEOUT_S = 120.0
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo: torch's optimizers import it, which takes every rank a second and more.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "paceline", "paceline.train", "hypothesis", "pytest"]
-_PRELOADED += ["torch._dynamo.convert_frame", "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd"]
+_PRELOADED += ["torch._inductor.compile_fx", "torch._dynamo.backends.inductor"]  # which torch.compile loads
 _PRELOADED += ["paceline.cli", "paceline.launch.agent", "paceline.recipes.digits", "sklearn.datasets"]  # for forked.py
 _context.set_forkserver_preload(_PRELOADED)
 
