@@ -1,6 +1,7 @@
 """The collective algorithms over send and receive beside Gloo's own collectives and our group's, in one run.
 
-The model of ``paceline.comm.cost`` is fitted to the medians of all algorithms from 64 KB up, and stands beside them.
+The model of ``paceline.comm.algorithms.cost`` is fitted to the medians of all algorithms from 64 KB up, and stands
+beside them.
 Run by: paceline run --nproc 2 benchmarks/algorithms.py --help (then with --nproc 4)
 """
 
@@ -22,7 +23,7 @@ import paceline
 from measure import median_ratio, save, timed
 from paceline.comm import algorithms
 from paceline.comm.algorithms import NAMES, build
-from paceline.comm.cost import Sample, fit
+from paceline.comm.algorithms.cost import Sample, fit
 
 SIZES = (4096, 65536, 1_048_576, 4_194_304, 26_214_400)
 """Bytes of a float32 tensor; 26,214,400 is the 25 MB of torch DDP's buckets."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import paceline
 from measure import median_ratio, save, timed
-from paceline.comm.process_group import PacelineProcessGroup
+from paceline.comm.c10d.process_group import PacelineProcessGroup
 
 SIZES = (4, 4096, 65536, 1_000_000, 26_214_400, 104_857_600)
 """Bytes of a float32 tensor; 26,214,400 is the 25 MB of torch DDP's buckets."""

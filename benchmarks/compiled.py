@@ -28,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import paceline
 from measure import median_ratio, save, take_turns
-from paceline.events import Recorder
+from paceline.tracing import Recorder
 from workloads import WORKLOADS, Workload
 
 EARLY = 0.1

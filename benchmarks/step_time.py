@@ -24,7 +24,7 @@ from torch import nn
 import paceline
 from measure import median_ratio, save, take_turns
 from paceline.buckets import CAPACITY
-from paceline.comm.process_group import PacelineProcessGroup
+from paceline.comm.c10d.process_group import PacelineProcessGroup
 from workloads import WORKLOADS, Workload
 
 FIXED = ("bare", "bare, zeroed", "copy", "reduction", "torch", "paceline")

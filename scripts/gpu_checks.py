@@ -17,8 +17,8 @@ from gpu_models import SHAPES, Llama, Place, Row, Shape, Slow
 from torch import Tensor, nn
 
 import paceline
+from paceline.digests import weights_sha256
 from paceline.errors import NonFiniteGradient
-from paceline.fingerprint import weights_sha256
 
 TorchDDP = nn.parallel.DistributedDataParallel
 

@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 from paceline import compression
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
+from paceline.digests import tensor_digest, weights_sha256
 from paceline.errors import PacelineError
-from paceline.fingerprint import tensor_digest, weights_sha256
 from paceline.rng import rng_state, set_seed
 from paceline.train import Evaluation, Result, TrainConfig, Trainer
 from paceline.world import World

@@ -5,13 +5,13 @@ Importing it makes the process group backend ``"paceline"`` known to torch.distr
 
 from paceline import checkpoint, compression, data, ddp, errors, nn, train
 from paceline.checkpoint import Checkpointer, load_weights
-from paceline.comm.process_group import register as _register
+from paceline.comm.c10d.process_group import register as _register
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics, mean_over_ranks
 from paceline.errors import PacelineError, UsageError
 from paceline.lookup import get
-from paceline.modules import unwrap
 from paceline.nn import SyncBatchNorm
 from paceline.rng import set_seed
+from paceline.unwrapping import unwrap
 from paceline.world import World, init
 
 __version__ = "0.1.0"

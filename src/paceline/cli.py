@@ -15,9 +15,9 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from paceline import __version__
-from paceline.bench.command import bench
+from paceline.bench.bench_command import bench
 from paceline.errors import UsageError
-from paceline.explain.command import EXAMPLES, explain
+from paceline.explain.explain_command import EXAMPLES, explain
 
 RECIPES = {"digits": ("paceline.recipes.digits", "DigitsConfig")}
 INTERRUPTED = 130

@@ -6,6 +6,8 @@ import hashlib
 import os
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import index
 from types import TracebackType
 from typing import Any, SupportsIndex
@@ -127,3 +129,33 @@ def set_rng_state(state: dict[str, Any]) -> None:
         numpy.random.set_state((saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+# -- one fetch of a data set ---------------------------------------------------------------------------------------
+
+
+def sow(seed: int) -> None:
+    """Seed Python's, NumPy's (where it is loaded) and torch's CPU generators."""
+    random.seed(seed)
+    # torch.manual_seed would also visit every accelerator: 90 µs in place of 1.
+    torch.default_generator.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Bring the CPU's generators back, after the block, to where they were before it.
+
+    GPU generators are left alone: what a data set draws on a GPU comes from the rank's own stream there.
+    """
+    numpy = sys.modules.get("numpy")
+    in_torch, in_python = torch.get_rng_state(), random.getstate()
+    in_numpy = numpy.random.get_state(legacy=False) if numpy else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(in_torch)
+        random.setstate(in_python)
+        if numpy and in_numpy is not None:
+            numpy.random.set_state(in_numpy)

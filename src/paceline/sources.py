@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from paceline.compiling import never_compiled
 from paceline.rng import derive_seed
 from paceline.rollcall import named_ranks
+from paceline.torch_internals.compile import never_compiled
 
 
 class Origin(NamedTuple):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.comm.process_group import PacelineProcessGroup
+from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.world import World
 from ranks import run_ranks
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from drawn import draws
-from paceline.comm.collectives import STAGE_BYTES
-from paceline.comm.work import Handle
+from paceline.comm.c10d.work import Handle
+from paceline.comm.shm.collectives import STAGE_BYTES
 from paceline.world import World
 from twins import Pools
 

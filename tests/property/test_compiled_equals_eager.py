@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.events import Recorder
+from paceline.tracing import Recorder
 from paceline.world import World
 from ranks import Ranks, run_ranks
 from twins import Case, reentrant, same_gradients, same_weights, train_beside_twin

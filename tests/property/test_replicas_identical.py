@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drawn import draws
 from paceline.ddp import DistributedDataParallel
-from paceline.fingerprint import weights_sha256
+from paceline.digests import weights_sha256
 from paceline.world import World
 from twins import INPUTS, OUTPUTS, PATTERNS, Case, Parts, Pools, global_batch, reentrant, summed_loss, train_slices
 

@@ -636,7 +636,7 @@ def disabled(world: World) -> None:
         loss_of(model(batch(world.rank, 0))).backward()
     (loss_of(twin(torch.cat([batch(rank, 0) for rank in range(world.size)]))) / world.size).backward()
     same_gradients(module, twin)
-    assert model._reducer.tell is None
+    assert not model._is_joining
 
 
 def test_it_can_be_turned_off(pools: Pools) -> None:

@@ -17,7 +17,7 @@ from paceline.bench.plot import Panel, plot
 from paceline.bench.rows import Row, bus_factor, fitted
 from paceline.bench.variants import OURS
 from paceline.comm.algorithms import build
-from paceline.comm.cost import Model
+from paceline.comm.algorithms.cost import Model
 from paceline.errors import UsageError
 from paceline.launch import job as launching
 from processes import Running, gone_after, paceline

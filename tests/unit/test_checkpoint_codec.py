@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from drawn import draws
-from paceline.checkpoint import documents, storage, tensorfile
+from paceline import documents
+from paceline.checkpoint import storage, tensorfile
 from paceline.checkpoint.codec import STORABLE, Encoder, Unencodable, decode
 
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint import Checkpointer, CheckpointWarning, documents, manifest, verify
+from paceline import documents
+from paceline.checkpoint import Checkpointer, CheckpointWarning, manifest, verify
 from paceline.errors import CheckpointError, NoCheckpoint
 
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint import Checkpointer, CheckpointWarning, codec, documents, tensorfile, verify
+from paceline import documents
+from paceline.checkpoint import Checkpointer, CheckpointWarning, codec, tensorfile, verify
 
 
 def seconds(function: Any, *arguments: Any) -> float:

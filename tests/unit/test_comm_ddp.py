@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.comm.process_group import PacelineProcessGroup
+from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.world import World
 from twins import PATTERNS, Case, Mixed, Pools, Tied, train_beside_twin
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
-from paceline.comm import handshake
-from paceline.comm.shared_memory import Arena
+from paceline.comm.shm import handshake
+from paceline.comm.shm.arena import Arena
 from paceline.errors import CommunicationError
 from paceline.launch.store import LOOPBACK, loopback_store
 from paceline.world import World

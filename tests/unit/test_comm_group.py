@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from paceline.comm.shared_memory import HEADER_BYTES, Arena
-from paceline.comm.work import Runner
+from paceline.comm.c10d.work import Runner
+from paceline.comm.shm.arena import HEADER_BYTES, Arena
 from paceline.errors import CommunicationError, UsageError
 from paceline.world import World
 from ranks import run_ranks

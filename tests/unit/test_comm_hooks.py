@@ -24,7 +24,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.futures import Future
 
 from deep import TINY, Deep, data
-from paceline.ddp import DistributedDataParallel, comm_hook
+from paceline.ddp import DistributedDataParallel
+from paceline.ddp.transport import comm_hook
 from paceline.errors import DesyncError, HookError, PacelineError, UsageError
 from paceline.world import World
 from ranks import RankFailed, Ranks

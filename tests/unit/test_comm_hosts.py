@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import paceline
 from forked import Forked
-from paceline.comm.collectives import Collectives
-from paceline.comm.handshake import SPLIT
-from paceline.comm.hierarchy import Hierarchy, rows_of
+from paceline.comm.multi_host import Hierarchy, rows_of
+from paceline.comm.shm.collectives import Collectives
+from paceline.comm.shm.handshake import SPLIT
 from paceline.world import World
 from ranks import Ranks, run_ranks
 
@@ -219,7 +219,7 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
 SCRIPT = """
 import sys, torch, torch.distributed as dist, paceline
 from torch import nn
-from paceline.comm.hierarchy import Hierarchy
+from paceline.comm.multi_host import Hierarchy
 
 with paceline.init("paceline", timeout=40) as world:
     group = dist.group.WORLD

@@ -17,7 +17,7 @@ from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK, hook
 from paceline.compression.int8 import CHUNK, decode, encode
 from paceline.compression.powersgd import orthonormal
 from paceline.compression.topk import pack, unpack
-from paceline.ddp.grad_bucket import GradBucket
+from paceline.ddp.transport.grad_bucket import GradBucket
 from paceline.errors import CheckpointMismatch, UsageError
 from paceline.world import World
 from twins import Pools

@@ -16,7 +16,7 @@ from paceline import Checkpointer, compression
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
-from paceline.fingerprint import weights_sha256
+from paceline.digests import weights_sha256
 from paceline.recipes.digits import LABEL_SMOOTHING, DigitsNet, load_digits
 from paceline.world import World
 from twins import Case, Parts, Pools, same_tensor, train_beside_twin

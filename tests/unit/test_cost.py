@@ -7,7 +7,7 @@ from math import ceil, log2
 import pytest
 
 from paceline.comm.algorithms import NAMES, build
-from paceline.comm.cost import LARGEST, Link, Model, Sample, crossovers, features, fit, select
+from paceline.comm.algorithms.cost import LARGEST, Link, Model, Sample, crossovers, features, fit, select
 from paceline.errors import UsageError
 
 Law = Callable[[int, float], tuple[float, float, float]]

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from paceline.data import DataLoader, DistributedSampler, GlobalBatchSampler, GlobalBatchStream
 from paceline.ddp import DistributedDataParallel
+from paceline.digests import outline_digest
 from paceline.errors import DesyncError, UsageError
-from paceline.fingerprint import outline_digest
 from paceline.rng import set_seed
 from paceline.train import Evaluation, TrainConfig, Trainer
 from paceline.world import World

@@ -13,7 +13,7 @@ from torch import nn
 
 from deep import TINY
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.by_algorithm import ALGORITHMS
+from paceline.ddp.config import ALGORITHMS
 from paceline.errors import DesyncError, UsageError
 from paceline.world import World
 from twins import Case, Mixed, Odd, Parts, Pools, same_gradients, train_beside_twin

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.ddp.control import UNWEIGHTED, WEIGHTED, ControlBlock, Status, scale_of
+from paceline.ddp.agreement.control_block import ControlBlock, Status
+from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, scale_of
 from paceline.errors import DesyncError, NonFiniteGradient
 from paceline.sources import Origin
 

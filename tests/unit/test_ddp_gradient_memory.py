@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.storage import BucketSet
+from paceline.ddp.engine.bucket_set import BucketSet
 from paceline.world import World
 from twins import Pools
 

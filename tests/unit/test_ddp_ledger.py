@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.ddp.arguments import capacities, tensors_in
-from paceline.ddp.control import UNWEIGHTED, WEIGHTED
-from paceline.ddp.guard import StepGuard
-from paceline.ddp.ledger import Ledger
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.agreement.step_guard import StepGuard
+from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED
+from paceline.ddp.config import capacities, tensors_in
 from paceline.errors import UsageError
 
 

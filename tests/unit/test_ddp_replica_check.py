@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.replica_check import drift
+from paceline.ddp.consistency.replica_check import drift
+from paceline.digests import PIECE, quick_digest
 from paceline.errors import ReplicaMismatch, UsageError
-from paceline.fingerprint import PIECE, quick_digest
 from paceline.world import World
 from twins import Pools
 

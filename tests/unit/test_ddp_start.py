@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from paceline.ddp import DistributedDataParallel
+from paceline.digests import weights_sha256
 from paceline.errors import CheckpointMismatch, ReplicaMismatch, UsageError, WorldError
-from paceline.events import Recorder
-from paceline.fingerprint import weights_sha256
-from paceline.modules import HasBucketLayout, unwrap
+from paceline.tracing import Recorder
+from paceline.unwrapping import HasBucketLayout, unwrap
 from paceline.world import World
 from ranks import run_ranks
 from twins import Pools

@@ -10,7 +10,7 @@ import torch
 from deep import TINY, Deep, data
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import WorldError
-from paceline.events import Recorder
+from paceline.tracing import Recorder
 from paceline.world import World
 from twins import Pools
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.ddp import DistributedDataParallel
-from paceline.ddp.unused import unused_message
+from paceline.ddp.consistency.unused_parameters import unused_message
 from paceline.errors import UnusedParameterWarning, UsageError
 from paceline.world import World
 from twins import Parts, Pools

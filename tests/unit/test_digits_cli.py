@@ -305,7 +305,7 @@ def test_models_that_differ_between_ranks_are_one_line_from_the_launcher(tmp_pat
     name = script(
         tmp_path,
         "import torch, paceline\n"
-        "from paceline.launch.report import rank_main\n"
+        "from paceline.launch.failure_report import rank_main\n"
         "def main():\n"
         "    with paceline.init() as world:\n"
         "        paceline.DistributedDataParallel(torch.nn.Linear(4, 2 + world.rank))\n"

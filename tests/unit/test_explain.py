@@ -15,8 +15,9 @@ from test_cli import run
 
 from browser import run_in_page
 from paceline.comm.algorithms import Schedule, build
-from paceline.explain import exchange, timeline
-from paceline.explain.command import KNOWN, SCHEDULES, scenes, tables
+from paceline.explain import ring_exchange as exchange
+from paceline.explain import timeline
+from paceline.explain.explain_command import KNOWN, SCHEDULES, scenes, tables
 from paceline.explain.page import page
 from paceline.explain.scene import MOST_RANKS, Scene
 from paceline.explain.sheet import sheet

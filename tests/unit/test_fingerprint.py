@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+from paceline.digests import dataset_digest, tensor_digest, weights_sha256
 from paceline.errors import CheckpointMismatch
-from paceline.fingerprint import dataset_digest, tensor_digest, weights_sha256
 from paceline.train.identity import DataIdentity
 
 

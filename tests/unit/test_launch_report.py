@@ -16,7 +16,7 @@ from processes import paceline, script
 SCRIPT = """
 import os, sys, time
 from paceline import UsageError
-from paceline.launch.report import rank_main
+from paceline.launch.failure_report import rank_main
 
 def work():
     if sys.argv[1] == "usage" and os.environ.get("RANK", "0") in sys.argv[2]:

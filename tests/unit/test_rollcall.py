@@ -19,7 +19,7 @@ from torch import nn
 
 import paceline
 from paceline import rollcall
-from paceline.comm.process_group import PacelineProcessGroup
+from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.errors import CommunicationError, PacelineError, UsageError, WorldError
 from paceline.launch.store import LOOPBACK, loopback_store
 from paceline.world import TIMEOUT, World, current, init

@@ -26,10 +26,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from paceline import rendezvous
-from paceline.comm import handshake, visitors
+from paceline.comm import gloo_visitors as visitors
 from paceline.comm.gloo import connect_gloo
-from paceline.comm.introduction import Introduction
-from paceline.comm.shared_memory import Arena
+from paceline.comm.shm import handshake
+from paceline.comm.shm.arena import Arena
+from paceline.comm.shm.introduction import Introduction
 from paceline.errors import CommunicationError
 from paceline.launch.store import LOOPBACK, loopback_store
 from paceline.rendezvous import NotPrivate, make_file, open_file, path_of, private_store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import UsageError
-from paceline.train.schedule import lr_factor, scaled_lr
+from paceline.train.learning_rate import lr_factor, scaled_lr
 
 SCALED = [
     # lr, rule, batch, base -> lr

@@ -6,7 +6,7 @@ import sys
 from functools import partial
 
 from paceline.bench.measure import main
-from paceline.launch.report import rank_main
+from paceline.launch.failure_report import rank_main
 
 if __name__ == "__main__":
     rank_main(partial(main, sys.argv[1]))

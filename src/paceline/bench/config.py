@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.outputs import check_file
+from paceline.output_files import check_file
 
 OPS = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
 BACKENDS = ("algorithms", "gloo", "paceline")

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
 from paceline.bench.config import ELEMENT, BenchConfig
-from paceline.bench.report import report
+from paceline.bench.result_page import report
 from paceline.bench.rows import Row, fitted
 from paceline.bench.variants import Variant, own, release, variants
 from paceline.errors import PacelineError

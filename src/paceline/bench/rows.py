@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.comm.algorithms import build
-from paceline.comm.cost import Model, Sample, fit
+from paceline.comm.algorithms.cost import Model, Sample, fit
 
 LEAST_FITTED = 2
 """Sizes that a model is fitted from, at least."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import algorithms
-from paceline.comm.process_group import PacelineProcessGroup
+from paceline.comm.c10d.process_group import PacelineProcessGroup
 
 OURS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("ring_all_reduce", "tree_all_reduce", "halving_doubling_all_reduce"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint import exchange
+from paceline.checkpoint import tensor_transfer
 from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.saved import GENERATORS
@@ -50,25 +50,25 @@ def own(entries: Iterable[Registered]) -> Capture:
 
 def hand_over(capture: Capture) -> None:
     """Give `capture` to rank 0 when it asks for it; after a failure it does not."""
-    if exchange.receive_document(0) != _ASK:
+    if tensor_transfer.receive_document(0) != _ASK:
         return
     specs = {name: spec_of(tensor) for name, tensor in capture.tensors.items()}
     listed = {name: [spec.shape, spec.dtype] for name, spec in specs.items()}
-    exchange.send_document(0, {"nodes": capture.nodes, "specs": listed, "aliases": capture.aliases})
-    exchange.send_tensors(0, specs, capture.tensors)
+    tensor_transfer.send_document(0, {"nodes": capture.nodes, "specs": listed, "aliases": capture.aliases})
+    tensor_transfer.send_tensors(0, specs, capture.tensors)
 
 
 def fetch(rank: int) -> Capture:
     """What `rank` hands over, on rank 0."""
-    exchange.send_document(rank, _ASK)
-    state = exchange.receive_document(rank)
+    tensor_transfer.send_document(rank, _ASK)
+    state = tensor_transfer.receive_document(rank)
     specs = {name: Spec(tuple(shape), dtype) for name, (shape, dtype) in state["specs"].items()}
-    return Capture(state["nodes"], exchange.receive_tensors(rank, specs), state["aliases"])
+    return Capture(state["nodes"], tensor_transfer.receive_tensors(rank, specs), state["aliases"])
 
 
 def dismiss(rank: int) -> None:
     """Tell `rank` that what it has to hand over is not needed, because the save has failed."""
-    exchange.send_document(rank, _DISMISS)
+    tensor_transfer.send_document(rank, _DISMISS)
 
 
 class _Generators:

@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from paceline.checkpoint import capture, codec, exchange, notes, restoring
+from paceline import rank_consensus
+from paceline.checkpoint import capture, codec, notes, restoring
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.codec import Encoder
-from paceline.checkpoint.compare import compare
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.notes import Keep, Notes
 from paceline.checkpoint.registered import Registered, Stateful
-from paceline.checkpoint.saved import GENERATORS, RANK_ROLE, Saved
+from paceline.checkpoint.saved import GENERATORS, RANK_ROLE, Saved, compare
 from paceline.checkpoint.storage import Storage, reason
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError, DesyncError, UsageError
@@ -65,14 +65,14 @@ class Checkpointer:
         keep_best: str | None = None,
         best: Literal["max", "min"] = "max",
     ) -> None:
-        world = exchange.here()
-        exchange.agree(world, exchange.error_of(_check_folder, folder))
+        world = rank_consensus.here()
+        rank_consensus.agree(world, rank_consensus.error_of(_check_folder, folder))
         self._folder = Path(folder).absolute()
         self._keep = Keep(keep, keep_best, best)
         self._registered: dict[str, Registered] = {}
         self._storage: Storage | None = None  # rank 0's
         self._closed = False
-        exchange.decide(world, self._open)
+        rank_consensus.decide(world, self._open)
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
         """Let `object` be saved and restored as `name`; returns it.
@@ -125,8 +125,8 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if it could not be written. What was there before is intact,
                 nothing is deleted, and it can be tried again.
-            UsageError: if `step` is no whole number from 0 on, the ranks have registered different objects, or a
-                registered wrapper is in the middle of an accumulation window.
+            UsageError: if `step` is no whole number from 0 on, the ranks have registered different objects, a
+                registered wrapper is in the middle of an accumulation window, or what `keep_best` names is no number.
             DesyncError: if `step` differs between ranks.
         """
         world = self._world()
@@ -135,14 +135,15 @@ class Checkpointer:
 
         def capture_all() -> None:
             given.append(notes.check(metadata, protect))
+            self._keep.check_metric(given[0].metadata)
             self._capture(step, captures)
 
-        exchange.agree(world, exchange.error_of(capture_all))
+        rank_consensus.agree(world, rank_consensus.error_of(capture_all))
         self._expect_equal(world, step)
         *shared, own = captures
         if world.rank != 0:
             capture.hand_over(own)
-        return Path(exchange.decide(world, lambda: str(self._write(world, step, shared, own, given[0]))))
+        return Path(rank_consensus.decide(world, lambda: str(self._write(world, step, shared, own, given[0]))))
 
     @called_by_all("Checkpointer.latest()")
     def latest(self) -> Path | None:
@@ -151,18 +152,18 @@ class Checkpointer:
         Damaged ones are skipped, and rank 0 warns of each once, with the reason. The path is that on rank 0's
         host.
         """
-        answer = exchange.decide(self._world(), lambda: _path_of(self._store.newest()))
+        answer = rank_consensus.decide(self._world(), lambda: _path_of(self._store.newest()))
         return None if answer is None else Path(answer)
 
     @called_by_all("Checkpointer.steps()")
     def steps(self) -> list[int]:
         """Steps that have a folder, whole or damaged, in ascending order."""
-        return list(exchange.decide(self._world(), lambda: self._store.steps()))
+        return list(rank_consensus.decide(self._world(), lambda: self._store.steps()))
 
     @called_by_all("Checkpointer.best()")
     def best(self) -> int | None:
         """The step of the checkpoint in which ``keep_best`` is best; None if none has it."""
-        return None if (found := exchange.decide(self._world(), self._best)) is None else int(found)
+        return None if (found := rank_consensus.decide(self._world(), self._best)) is None else int(found)
 
     @called_by_all("Checkpointer.metadata()")
     def metadata(self, step: int | None = None) -> dict[str, Any]:
@@ -171,7 +172,7 @@ class Checkpointer:
         Raises:
             NoCheckpoint: if there is no such checkpoint, or its metadata are damaged.
         """
-        node = exchange.decide(self._world(), lambda: Encoder().encode(dict(self._metadata(step))))
+        node = rank_consensus.decide(self._world(), lambda: Encoder().encode(dict(self._metadata(step))))
         return dict(codec.decode(node, {}))
 
     @called_by_all("Checkpointer.restore()")
@@ -204,7 +205,7 @@ class Checkpointer:
             UsageError: as an object's ``load_state_dict`` raises it.
         """
         world = self._world()
-        for rank, theirs in enumerate(exchange.gather(world, step)):
+        for rank, theirs in enumerate(rank_consensus.gather(world, step)):
             if theirs != step:
                 raise DesyncError(
                     f"rank {rank} restores step {theirs} but rank {world.rank} restores step {step}; choose the "
@@ -212,7 +213,7 @@ class Checkpointer:
                 )
         saved = Saved.open(world, lambda: restoring.choose(self._store, step))
         entries = list(self._registered.values())
-        exchange.agree(world, exchange.error_of(compare, entries, saved, world, allow_changed_settings))
+        rank_consensus.agree(world, rank_consensus.error_of(compare, entries, saved, world, allow_changed_settings))
         restoring.restore(world, saved, entries, allow_changed_settings)
         return saved.step
 
@@ -249,7 +250,7 @@ class Checkpointer:
     def _world(self) -> World:
         if self._closed:
             raise UsageError(f"the Checkpointer of {self._folder} is closed; make a new one")
-        return exchange.here()
+        return rank_consensus.here()
 
     def _entries(self, per_rank: bool) -> list[Registered]:
         return [entry for entry in self._registered.values() if entry.per_rank == per_rank]
@@ -268,7 +269,7 @@ class Checkpointer:
 
     def _expect_equal(self, world: World, step: int) -> None:
         names = [f"{entry.name} (per rank)" if entry.per_rank else entry.name for entry in self._registered.values()]
-        for rank, theirs in enumerate(exchange.gather(world, {"step": step, "names": names})):
+        for rank, theirs in enumerate(rank_consensus.gather(world, {"step": step, "names": names})):
             if theirs["names"] != names:
                 raise UsageError(
                     f"rank {rank} has registered {theirs['names']} but rank {world.rank} {names}; register "

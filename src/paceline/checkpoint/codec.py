@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from paceline.checkpoint import documents
+from paceline import documents
 
 _SAME_HASH = 100  # keys of one dict, at most: looking one up among them takes that many comparisons
 DEPTH = 100  # levels of nesting; a value that contains itself ends here

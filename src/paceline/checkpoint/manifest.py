@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.checkpoint import documents
+from paceline import documents
 from paceline.checkpoint.tensorfile import CODES, Spec
 
 FORMAT_VERSION = 1

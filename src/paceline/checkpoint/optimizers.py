@@ -21,9 +21,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from paceline.checkpoint.documents import shown
+from paceline.documents import shown
 from paceline.errors import CheckpointMismatch
-from paceline.modules import plain_name, unwrap
+from paceline.unwrapping import plain_name, unwrap
 
 _NO_OPTIONS = ("params", "param_names")
 _RATES = ("lr", "initial_lr")

@@ -13,7 +13,7 @@ from torch import nn
 from paceline.checkpoint import optimizers
 from paceline.checkpoint.codec import Encoder, Unencodable, decode
 from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
-from paceline.modules import Accumulates, HasBucketLayout, plain_name, unwrap
+from paceline.unwrapping import Accumulates, HasBucketLayout, plain_name, unwrap
 
 
 class Stateful(Protocol):

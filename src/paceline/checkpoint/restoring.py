@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.checkpoint import exchange, notes
+from paceline import rank_consensus
+from paceline.checkpoint import notes
 from paceline.checkpoint.capture import generators
 from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.manifest import Manifest
@@ -95,13 +96,13 @@ def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_cha
             for entry in [*(entry for entry in entries if entry.per_rank), generators()]:
                 _load(world, entry, saved.ranks[world.rank][entry.name], tensors, saved.step, undo)
         else:
-            exchange.decide(world, lambda: _warn_of_other_size(saved, world))
+            rank_consensus.decide(world, lambda: _warn_of_other_size(saved, world))
         # Last, because a layout ends the search for the order in which gradients arrive.
         for entry in entries:
             if not entry.per_rank:
-                exchange.agree(world, exchange.error_of(entry.load_layout, saved.objects[entry.name]))
+                rank_consensus.agree(world, rank_consensus.error_of(entry.load_layout, saved.objects[entry.name]))
         if allow_changed:
-            exchange.agree(world, exchange.error_of(_take_over, world, saved, entries))
+            rank_consensus.agree(world, rank_consensus.error_of(_take_over, world, saved, entries))
     except BaseException:
         _put_back(undo, saved.step)
         raise
@@ -131,7 +132,7 @@ def _load(
         entry.load(node, tensors, step)
         before.took_another = True
 
-    exchange.agree(world, exchange.error_of(load))
+    rank_consensus.agree(world, rank_consensus.error_of(load))
 
 
 def _take_over(world: World, saved: Saved, entries: Sequence[Registered]) -> None:
@@ -154,7 +155,7 @@ def _take_over(world: World, saved: Saved, entries: Sequence[Registered]) -> Non
 def _put_back(undo: Iterable[_Before], step: int) -> None:
     """Load what was there before; without any communication, since other ranks may have ended."""
     for before in reversed(list(undo)):
-        error = exchange.error_of(before.entry.load, before.node, before.tensors, step)
+        error = rank_consensus.error_of(before.entry.load, before.node, before.tensors, step)
         if error is not None and before.took_another:  # one that takes no state at all has not changed
             warnings.warn(
                 f"{before.entry.name!r} does not take back the state that it had before the restore of step {step} "

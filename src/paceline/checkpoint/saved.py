@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.checkpoint import codec, documents, exchange, manifest, tensorfile, verify
+from paceline import documents, rank_consensus
+from paceline.checkpoint import codec, manifest, tensor_transfer, tensorfile, verify
 from paceline.checkpoint.manifest import File, Manifest
-from paceline.checkpoint.registered import Outline
-from paceline.errors import CheckpointError
+from paceline.checkpoint.registered import Outline, Registered
+from paceline.errors import CheckpointError, CheckpointMismatch
 from paceline.world import World
 
 RANK_ROLE = "rank"
@@ -49,7 +50,7 @@ class Saved:
                 raise _malformed(path, error) from None
             return {"path": str(path), "manifest": found.render().decode("ascii"), "state": state}
 
-        answer = exchange.decide(world, read)
+        answer = rank_consensus.decide(world, read)
         path, known = Path(answer["path"]), manifest.parse(answer["manifest"].encode("ascii"))
         state = answer["state"]
         try:
@@ -96,7 +97,7 @@ class Saved:
             CheckpointError: on every rank, if rank 0 cannot read them.
         """
         file = self.manifest.file(name)
-        return {} if file is None else exchange.broadcast_tensors(world, file.tensors, self._read(world, file))
+        return {} if file is None else tensor_transfer.broadcast_tensors(world, file.tensors, self._read(world, file))
 
     def rank_tensors(self, world: World) -> dict[str, torch.Tensor]:
         """The tensors of this rank's own state, on its CPU. Every rank calls this.
@@ -111,9 +112,9 @@ class Saved:
                 continue
             tensors = self._read(world, file)
             if rank == world.rank:
-                mine = tensors if rank == 0 else exchange.receive_tensors(0, file.tensors)
+                mine = tensors if rank == 0 else tensor_transfer.receive_tensors(0, file.tensors)
             elif world.rank == 0:
-                exchange.send_tensors(rank, file.tensors, tensors)
+                tensor_transfer.send_tensors(rank, file.tensors, tensors)
         return mine
 
     def _read(self, world: World, file: File) -> dict[str, torch.Tensor]:
@@ -129,7 +130,7 @@ class Saved:
                     "checkpoint is used if this one is damaged"
                 ) from error
 
-        exchange.decide(world, read)
+        rank_consensus.decide(world, read)
         return tensors
 
 
@@ -138,3 +139,44 @@ def _malformed(path: Path, error: Exception) -> CheckpointError:
         f"{path / manifest.STATE} is malformed though its checksum is right ({error}); Paceline did not "
         "write it: find out who did, or remove the folder to use the one before"
     )
+
+
+def compare(entries: Collection[Registered], saved: Saved, world: World, allow_changed: bool) -> None:
+    """Compare `entries`, which the ranks of `world` have registered, with `saved`.
+
+    Settings of optimizers may differ if `allow_changed`.
+
+    Raises:
+        CheckpointMismatch: if they do not fit; names what differs first.
+        CheckpointError: if `saved` is malformed.
+    """
+    shared = [entry for entry in entries if not entry.per_rank]
+    _compare_names({entry.name for entry in shared}, set(saved.objects), saved.step)
+    own = {entry.name for entry in entries if entry.per_rank}
+    for nodes in saved.ranks:
+        _compare_names(own, set(nodes) - {GENERATORS}, saved.step)
+    if own and saved.manifest.world_size != world.size:
+        raise CheckpointMismatch(
+            f"{min(own)!r} has a state per rank, saved by {saved.manifest.world_size} ranks, but this run "
+            f"has {world.size}; resume with {saved.manifest.world_size} ranks"
+        )
+    for entry in shared:
+        entry.check(saved.outline(entry.name), saved.step, allow_changed)
+    if saved.manifest.world_size == world.size:
+        for entry in entries:
+            if entry.per_rank:
+                entry.check(saved.outline(entry.name, world.rank), saved.step, allow_changed)
+        saved.outline(GENERATORS, world.rank)  # a malformed one is refused
+
+
+def _compare_names(own: set[str], saved: set[str], step: int) -> None:
+    if missing := sorted(own - saved):
+        raise CheckpointMismatch(
+            f"{missing[0]!r} is registered but not in the checkpoint of step {step}, which has "
+            f"{documents.shown(sorted(saved))}; register what was saved"
+        )
+    if extra := sorted(saved - own):
+        raise CheckpointMismatch(
+            f"the checkpoint of step {step} has {documents.shown(extra[0])}, which is not registered as that; "
+            "register what was saved"
+        )

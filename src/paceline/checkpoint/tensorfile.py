@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from paceline.checkpoint import documents
+from paceline import documents
 
 PIECE = 4 * 2**20  # bytes handed to the hash and to the file at a time
 CODES = {

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from paceline.checkpoint import documents, manifest, tensorfile
+from paceline import documents
+from paceline.checkpoint import manifest, tensorfile
 from paceline.checkpoint.manifest import File, Manifest
 
 PIECE = 2**20  # bytes

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint import codec, documents, manifest, storage, tensorfile, verify
+from paceline import documents
+from paceline.checkpoint import codec, manifest, storage, tensorfile, verify
 from paceline.checkpoint.registered import Outline, Registered
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 

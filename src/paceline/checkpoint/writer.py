@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint import documents, manifest, notes, storage, tensorfile
+from paceline import documents
+from paceline.checkpoint import manifest, notes, storage, tensorfile
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.notes import Notes

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
-from paceline.comm.visitors import find_stranger, own_sockets
+from paceline.comm.gloo_visitors import find_stranger, own_sockets
 from paceline.errors import CommunicationError
 from paceline.rendezvous import is_private
 from paceline.rollcall import GRACE_S, missing_from, named_ranks, reason_of

@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import GradBucket
 from paceline.compression.gradients import Gradients
 from paceline.compression.wire import all_gather_bytes, all_reduce_bytes
 from paceline.errors import CheckpointMismatch, UsageError
-from paceline.modules import plain_name, unwrap
-from paceline.shards import is_sharded, local_of
+from paceline.torch_internals.dtensor import is_sharded, local_of
+from paceline.unwrapping import plain_name, unwrap
 
 
 class Compressor(ABC):

@@ -14,10 +14,9 @@ from typing import Any
 
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
-from paceline.data.randomness import preserved, sow
 from paceline.data.sampler import Slice
 from paceline.errors import DataError
-from paceline.rng import derive_seed
+from paceline.rng import derive_seed, preserved, sow
 
 Collate = Callable[[list[Any]], Any]
 

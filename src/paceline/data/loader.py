@@ -187,9 +187,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def _fetched(self) -> Iterator[Any]:
         """What torch's DataLoader brings, with failures raised."""
-        awaited = self.progress.position
         iterator = iter(self._torch_loader)
         watch(iterator, self.progress)
+        try:
+            yield from self._unwrapped(iterator)
+        finally:
+            if not self._torch_loader.persistent_workers:
+                _end_workers(iterator)
+
+    def _unwrapped(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """What `iterator`, torch's, brings until the pass is over, with failures raised."""
+        awaited = self.progress.position
         while True:
             try:
                 batch = next(iterator)
@@ -199,8 +207,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 lost = error if isinstance(error, DataError) else lost_worker(iterator, self.progress, awaited, error)
                 if lost is None:
                     raise
-                with suppress(RuntimeError):  # the same again, for the other workers; left to __del__ it is noise
-                    getattr(iterator, "_shutdown_workers", lambda: None)()
+                _end_workers(iterator)
                 raise lost from error.__cause__ or error
             if isinstance(batch, End):
                 return
@@ -208,6 +215,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 batch.throw()
             yield batch
             awaited += 1
+
+
+def _end_workers(iterator: Any) -> None:
+    """End the workers of torch's `iterator` now, not when it is collected.
+
+    An error's traceback keeps it in a cycle. When the collector finds that, torch tells the workers to end, through
+    pipes that the collector may have closed before, or that are somebody else's by then.
+    """
+    with suppress(RuntimeError):  # a worker that died, of which an error tells already
+        getattr(iterator, "_shutdown_workers", lambda: None)()
 
 
 class _Tickets:

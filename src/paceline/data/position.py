@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from paceline import sources, world
 from paceline.data.consumption import Consumption
+from paceline.digests import outline_digest
 from paceline.errors import CheckpointMismatch, UsageError
-from paceline.fingerprint import outline_digest
 from paceline.rng import derive_seed
 
 

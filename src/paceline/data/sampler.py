@@ -12,10 +12,9 @@ from torch.utils.data import Sampler
 from paceline import sources
 from paceline.data.partition import batch_bounds, batch_count, slice_bounds
 from paceline.data.position import Position, at_least
-from paceline.data.randomness import preserved, sow
+from paceline.digests import quick_digest
 from paceline.errors import CheckpointMismatch, UsageError
-from paceline.fingerprint import quick_digest
-from paceline.rng import derive_seed
+from paceline.rng import derive_seed, preserved, sow
 
 Order = Sequence[int] | torch.Tensor
 

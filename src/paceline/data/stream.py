@@ -19,9 +19,8 @@ from torch.utils.data import Dataset, get_worker_info
 from paceline.data.fetch import Collate, Failure, own_streams
 from paceline.data.partition import slice_bounds
 from paceline.data.position import Position
-from paceline.data.randomness import sow
 from paceline.errors import UsageError
-from paceline.rng import derive_seed
+from paceline.rng import derive_seed, sow
 
 
 class GlobalBatchStream(Position):

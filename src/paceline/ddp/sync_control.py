@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from paceline.ddp.channel import Channel
-from paceline.ddp.guard import StepGuard
-from paceline.ddp.ledger import Ledger, Positioned
-from paceline.ddp.mean_losses import MeanLosses
-from paceline.ddp.options import Options
+from paceline.ddp.agreement.ledger import Ledger, Positioned
+from paceline.ddp.agreement.step_guard import StepGuard
+from paceline.ddp.config import Options
+from paceline.ddp.engine.mean_losses import MeanLosses
+from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError
 
 

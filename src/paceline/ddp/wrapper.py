@@ -2,13 +2,14 @@
 
 A step, as the data flows: ``forward`` syncs buffers and hooks its outputs; backward hands complete buckets to
 communication while it runs; at its end ``p.grad`` is the average over the ranks; the optimizer steps. The middle part
-is :mod:`paceline.ddp.reducer`.
+is :mod:`paceline.ddp.engine.reducer`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,45 +20,52 @@ from torch.distributed.utils import _to_kwargs
 
 from paceline.buckets import FIRST_CAPACITY
 from paceline.comm.forking import finalize
-from paceline.compiling import call_module, compiled_below, never_compiled
-from paceline.ddp.arguments import (
+from paceline.ddp.agreement.join_events import Event
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.agreement.step_guard import StepGuard
+from paceline.ddp.config import (
+    Algorithm,
+    InitSync,
+    Options,
+    UnusedParameters,
     capacities,
+    check_algorithm,
     check_averaged,
     check_broadcast,
     check_delayed,
     check_devices,
+    check_init_sync,
     check_initialized,
+    check_interval,
     check_reduce_dtype,
+    check_unused_parameters,
     choose_group,
     tensors_in,
     trained_parameters,
 )
-from paceline.ddp.autograd import is_in_backward
-from paceline.ddp.buffers import Buffers
-from paceline.ddp.buffers_at_rest import BuffersAtRest
-from paceline.ddp.by_algorithm import Algorithm, check_algorithm
-from paceline.ddp.channel import Channel, open_channel
-from paceline.ddp.copies import Asleep, Copyable
-from paceline.ddp.guard import StepGuard
-from paceline.ddp.joining import Joining
-from paceline.ddp.ledger import Ledger
-from paceline.ddp.low_precision import LowPrecision
-from paceline.ddp.mean_losses import MeanLosses
-from paceline.ddp.module_changes import ModuleWatch, Named
-from paceline.ddp.newcomers import Newcomers, OnChange
-from paceline.ddp.options import Options
-from paceline.ddp.reducer import Reducer
-from paceline.ddp.registration import TakesHooks
-from paceline.ddp.replica_check import ReplicaCheck, check_interval
-from paceline.ddp.replicas import InitSync, check_init_sync, make_equal
-from paceline.ddp.shadowing import Event
-from paceline.ddp.solo import SoloReducer
+from paceline.ddp.consistency.buffers import Buffers
+from paceline.ddp.consistency.buffers_at_rest import BuffersAtRest
+from paceline.ddp.consistency.initial_sync import make_equal
+from paceline.ddp.consistency.replica_check import ReplicaCheck
+from paceline.ddp.engine.dormant import Asleep
+from paceline.ddp.engine.mean_losses import MeanLosses
+from paceline.ddp.engine.module_changes import ModuleWatch, Named
+from paceline.ddp.engine.new_parameters import Newcomers, OnChange
+from paceline.ddp.engine.parts import make_parts
+from paceline.ddp.engine.reducer import Reducer
+from paceline.ddp.engine.single_rank import SoloReducer
+from paceline.ddp.join import EventsOf, Joining
 from paceline.ddp.sync_control import SyncControl
-from paceline.ddp.torch_members import TorchMembers
-from paceline.ddp.unused import UnusedParameters, check_unused_parameters
-from paceline.events import Recorder
-from paceline.modules import plain_name
-from paceline.shards import local_of
+from paceline.ddp.torch_compat.copying import Copyable
+from paceline.ddp.torch_compat.hooks import TakesHooks
+from paceline.ddp.torch_compat.members import TorchMembers
+from paceline.ddp.torch_compat.mixed_precision import LowPrecision
+from paceline.ddp.transport.channel import Channel, open_channel
+from paceline.torch_internals.autograd import is_in_backward
+from paceline.torch_internals.compile import call_module, compiled_below, never_compiled
+from paceline.torch_internals.dtensor import local_of
+from paceline.tracing import Recorder
+from paceline.unwrapping import plain_name
 
 
 class DistributedDataParallel(  # type: ignore[misc, override]
@@ -233,13 +241,24 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             self._buffers_to_sync, channel, lambda: bool((call := wanted()) and call()), may_differ=buffers_may_differ
         )
         newcomers = Newcomers(self._watch, channel, self._on_change())
-        self._reducer = reducer = Reducer(
-            self._trained, channel, self._ledger, self._options, self._recorder, newcomers, self._rest
-        )
         if self._check_replicas_every:
-            reducer.replica_check = ReplicaCheck(
+            self._replica_check = ReplicaCheck(
                 self._check_replicas_every, self._watch.named_parameters, self._ledger, channel
             )
+        self._reducer = reducer = Reducer(
+            partial(
+                make_parts,
+                self._trained,
+                channel,
+                self._ledger,
+                self._options,
+                self._recorder,
+                newcomers,
+                self._rest,
+                EventsOf(self),
+                self._replica_check,
+            )
+        )
         self._guard = StepGuard([one for _, one in self._trained], self._ledger, reducer.local_gradient)
         finalize(self, reducer.close)
         return reducer
@@ -304,7 +323,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     @never_compiled
     def _end_forward(self, output: Any, on_local: Callable[[], None]) -> None:
-        self._reducer.watch(tensors_in(output), on_local)
+        self._reducer.watch_outputs(tensors_in(output), on_local)
         if self._channel is not None and self.training and self.do_sync and self._check_sync_bufs_post_fwd():
             self._tell(Event.BUFFERS)
             self._exchange_buffers()

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from paceline.comm.algorithms import Schedule, Step, holdings
 from paceline.comm.algorithms.schedule import Terms
-from paceline.explain.exchange import chunk_name, cost, title_of, used_later, verb
+from paceline.explain.ring_exchange import chunk_name, cost, title_of, used_later, verb
 from paceline.explain.scene import counted
 from paceline.explain.timeline import SIZES, assumption, example, ms, outcome
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, MIB, Overlap, overlap
 from paceline.comm.algorithms import build
-from paceline.comm.cost import Model
+from paceline.comm.algorithms.cost import Model
 from paceline.explain.scene import Frame, Scene, box, counted, text
 
 SIZES = (FIRST_CAPACITY, CAPACITY, CAPACITY, CAPACITY, CAPACITY)

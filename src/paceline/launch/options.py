@@ -120,7 +120,7 @@ def start(arguments: Sequence[str]) -> int:
     nproc, note = resolve_nproc(options.nproc_per_node)
     command = rank_command(options)
     if several_hosts(options):
-        from paceline.launch.hosts import launch_hosts
+        from paceline.launch.rendezvous_hosts import launch_hosts
 
         os.environ.update(timeout_environment(options.timeout))
         return launch_hosts(options, command, nproc)

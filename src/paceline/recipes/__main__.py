@@ -6,7 +6,7 @@ import importlib
 import sys
 from functools import partial
 
-from paceline.launch.report import rank_main
+from paceline.launch.failure_report import rank_main
 
 if __name__ == "__main__":
     recipe, config = sys.argv[1:]

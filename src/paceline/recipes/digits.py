@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CheckpointError, MissingExtra, UsageError
-from paceline.outputs import check_file, write_file
-from paceline.recipes.report import Report, print_report, report_of
+from paceline.output_files import check_file, write_file
+from paceline.recipes.recipe_report import Report, print_report, report_of
 from paceline.rng import set_seed
 from paceline.train import Evaluation, Result, TrainConfig, Trainer
 from paceline.world import World, init

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint import exchange
+from paceline import rank_consensus
 from paceline.ddp import DistributedDataParallel
 from paceline.train.agreement import all_sum
 
@@ -46,7 +46,7 @@ class LossAverage:
 
     def gather(self) -> None:
         """Get ready to be saved. Collective."""
-        self._every_rank = exchange.gather(exchange.here(), [value.hex() for value in self._own.tolist()])
+        self._every_rank = rank_consensus.gather(rank_consensus.here(), [value.hex() for value in self._own.tolist()])
 
     def state_dict(self) -> dict[str, Any]:
         """The sums as of :meth:`gather`; the same on every rank."""
@@ -54,7 +54,7 @@ class LossAverage:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on with what was saved; with another number of ranks, rank 0 takes what all of them had."""
-        here = exchange.here()
+        here = rank_consensus.here()
         ranks = [[float.fromhex(value) for value in own] for own in saved["own"]]
         own = [0.0, 0.0]
         if len(ranks) == here.size:

@@ -9,7 +9,7 @@ from operator import index
 from typing import Any, SupportsIndex, get_args
 
 from paceline.errors import UsageError
-from paceline.train.schedule import Decay, LrScaling
+from paceline.train.learning_rate import Decay, LrScaling
 
 
 @dataclass(frozen=True)

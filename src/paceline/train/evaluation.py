@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.modules import unwrap
 from paceline.rng import rng_state, set_rng_state
 from paceline.train.agreement import all_sum, expect_same_data
 from paceline.train.requirements import expect_loader, expect_wrapper, summed_metrics
+from paceline.unwrapping import unwrap
 
 Sums = Callable[[nn.Module, Any], tuple[dict[str, Tensor], int]]
 

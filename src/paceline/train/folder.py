@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import Checkpointer, exchange
+from paceline import rank_consensus
+from paceline.checkpoint import Checkpointer
 from paceline.errors import NoCheckpoint, UsageError
 from paceline.train.config import TrainConfig
 
@@ -20,7 +21,7 @@ def open_folder(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str
     """
     assert config.checkpoint_dir is not None
     if config.resume:
-        exchange.decide(exchange.here(), lambda: _expect_folder(config.checkpoint_dir))
+        rank_consensus.decide(rank_consensus.here(), lambda: _expect_folder(config.checkpoint_dir))
     checkpointer = Checkpointer(config.checkpoint_dir, config.keep)
     try:
         if (steps := checkpointer.steps()) and not config.resume:

@@ -6,9 +6,9 @@ import warnings
 from dataclasses import asdict
 from typing import Any
 
-from paceline.checkpoint import exchange
+from paceline import rank_consensus
+from paceline.digests import dataset_digest
 from paceline.errors import CheckpointMismatch, CheckpointWarning
-from paceline.fingerprint import dataset_digest
 from paceline.train.config import TrainConfig
 
 _DECISIVE = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "decay", "clip_norm")
@@ -53,7 +53,7 @@ class Settings:
         """
         self.check_state_dict(saved)
         changed = [f"{name}={now!r} instead of {before!r}" for name, before, now in self._changed(saved)]
-        if changed and exchange.here().rank == 0:
+        if changed and rank_consensus.here().rank == 0:
             warnings.warn(f"this run's settings are taken over: {', '.join(changed)}", CheckpointWarning, stacklevel=2)
 
     def _changed(self, saved: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -66,7 +66,7 @@ class Settings:
 class DataIdentity:
     """The data that a run trains on; a checkpoint is refused if it was written on other data.
 
-    What is noticed is what :func:`paceline.fingerprint.dataset_digest` reads.
+    What is noticed is what :func:`paceline.digests.dataset_digest` reads.
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.modules import unwrap
 from paceline.train.config import TrainConfig
+from paceline.unwrapping import unwrap
 
 
 def expect_config(config: Any, loss: Any) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.checkpoint import Checkpointer, exchange
+from paceline import rank_consensus
+from paceline.checkpoint import Checkpointer
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
@@ -23,6 +24,7 @@ from paceline.train.evaluation import Evaluation, evaluate, expect_evaluation
 from paceline.train.folder import open_folder
 from paceline.train.identity import DataIdentity, Settings
 from paceline.train.interrupts import Interrupts
+from paceline.train.learning_rate import expect_unscheduled, lengths_of, own_schedule, scaled_lr, settings_of, steps_of
 from paceline.train.reporting import MetricsLog, ProgressDisplay
 from paceline.train.requirements import (
     expect_config,
@@ -35,7 +37,6 @@ from paceline.train.requirements import (
     summed_loss,
 )
 from paceline.train.result import Result
-from paceline.train.schedule import expect_unscheduled, lengths_of, own_schedule, scaled_lr, settings_of, steps_of
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
 """``loss(model, batch)``: the *summed* loss of a micro-batch, and what it sums over: samples, or tokens."""
@@ -176,7 +177,7 @@ class Trainer:
                 log = MetricsLog(config.metrics_file, config.tensorboard_dir, self.result.steps, self._epoch_is_over)
             except UsageError as error:
                 failure = error
-        exchange.agree(exchange.here(), failure)
+        rank_consensus.agree(rank_consensus.here(), failure)
         return log
 
     def _train(self, log: MetricsLog, display: ProgressDisplay) -> None:
@@ -226,7 +227,7 @@ class Trainer:
             self._average.restart()
         batches = accumulate(self.model, self.loader, self.config.accumulate)
         try:
-            with Interrupts(on=exchange.here().size == 1) as interrupts, closing(batches):
+            with Interrupts(on=rank_consensus.here().size == 1) as interrupts, closing(batches):
                 for batch in batches:
                     self._micro_batch(batch)
                     if not self.model.do_sync:

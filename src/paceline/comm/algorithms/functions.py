@@ -26,7 +26,7 @@ from paceline.comm.algorithms.members import Call, Members, host_number
 from paceline.comm.algorithms.schedule import bounds
 from paceline.comm.algorithms.schedules import NAMES, build
 from paceline.comm.arithmetic import code_of, supports
-from paceline.comm.header import DTYPES
+from paceline.comm.shm.header import DTYPES
 from paceline.errors import UsageError
 
 SUM = ReduceOp.SUM

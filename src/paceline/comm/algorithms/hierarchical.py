@@ -21,7 +21,7 @@ from collections.abc import Hashable, Sequence
 
 from paceline.comm.algorithms.ring import all_gather_steps, reduce_scatter_steps
 from paceline.comm.algorithms.schedule import Schedule, Step, Transfer, backwards, together
-from paceline.comm.hierarchy import rows_of
+from paceline.comm.multi_host import rows_of
 
 
 def all_reduce(hosts: Sequence[Hashable]) -> Schedule:

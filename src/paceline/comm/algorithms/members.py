@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paceline.comm.algorithms.schedules import NAMES
 from paceline.comm.arithmetic import name_of
-from paceline.comm.handshake import SPLIT
-from paceline.comm.header import DTYPES
+from paceline.comm.shm.handshake import SPLIT
+from paceline.comm.shm.header import DTYPES
 from paceline.errors import DesyncError, PacelineError, UsageError, WorldError
 from paceline.rollcall import failed, named_ranks
 

@@ -1,0 +1,1 @@
+"""The ``"paceline"`` backend of torch.distributed."""

@@ -1,0 +1,123 @@
+"""What a process group leaves to Gloo, and to NCCL for CUDA tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
+
+from paceline.comm.c10d.work import Runner
+from paceline.comm.forking import keep_in_children
+from paceline.comm.gloo import connect_gloo
+from paceline.torch_internals.compile import class_never_compiled
+
+
+@class_never_compiled
+class Delegating(dist.ProcessGroup):
+    """A process group whose collectives are Gloo's and NCCL's, in C++.
+
+    A collective given to them waits until those that were begun before it and run in our own thread have ended, so
+    that none overtakes another. Sends and receives do not wait: their partner may come to them before it comes to such
+    a collective. (Every method calls its own name in C++ from a frame of that name; torch would find us again if not.)
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        gloo = connect_gloo(PrefixStore("gloo/", store), rank, size, timeout, names)
+        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+        self._set_default_backend(ProcessGroup.BackendType.GLOO)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            settings = dist.ProcessGroupNCCL.Options()
+            settings._timeout = timeout
+            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, settings)
+            self._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
+        self.timeout = timeout
+        self._runner = Runner(f"paceline rank {rank}")
+        keep_in_children(self)
+
+    def allreduce(self, *arguments: Any, **options: Any) -> Any:
+        """Of CUDA, sparse and other tensors that are not native."""
+        self._runner.drain()
+        return super().allreduce(*arguments, **options)
+
+    def allreduce_coalesced(self, *arguments: Any, **options: Any) -> Any:
+        """As :meth:`allreduce`."""
+        self._runner.drain()
+        return super().allreduce_coalesced(*arguments, **options)
+
+    def broadcast(self, *arguments: Any, **options: Any) -> Any:
+        """As :meth:`allreduce`."""
+        self._runner.drain()
+        return super().broadcast(*arguments, **options)
+
+    def allgather(self, *arguments: Any, **options: Any) -> Any:
+        """As :meth:`allreduce`."""
+        self._runner.drain()
+        return super().allgather(*arguments, **options)
+
+    def _allgather_base(self, *arguments: Any, **options: Any) -> Any:
+        """As :meth:`allreduce`."""
+        self._runner.drain()
+        return super()._allgather_base(*arguments, **options)
+
+    def allgather_coalesced(self, *arguments: Any, **options: Any) -> Any:
+        """Never native."""
+        self._runner.drain()
+        return super().allgather_coalesced(*arguments, **options)
+
+    def reduce_scatter(self, *arguments: Any, **options: Any) -> Any:
+        """As :meth:`allreduce`."""
+        self._runner.drain()
+        return super().reduce_scatter(*arguments, **options)
+
+    def _reduce_scatter_base(self, *arguments: Any, **options: Any) -> Any:
+        """As :meth:`allreduce`."""
+        self._runner.drain()
+        return super()._reduce_scatter_base(*arguments, **options)
+
+    def reduce(self, *arguments: Any, **options: Any) -> Any:
+        """Never native."""
+        self._runner.drain()
+        return super().reduce(*arguments, **options)
+
+    def gather(self, *arguments: Any, **options: Any) -> Any:
+        """Never native."""
+        self._runner.drain()
+        return super().gather(*arguments, **options)
+
+    def scatter(self, *arguments: Any, **options: Any) -> Any:
+        """Never native."""
+        self._runner.drain()
+        return super().scatter(*arguments, **options)
+
+    def alltoall(self, *arguments: Any, **options: Any) -> Any:
+        """Never native."""
+        self._runner.drain()
+        return super().alltoall(*arguments, **options)
+
+    def alltoall_base(  # type: ignore[override]
+        self, output: Any, tensor: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        """``all_to_all_single``; never native."""
+        # Straight to the backend: torch 2.13 looks for an override under the new name when called by the old one.
+        self._runner.drain()
+        backend: Any = self._get_backend(tensor.device)
+        return backend.alltoall_base(output, tensor, *arguments, **options)
+
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
+
+    def monitored_barrier(self, *arguments: Any, **options: Any) -> Any:
+        """Gloo's; ``dist.monitored_barrier`` itself refuses every backend whose name is not ``gloo``."""
+        self._runner.drain()
+        return super().monitored_barrier(  # type: ignore[misc]
+            *arguments, **options
+        )
+
+    def barrier(self, *arguments: Any, **options: Any) -> Any:
+        """With a device named, or without shared memory."""
+        self._runner.drain()
+        return super().barrier(*arguments, **options)

@@ -1,0 +1,320 @@
+"""The ``"paceline"`` backend of torch.distributed: collectives through shared memory, and Gloo between hosts.
+
+``dist.init_process_group("paceline")`` after ``import paceline``. What training uses is native for CPU tensors; the
+rest goes to Gloo, CUDA tensors to NCCL. ``docs/backend.md`` has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ReduceScatterOptions,
+    Store,
+)
+from torch.distributed import ReduceOp
+
+from paceline.comm.arithmetic import supports
+from paceline.comm.c10d.operands import Flat, options_of, reduction_of
+from paceline.comm.c10d.rooted import Exchanging
+from paceline.comm.c10d.work import Handle
+from paceline.comm.multi_host import Hierarchy
+from paceline.comm.open_native import agree_on_rows, open_collectives
+from paceline.comm.shm.collectives import Collectives
+from paceline.comm.shm.engine import Engine, Operation
+from paceline.comm.shm.header import DTYPES, Note
+from paceline.errors import UsageError
+from paceline.rendezvous import store_of_group
+from paceline.torch_internals.compile import class_never_compiled
+
+NAME = "paceline"
+
+
+@class_never_compiled
+class PacelineProcessGroup(Exchanging):
+    """A process group whose CPU collectives run through shared memory among the ranks of a host.
+
+    What is not native here is delegated (:class:`~paceline.comm.c10d.delegating.Delegating`). Where shared memory
+    cannot be used, all of them are, and a warning says why.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None
+    ) -> None:
+        """Messages call rank r of the group ``names[r]``, by default r."""
+        names, ours = names or range(size), PrefixStore("paceline/", store)
+        # Before Gloo, which names nobody when a rank does not come or lacks descriptors.
+        rows = agree_on_rows(ours, rank, size, timeout, names)
+        super().__init__(store, rank, size, timeout, names)
+        self._engine: Engine | None = None
+        self._collectives: Collectives | Hierarchy | None = None
+        self._why_gloo = "this group does not use shared memory; a warning said why"
+        """Why there is no engine, if there is none."""
+        if rows is not None:
+            self._engine, self._collectives = open_collectives(ours, rank, rows, timeout, names)
+
+    @property
+    def native(self) -> bool:
+        """Whether all ranks are on one host and share memory, so that :meth:`launch_all_reduce` works."""
+        return isinstance(self._collectives, Collectives)
+
+    def getBackendName(self) -> str:
+        """The backend's name, as torch asks for it."""
+        return NAME
+
+    # -- shared memory, for the reducer -------------------------------------------------------------------------
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A zeroed flat tensor of `numel` elements in shared memory, which collectives use where it lies.
+
+        Raises:
+            UsageError: if the host has not that much memory, or the group does not use shared memory.
+        """
+        return self._whole_engine().arena.allocate(numel, dtype)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in this rank's shared memory."""
+        return self._whole_engine().arena.offset_of(tensor) is not None
+
+    def free(self, tensor: Tensor) -> None:
+        """Give back what :meth:`allocate` gave."""
+        self._whole_engine().arena.free(tensor)
+
+    def launch_all_reduce(
+        self, tensor: Tensor, note: Note | None = None, factor: Callable[[Sequence[Note]], float] | None = None
+    ) -> Operation:
+        """Begin the sum of `tensor`, which :meth:`allocate` gave, times `factor` of all ranks' notes.
+
+        No thread works on it: :meth:`progress` carries it on, :meth:`finish` waits.
+        """
+        assert isinstance(self._collectives, Collectives), "only among ranks of one host; see native"
+        return self._collectives.post_all_reduce(tensor, ReduceOp.SUM, None, note, factor)
+
+    def progress(self) -> None:
+        """Take launched operations as far as they go now, without waiting."""
+        self._whole_engine().progress()
+
+    def finish(self, operation: Operation) -> None:
+        """Wait for a launched operation."""
+        self._whole_engine().wait(operation)
+
+    def _whole_engine(self) -> Engine:
+        if self._engine is None:
+            raise UsageError(f"rank {self.rank()}: {self._why_gloo}")
+        return self._engine
+
+    # -- c10d ---------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        """Native for one CPU tensor and the reductions that :func:`arithmetic.supports` names."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        options = options_of(AllreduceOptions, opts, reduce=True)
+        op = reduction_of(options.reduceOp)
+        if not self._is_native(tensors) or op is None or not supports(op, tensors[0].dtype):
+            return super().allreduce(tensors, options)
+
+        def run() -> None:
+            for tensor in tensors:
+                with Flat(tensor) as flat:
+                    self._native.all_reduce(flat, op)
+
+        return self._submit(run, tensors, options)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """Several all-reduces, one after the other."""
+        options = options_of(AllreduceCoalescedOptions, opts)
+        op = reduction_of(options.reduceOp)
+        if op is None or not all(self._is_native([one]) and supports(op, one.dtype) for one in tensors):
+            return super().allreduce_coalesced(tensors, options)
+        plain = AllreduceOptions()
+        plain.reduceOp, plain.asyncOp = options.reduceOp, options.asyncOp
+        return self.allreduce(tensors, plain)
+
+    def broadcast(  # type: ignore[override]
+        self, tensors: Any, opts: Any = None, root: int | None = None
+    ) -> Any:
+        """Native for CPU tensors."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        options = options_of(BroadcastOptions, opts)
+        if root is not None:
+            options.rootRank = root
+        if not 0 <= options.rootRank < self.size():
+            raise UsageError(
+                f"rank {self.rank()}: broadcast from rank {options.rootRank} of a group of {self.size()}; "
+                f"give one from 0 to {self.size() - 1}"
+            )
+        if not self._is_native(tensors):
+            return super().broadcast(tensors, options)
+
+        def run() -> None:
+            with Flat(tensors[0]) as flat:
+                self._native.broadcast(flat, options.rootRank)
+
+        return self._submit(run, tensors, options)
+
+    def allgather(self, outputs: Any, tensors: Any = None, opts: Any = None) -> Any:
+        """Native for CPU tensors; uneven ones, which Gloo refuses, are a broadcast from every rank."""
+        options = options_of(AllgatherOptions, opts)
+        given, wanted = tensors[0], outputs[0]
+        if not self._is_native([given, *wanted]) or any(output.dtype != given.dtype for output in wanted):
+            return super().allgather(outputs, tensors, options)
+        if len(wanted) != self.size() or wanted[self.rank()].numel() != given.numel():
+            raise UsageError(
+                f"rank {self.rank()}: all_gather of a tensor of {given.numel()} elements into tensors of "
+                f"{[output.numel() for output in wanted]}; give {self.size()}, each like the tensor of its rank"
+            )
+        if any(output.numel() != given.numel() for output in wanted):
+            return self._allgather_uneven(wanted, given, options)
+
+        def run() -> None:
+            flats = [Flat(output, read=False) for output in wanted]
+            self._native.all_gather([flat.flat for flat in flats], given.contiguous().view(-1))
+            for flat in flats:
+                flat.write_back()
+
+        handle = self._submit(run, wanted, options)
+        handle.value = lambda: [torch.stack(wanted)]  # NCCL's, which torch's quantization hooks count on; not Gloo's
+        return handle
+
+    def _allgather_uneven(self, wanted: Sequence[Tensor], given: Tensor, options: Any) -> Handle:
+        def run() -> None:
+            wanted[self.rank()].copy_(given.view_as(wanted[self.rank()]))
+            for root, output in enumerate(wanted):
+                with Flat(output) as flat:
+                    self._native.broadcast(flat, root)
+
+        return self._submit(run, wanted, options)
+
+    def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
+        """``all_gather_into_tensor``."""
+        options = options_of(AllgatherOptions, opts)
+        even = output.numel() == tensor.numel() * self.size() and output.dtype == tensor.dtype
+        if not even or not self._is_native([tensor, output]):
+            return super()._allgather_base(output, tensor, options)
+
+        def run() -> None:
+            with Flat(output, read=False) as flat:
+                self._native.all_gather(flat.chunk(self.size()), tensor.contiguous().view(-1))
+
+        return self._submit(run, [output], options)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any = None, opts: Any = None) -> Any:  # type: ignore[override]
+        """Native for equal CPU tensors."""
+        options = options_of(ReduceScatterOptions, opts)
+        output, given = outputs[0], inputs[0]
+        op = reduction_of(options.reduceOp)
+        even = len(given) == self.size() and all(
+            one.numel() == output.numel() and one.dtype == output.dtype for one in given
+        )
+        if not even or not self._is_native([output, *given]) or op is None or not supports(op, output.dtype):
+            return super().reduce_scatter(outputs, inputs, options)
+
+        def run() -> None:
+            with Flat(output, read=False) as flat:
+                self._native.reduce_scatter(flat, [one.contiguous().view(-1) for one in given], op)
+
+        return self._submit(run, outputs, options)
+
+    def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
+        """``reduce_scatter_tensor``."""
+        options = options_of(ReduceScatterOptions, opts)
+        op = reduction_of(options.reduceOp)
+        even = tensor.numel() == output.numel() * self.size() and tensor.dtype == output.dtype
+        if not even or not self._is_native([output, tensor]) or op is None or not supports(op, output.dtype):
+            return super()._reduce_scatter_base(output, tensor, options)
+        return self.reduce_scatter([output], [list(tensor.contiguous().view(-1).chunk(self.size()))], options)
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Several ``all_gather_into_tensor``, one after the other."""
+        return _last([self._allgather_base(out, given, opts) for out, given in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Several ``reduce_scatter_tensor``, one after the other."""
+        return _last([self._reduce_scatter_base(out, given, opts) for out, given in zip(outputs, inputs, strict=True)])
+
+    # torch 2.13's names for the same
+    all_gather_single = _allgather_base  # type: ignore[assignment]
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Native unless a device is named."""
+        options = options_of(BarrierOptions, opts)
+        on_device = options.device_ids or (options.device is not None and options.device.type != "cpu")
+        if self._collectives is None or on_device:
+            return super().barrier(options)
+        return self._submit(self._native.barrier, [], options)
+
+    def shutdown(self) -> None:
+        """Called when the group is destroyed; does nothing in a forked child, which let go of all this at the fork."""
+        if not self._runner.is_ours:
+            return
+        self._runner.close()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = self._collectives = None
+            self._why_gloo = "this process group was destroyed; make it again, and wrap the model again"
+        super().shutdown()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    @property
+    def _native(self) -> Collectives | Hierarchy:
+        assert self._collectives is not None
+        return self._collectives
+
+    def _is_native(self, tensors: Sequence[Tensor]) -> bool:
+        for tensor in tensors:
+            if tensor.device.type not in ("cpu", "cuda"):
+                raise UsageError(
+                    f"rank {self.rank()}: a tensor on device '{tensor.device}' was given to the process group; move "
+                    "it to 'cpu' or 'cuda'"
+                )
+        return self._collectives is not None and all(
+            tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.dtype in DTYPES
+            for tensor in tensors
+        )
+
+    def _submit(self, run: Any, result: Sequence[Tensor], options: Any) -> Handle:
+        # Written to outside of inference mode, inference tensors raise.
+        inference = any(one.is_inference() for one in result if isinstance(one, Tensor))
+        mode = torch.inference_mode() if inference else torch.no_grad()
+
+        def run_in_mode() -> None:
+            with mode:
+                run()
+
+        return self._runner.submit(run_in_mode, result, asynchronous=options.asyncOp)
+
+
+def _last(works: Sequence[Any]) -> Any:
+    """The last of several works; ours end in their order, so only others' have to be waited for."""
+    for work in works[:-1]:
+        if not isinstance(work, Handle):
+            work.wait()
+    return works[-1]
+
+
+def _create(options: Any, _backend_options: Any = None) -> PacelineProcessGroup:
+    """What torch calls for ``init_process_group("paceline")`` and ``new_group``."""
+    names = options.global_ranks_in_group or range(options.group_size)
+    place = options.group_rank, options.group_size, options.timeout
+    return PacelineProcessGroup(store_of_group(options.store, *place, names), *place, names)
+
+
+def register() -> None:
+    """Make the backend's name known to torch. Harmless when it is known already."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

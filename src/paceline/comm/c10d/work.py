@@ -1,0 +1,172 @@
+"""Handles for what a process group has begun, and the thread that completes what nobody waits for in Python."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.forking import expect_own_process
+from paceline.errors import CommunicationError
+from paceline.torch_internals.compile import class_never_compiled
+
+
+@class_never_compiled
+class Handle(dist.Work):
+    """A ``Work``: finished when its function has run, with that function's error if it raised."""
+
+    value: Callable[[], Any] | None = None
+    """What the future is to hold, if not the operation's tensors."""
+
+    def __init__(self, result: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._result = list(result)
+        self._finished = False
+        self._event: threading.Event | None = None
+        """Made for those who wait before it is finished, as most are finished when they are given out."""
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Run `function` and be finished."""
+        try:
+            function()
+        except BaseException as error:
+            self._error = error
+        with self._lock:
+            self._finished = True
+            event, future = self._event, self._future
+        if event is not None:
+            event.set()
+        if future is not None:  # outside the lock: its callbacks may ask for us
+            self._settle(future)
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is None:
+            future.set_result(self._result if self.value is None else self.value())
+        elif isinstance(self._error, Exception):
+            future.set_exception(self._error)
+        else:
+            future.set_exception(CommunicationError(f"the operation was interrupted by {self._error!r}"))
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until finished; raises what the operation raised."""
+        seconds = timeout.total_seconds()
+        if not self.join(seconds if seconds > 0 else None):
+            raise CommunicationError(f"the operation was not finished within {seconds:g} s; wait longer")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait until finished, `seconds` at most, without raising what the operation raised; whether it is."""
+        if not self._finished:
+            expect_own_process(self._process)  # in a forked child nobody would finish it
+        with self._lock:
+            if self._finished:
+                return True
+            event = self._event = self._event or threading.Event()
+        return event.wait(seconds)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the operation's tensors."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+            finished = self._finished
+        if finished:
+            self._settle(future)
+        return future
+
+    def is_completed(self) -> bool:
+        """Whether it is finished."""
+        return self._finished
+
+    def is_success(self) -> bool:
+        """Whether it is finished without an error."""
+        return self._finished and self._error is None
+
+    def exception(self) -> Any:
+        """The error, if there was one."""
+        return self._error
+
+    def synchronize(self) -> None:
+        """The same as :meth:`wait`."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """The operation's tensors."""
+        return self._result
+
+
+class Runner:
+    """Runs operations in the order in which they come: those waited for at once here, others in a thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[tuple[Handle, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._queued: Handle | None = None
+        """The last one for the thread, until it is finished."""
+        self._turn = threading.RLock()
+        self._process = os.getpid()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made it, and not one that this one was forked from."""
+        return os.getpid() == self._process
+
+    def submit(self, function: Callable[[], None], result: Sequence[Tensor], *, asynchronous: bool) -> Handle:
+        """Run `function` now, or after those before it in the thread; returns its handle.
+
+        What a callback of a finished operation begins in the thread runs there and then, whatever is queued already:
+        so it comes right after that operation on every rank, and the callback may wait for it.
+        """
+        handle = Handle(result)
+        with self._turn:
+            if threading.current_thread() is self._thread or (not asynchronous and self._is_idle()):
+                handle.run(function)
+                return handle
+            expect_own_process(self._process)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+            self._queued = handle
+            self._queue.put((handle, function))
+            return handle
+
+    def _is_idle(self) -> bool:
+        return self._queued is None or self._queued.is_completed()
+
+    def drain(self) -> None:
+        """Wait until everything begun before has ended, whether well or not."""
+        expect_own_process(self._process)
+        last = self._queued
+        if last is not None:
+            last.join()
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            handle, function = item
+            handle.run(function)
+            if self._queued is handle:
+                self._queued = None
+            del item, handle, function  # or the tensors would live until the next operation
+
+    def close(self) -> None:
+        """Let the thread end after what is queued."""
+        if self._thread is not None:
+            self._queue.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join(5)
+            self._thread = None

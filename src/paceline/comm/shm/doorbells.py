@@ -1,0 +1,108 @@
+"""Signals between the ranks of one host: eventfds that ring, and pidfds that tell of an end."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.comm.shm.introduction import Peer
+
+_DONE = 32
+"""In what a ring adds, the number of operations done begins at this bit; below is the number of those posted."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a peer has come, as of its last ring."""
+
+    posted: int = 0
+    done: int = 0
+
+
+class Signals:
+    """This rank's bells: those that it rings for its peers, and those that they ring for it."""
+
+    progress: dict[int, Progress]
+    """By the peer's rank."""
+    ended: set[int]
+    """Ranks whose process is known to have ended; all that they rang before has been heard."""
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self._peers = list(peers)
+        self.progress = {peer.rank: Progress() for peer in peers}
+        self.ended = set()
+        self._unsaid = 0
+        self._interrupt = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        for descriptor in self._alarms():
+            self._poll.register(descriptor, select.POLLIN)
+
+    def tell(self, posted: int = 0, done: int = 0) -> None:
+        """Have the next ring say that so many operations more were posted and done."""
+        self._unsaid += posted + (done << _DONE)
+
+    def ring(self) -> None:
+        """Tell everybody what there is to tell, if anything."""
+        if self._unsaid:
+            said, self._unsaid = self._unsaid, 0
+            for peer in self._peers:
+                os.eventfd_write(peer.bell, said)
+
+    def listen(self) -> None:
+        """Note how far those peers are that rang."""
+        for peer in self._peers:
+            try:
+                said = os.eventfd_read(peer.ringing)
+            except BlockingIOError:
+                continue
+            progress = self.progress[peer.rank]
+            progress.posted += said & ((1 << _DONE) - 1)
+            progress.done += said >> _DONE
+
+    def posted(self, mine: int) -> int:
+        """How many operations everybody has posted; `mine` if nobody else is there."""
+        return min((peer.posted for peer in self.progress.values()), default=mine)
+
+    def done(self, mine: int) -> int:
+        """How many operations everybody is done with; `mine` if nobody else is there."""
+        return min((peer.done for peer in self.progress.values()), default=mine)
+
+    def sleep(self, seconds: float, others: Sequence[Signals]) -> bool:
+        """Sleep until somebody rings here or for one of `others`, or ends; whether that was so."""
+        ready = {descriptor for descriptor, _ in self._poll_with(others).poll(seconds * 1000)}
+        self.listen()
+        for peer in self._peers:
+            if peer.alive in ready:  # what it did before it ended counts, and has been heard now
+                self._poll.unregister(peer.alive)
+                self.ended.add(peer.rank)
+        return bool(ready)
+
+    def _poll_with(self, others: Sequence[Signals]) -> select.poll:
+        """What wakes us while `others` have operations under way, too.
+
+        Ranks may wait for two groups in different order; then each has to do its part of what it does not wait for.
+        """
+        if not others:
+            return self._poll
+        poll = select.poll()
+        rung = [peer.ringing for other in others for peer in other._peers]
+        for descriptor in (*self._alarms(), *rung):
+            poll.register(descriptor, select.POLLIN)
+        return poll
+
+    def _alarms(self) -> list[int]:
+        """The descriptors that concern us: those that ring, and those of peers not yet known to have ended."""
+        alive = [peer.alive for peer in self._peers if peer.rank not in self.ended]
+        return [self._interrupt, *(peer.ringing for peer in self._peers), *alive]
+
+    def interrupt(self) -> None:
+        """Wake whoever sleeps."""
+        os.eventfd_write(self._interrupt, 1)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for descriptor in (self._interrupt, *(one for peer in self._peers for one in peer.descriptors())):
+            os.close(descriptor)
+        self._peers = []

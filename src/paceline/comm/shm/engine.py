@@ -1,0 +1,323 @@
+"""The engine: operations among the ranks of one host, in the same order on every rank.
+
+    post       write the header of operation k, ring everybody
+    compute    once everybody has posted k and the headers agree: read the others' memory, write the result
+    done       ring everybody
+    finished   once everybody is done with k, nobody reads our memory for it any more
+
+An operation is posted without waiting, so several can be under way; :meth:`Engine.progress` takes them further
+without ever blocking, :meth:`Engine.wait` blocks on eventfds *and* on the peers' pidfds, so that a dead peer is known
+at once and by its rank. A ring adds to an eventfd how many operations were posted and done since the last one: so what
+a rank knows of another came through the kernel, which orders all writes before the ring ahead of what the woken rank
+reads. Plain memory is never polled.
+
+No operation may follow a mismatch in it that some ranks have posted already and others never will: so a collective of
+several operations posts the second one when all agree on the first (:meth:`Engine.agree`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache
+from typing import NoReturn
+
+from paceline.comm.shm.arena import Arena, Segment
+from paceline.comm.shm.doorbells import Signals
+from paceline.comm.shm.header import ROOTS, SLOTS, Header
+from paceline.comm.shm.introduction import Peer, world_rank
+from paceline.errors import CommunicationError, DesyncError
+from paceline.rollcall import report
+
+_SPINS = 20
+_NAP_S = 1.0
+"""Longest sleep in one piece. Time in which this process itself stood still counts as no more than that."""
+
+
+class Operation:
+    """One operation under way on this rank."""
+
+    __slots__ = ("compute", "computed", "error", "finished", "header", "number")
+
+    def __init__(self, number: int, header: Header, compute: Callable[[list[Header]], None]) -> None:
+        self.number, self.header = number, header
+        self.compute = compute
+        """Called with every local rank's header, in the order of ranks, once all are there."""
+        self.computed = self.finished = False
+        self.error: Exception | None = None
+
+
+class Engine:
+    """Runs operations with the other ranks of this host. Threads may share it; they take turns.
+
+    ``members`` are the group ranks on this host in ascending order, this rank's own included; ``rank`` is ours.
+    """
+
+    def __init__(self, arena: Arena, peers: Sequence[Peer], rank: int, timeout: timedelta) -> None:
+        self.arena, self.peers, self.rank, self.timeout = arena, list(peers), rank, timeout
+        self._name = world_rank(rank)
+        self.signals = Signals(peers)
+        self.members = sorted([rank, *(peer.rank for peer in peers)])
+        self._names = {peer.rank: peer.name for peer in peers} | {rank: self._name}
+        self.names = [self._names[member] for member in self.members]
+        """What messages call the members: their ranks in the world."""
+        self._segments: dict[int, Segment] = {peer.rank: peer.memory for peer in peers} | {rank: arena}
+        self.memories = [self._segments[member] for member in self.members]
+        self._posted = self._done = 0
+        self._under_way: deque[Operation] = deque()
+        self._broken, self._blamed = "", list[int]()
+        self.reports_failures = False
+        """Whether ranks of other hosts may wait for us over Gloo: then they have to learn that we came, and failed."""
+        self._lock = threading.RLock()
+        self._spins = _SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
+        self._close_descriptors = weakref.finalize(self, self.signals.close)
+        self._close_descriptors.atexit = False
+        _register(self)
+
+    # -- posting and progress -----------------------------------------------------------------------------------
+
+    def post(self, header: Header, compute: Callable[[list[Header]], None]) -> Operation:
+        """Begin an operation, without waiting for anyone (unless too many are under way).
+
+        Raises:
+            CommunicationError: if the group has failed before, or fails now.
+        """
+        with self._lock:
+            self._expect_whole()
+            while len(self._under_way) >= SLOTS - 1:
+                self._wait_until(self._under_way[0], _is_finished)
+            operation = Operation(self._posted, header, compute)
+            header.write(self.arena, operation.number)
+            self._posted += 1
+            self._under_way.append(operation)
+            with self._unbroken():
+                self.signals.tell(posted=1)
+                self.signals.ring()
+            return operation
+
+    def progress(self) -> None:
+        """Take operations as far as they go now."""
+        # Whoever holds the lock does it already.
+        if self._under_way and self._lock.acquire(blocking=False):
+            try:
+                with self._unbroken():
+                    self.signals.listen()
+                    self._advance()
+            finally:
+                self._lock.release()
+
+    def wait(self, operation: Operation) -> None:
+        """Wait until `operation` is finished.
+
+        Raises:
+            DesyncError: on every rank, if ranks posted different operations under its number; the group stays usable.
+            CommunicationError: if a peer ended, or did not come before the timeout; names it.
+        """
+        if not operation.finished:
+            with self._lock:
+                self._wait_until(operation, _is_finished)
+        if operation.error is not None:
+            raise operation.error
+
+    def agree(self, operation: Operation) -> None:
+        """Wait until everybody has posted `operation`, and the same one. Raises what :meth:`wait` raises."""
+        if not operation.computed:
+            with self._lock:
+                self._wait_until(operation, _is_computed)
+        if operation.error is not None:
+            self.wait(operation)
+
+    def run(self, header: Header, compute: Callable[[list[Header]], None]) -> None:
+        """Post an operation and wait for it."""
+        self.wait(self.post(header, compute))
+
+    def _wait_until(self, operation: Operation, is_over: Callable[[Operation], bool]) -> None:
+        spins, left = self._spins, self.timeout.total_seconds()
+        with self._unbroken():
+            self.signals.listen()
+            self._advance()
+            while not is_over(operation):
+                self._expect_whole()
+                if spins:
+                    spins -= 1
+                    self.signals.listen()
+                else:
+                    left = self._block(operation, left)
+                self._advance()
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """What must not be left in the middle: a lost ring, or a part not done, is what the others wait for."""
+        try:
+            yield
+        except CommunicationError:
+            raise
+        except BaseException as error:  # KeyboardInterrupt, too
+            self._broken = self._broken or f"rank {self._name} was interrupted by {type(error).__name__}"
+            raise
+
+    def _advance(self) -> None:
+        """Compute what everybody has posted, finish what everybody is done with, in order."""
+        posted = self.signals.posted(self._posted)
+        for operation in self._under_way:
+            if operation.number >= posted:
+                break
+            if not operation.computed:
+                self._compute(operation)
+        self.signals.ring()
+        done = self.signals.done(self._done)
+        while self._under_way and self._under_way[0].computed and self._under_way[0].number < done:
+            self._under_way.popleft().finished = True
+
+    def _compute(self, operation: Operation) -> None:
+        if self._broken:
+            return
+        headers = [self._header(rank, operation) for rank in self.members]
+        operation.error = self._mismatch(operation.number, headers)
+        if operation.error is None:
+            try:
+                operation.compute(headers)
+            except BaseException as error:
+                # The others would take what is half done for the result; so they are never told that it is done.
+                self._broken = f"rank {self._name} could not compute {operation.header} ({error})"
+                raise
+        operation.computed = True
+        operation.compute = _nothing  # it may hold the caller's tensors
+        self._done = operation.number + 1
+        self.signals.tell(done=1)
+
+    def _header(self, rank: int, operation: Operation) -> Header:
+        if rank == self.rank:
+            return operation.header
+        header = Header.read(self._segments[rank], operation.number)
+        if header is None:
+            self._fail(f"rank {self._names[rank]} shows another operation", operation)
+        return header
+
+    def _mismatch(self, number: int, headers: Sequence[Header]) -> DesyncError | None:
+        """The same verdict on every rank, before any byte of anyone's data is used."""
+        if all(header.same_as(headers[0]) for header in headers):
+            return None
+        said: dict[str, list[str]] = {}
+        for rank, header in zip(self.members, headers, strict=True):
+            text = str(header)
+            if header.kind in ROOTS and 0 <= header.root < len(self.members):
+                text += f" {ROOTS[header.kind]} rank {self.names[header.root]}"
+            said.setdefault(text, []).append(str(self._names[rank]))
+        parts = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in said.items())
+        return DesyncError(
+            f"rank {self._name}: ranks are out of step in operation {number} of this group ({parts}); "
+            "call the same collectives in the same order, with equal shapes and dtypes, on every rank"
+        )
+
+    # -- waiting ------------------------------------------------------------------------------------------------
+
+    def _block(self, operation: Operation, left: float) -> float:
+        """Sleep until somebody rings or ends, a second at most; returns what is left of the time."""
+        missing = [peer for peer in self.peers if self.signals.progress[peer.rank].done <= operation.number]
+        for peer in missing:
+            if peer.rank in self.signals.ended:
+                self._fail(f"rank {peer.name} (pid {peer.pid}) has ended", operation, [peer])
+        nap = min(left, _NAP_S)
+        began = time.monotonic()
+        others = [engine for engine in _registered() if engine is not self and engine._under_way]
+        woken = self.signals.sleep(nap, [engine.signals for engine in others])
+        left -= min(time.monotonic() - began, nap)
+        self.signals.listen()
+        for engine in others:
+            with suppress(Exception):  # whoever waits for that engine gets its error
+                engine.progress()
+        if not woken and left <= 0:
+            late = [peer for peer in missing if self.signals.progress[peer.rank].posted <= operation.number] or missing
+            who = ", ".join(f"rank {peer.name} (pid {peer.pid}, {self._where(peer)})" for peer in late)
+            self._fail(f"{who} did not take part within {self.timeout.total_seconds():g} s", operation, late)
+        return left
+
+    def _where(self, peer: Peer) -> str:
+        return f"which has begun {self.signals.progress[peer.rank].posted} operations of this group"
+
+    # -- failure and the end ------------------------------------------------------------------------------------
+
+    def _fail(self, what: str, operation: Operation, blamed: Sequence[Peer] = ()) -> NoReturn:
+        self._broken = f"{what} in {operation.header}, operation {operation.number} of this group"
+        if self.reports_failures:
+            with suppress(RuntimeError, ValueError):
+                report(self._broken)
+        self._blamed = [peer.name for peer in blamed]
+        raise CommunicationError(f"rank {self._name}: {self._broken}; {_REMEDY}").because_of(self._blamed)
+
+    def _expect_whole(self) -> None:
+        if self._broken:
+            raise CommunicationError(
+                f"rank {self._name}: this process group cannot be used any more, since {self._broken}; {_REMEDY}"
+            ).because_of(self._blamed)
+
+    def close(self) -> None:
+        """Give descriptors and memory back; whoever waits in another thread gets an error."""
+        if not self._close_descriptors.alive:
+            return
+        self._broken = self._broken or "it was destroyed"
+        self.signals.interrupt()
+        with self._lock:
+            self._drop()
+
+    def leave_to_parent(self) -> None:
+        """In a process forked from the rank: let go of everything that is the rank's own."""
+        self._lock = threading.RLock()
+        self._broken = "this process was forked from a rank, and only the rank itself belongs to the group"
+        self.arena.leave_to_parent()
+        self._drop()
+
+    def _drop(self) -> None:
+        self._close_descriptors()
+        self.arena.close()
+        self.peers = []
+        self._under_way.clear()
+
+
+_REMEDY = "look for that rank's own error, and start again from the last checkpoint"
+
+
+def _nothing(_: list[Header]) -> None:
+    """What is left to compute of an operation that was."""
+
+
+def _is_finished(operation: Operation) -> bool:
+    return operation.finished
+
+
+def _is_computed(operation: Operation) -> bool:
+    return operation.computed
+
+
+_registry: tuple[weakref.ref[Engine], ...] = ()
+"""The engines of this process. Replaced as a whole, since threads look at it while others make groups."""
+
+
+def _registered() -> list[Engine]:
+    return [engine for one in _registry if (engine := one()) is not None]
+
+
+def _register(engine: Engine) -> None:
+    global _registry
+    _let_go_after_fork()
+    _registry = (*(one for one in _registry if one() is not None), weakref.ref(engine))
+
+
+@cache
+def _let_go_after_fork() -> None:
+    """Forked children (DataLoader workers) let go of the rank's engines."""
+
+    def leave() -> None:
+        global _registry
+        engines, _registry = _registered(), ()
+        for engine in engines:
+            engine.leave_to_parent()
+
+    os.register_at_fork(after_in_child=leave)

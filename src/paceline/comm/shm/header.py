@@ -1,0 +1,104 @@
+"""The header: what a rank says of an operation, in a slot of its shared memory."""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from paceline.comm.arithmetic import name_of
+from paceline.comm.shm.arena import Segment
+
+SLOTS = 256
+"""Operations that may be under way at once."""
+Note = tuple[float, float]
+"""Two numbers that travel with an operation, for the caller's own use, such as a weight."""
+_HEADER = struct.Struct("@9q2d")
+_SLOTS_AT = 64
+_SLOT_BYTES = 128
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+class Kind(IntEnum):
+    """What an operation does; ranks that post different kinds under one number are out of step."""
+
+    all_reduce = 1
+    broadcast = 2
+    all_gather = 3
+    reduce_scatter = 4
+    barrier = 5
+    launched_all_reduce = 6
+    """One that was launched; all ranks' operands lie in shared memory."""
+    reduce = 7
+    gather = 8
+    scatter = 9
+    all_to_all = 10
+
+
+_REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.reduce)
+ROOTS = {Kind.broadcast: "from", Kind.scatter: "from", Kind.reduce: "to", Kind.gather: "to"}
+
+
+class Header(NamedTuple):
+    """What a rank says of an operation. The first six must be equal on every rank."""
+
+    kind: Kind
+    dtype: torch.dtype = torch.uint8
+    total: int = 0
+    """Elements of the whole collective, of this rank's part where ranks have parts."""
+    start: int = 0
+    """Where in these the operation begins."""
+    reduce: int = 0
+    """Which reduction, as :func:`arithmetic.code_of` counts."""
+    root: int = 0
+    ready: int = 0
+    """Elements that this rank has ready for it. May differ where some ranks stage a tensor and others share it."""
+    offset: int = -1
+    """Where the operand lies in the rank's memory, in bytes."""
+    note: Note = (0.0, 0.0)
+
+    def write(self, segment: Segment, number: int) -> None:
+        """Put it into the slot of operation `number`."""
+        kind, dtype, *numbers, note = self
+        _HEADER.pack_into(segment.memory, _slot(number), number, kind, DTYPES.index(dtype), *numbers, *note)
+
+    @classmethod
+    def read(cls, segment: Segment, number: int) -> Header | None:
+        """The header of operation `number`; None if another one lies in its place."""
+        found, kind, code, *rest, first, second = _HEADER.unpack_from(segment.memory, _slot(number))
+        if found != number:
+            return None
+        return cls._make((Kind(kind), DTYPES[code], *rest, (first, second)))
+
+    def same_as(self, other: Header) -> bool:
+        """Whether both describe the same operation."""
+        return self[:6] == other[:6]
+
+    def __str__(self) -> str:
+        if self.kind is Kind.barrier:
+            return "barrier"
+        amount = f"{self.total} × " if self.total >= 0 else ""
+        name = "shared all_reduce" if self.kind is Kind.launched_all_reduce else self.kind.name
+        text = f"{name} of {amount}{str(self.dtype).removeprefix('torch.')}"
+        if self.kind in _REDUCES:
+            text += f" by {name_of(self.reduce)}"
+        return text + (f" from element {self.start}" if self.start else "")
+
+
+def _slot(number: int) -> int:
+    return _SLOTS_AT + number % SLOTS * _SLOT_BYTES

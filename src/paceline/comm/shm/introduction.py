@@ -1,0 +1,165 @@
+"""Two ranks of a host meet on a Unix socket: each proves who it is before the other's descriptors are sent.
+
+Steps, in their order:
+
+    connector                                          listener
+    1. the kernel says that it is our user             1. the kernel says that it is our user
+    2. hello: rank, proof                        →     3. is the proof right?
+    5. is the proof right?                       ←     4. hello: rank, proof; descriptors
+    6. descriptors                               →     7. done
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import socket
+import struct
+from collections.abc import Container
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from paceline.comm.shm.arena import Arena, Segment
+
+_WHO = struct.Struct("<qq")
+_PROOF_BYTES = 32
+
+
+class Rejected(Exception):
+    """Nobody who belongs to the group is at the other end, or it has ended; the message says which."""
+
+
+@dataclass
+class Peer:
+    """Another rank of this host."""
+
+    rank: int
+    """In the group."""
+    name: int
+    """In the world: what messages call it."""
+    pid: int
+    alive: int
+    """pidfd: readable once the process has ended."""
+    memory: Segment
+    ringing: int
+    """eventfd that the peer rings for us."""
+    bell: int
+    """eventfd that we ring for the peer."""
+
+    def descriptors(self) -> tuple[int, ...]:
+        """All descriptors held for this peer."""
+        return self.alive, self.ringing, self.bell
+
+
+class Introduction:
+    """One connection, at either end of it."""
+
+    expected: int | None
+    """The peer's rank: known from the start to the connector, and to the listener after step 3."""
+    ringing: int
+    """The eventfd that we have sent to the peer, or -1."""
+
+    def __init__(
+        self, link: socket.socket, secret: bytes, rank: int, arena: Arena, expected: int | None = None
+    ) -> None:
+        self.link = link
+        self.expected = expected
+        self.ringing = -1
+        self._secret, self._rank, self._arena = secret, rank, arena
+        self._connected = expected is not None
+        self._name = -1
+        link.setblocking(False)
+        if expected is not None:
+            link.send(self._hello(expected))
+
+    def advance(self, missing: Container[int]) -> Peer | None:
+        """Take the next step, for which something is there to read; the peer when it was the last one.
+
+        Raises:
+            Rejected: if the other end is none of the ranks `missing`, or has ended.
+            OSError: where the system refuses descriptors.
+        """
+        received: list[int] = []
+        try:
+            text, received, flags, _ = socket.recv_fds(self.link, 256, 2, socket.MSG_CMSG_CLOEXEC)
+            if self._connected or self.expected is None:
+                other, self._name = self._read(text)
+                if other not in missing or self.expected not in (None, other):
+                    raise Rejected("it is another rank")
+                if self.expected is None:
+                    self.expected = other
+                    self._send(self._hello(other))
+                    return None
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            if len(received) != 2:
+                raise Rejected("it ended")
+            if self._connected:
+                self._send(b"descriptors")
+            return self._peer(received)
+        except (ConnectionError, BlockingIOError) as error:
+            raise Rejected(f"it ended ({error.strerror})") from error
+        finally:
+            for descriptor in received:
+                os.close(descriptor)
+
+    def _peer(self, received: list[int]) -> Peer:
+        assert self.expected is not None
+        pid, _, _ = credentials(self.link)
+        try:
+            alive = os.pidfd_open(pid)
+        except ProcessLookupError as error:
+            raise Rejected("it ended") from error
+        try:
+            memory, bell = Segment(received[0]), received.pop()  # the mapping keeps the memory
+        except BaseException:
+            os.close(alive)
+            raise
+        ringing, self.ringing = self.ringing, -1
+        return Peer(self.expected, self._name, pid, alive, memory, ringing, bell)
+
+    def _hello(self, other: int) -> bytes:
+        who = _WHO.pack(self._rank, world_rank(self._rank))
+        return self._proof(who, other) + who
+
+    def _read(self, text: bytes) -> tuple[int, int]:
+        """The sender's rank in the group and in the world.
+
+        Raises:
+            Rejected: if it has not proved that it knows the secret.
+        """
+        proof, who = text[:_PROOF_BYTES], text[_PROOF_BYTES:]
+        if len(who) != _WHO.size or not hmac.compare_digest(proof, self._proof(who, self._rank)):
+            raise Rejected("it does not know the group's secret" if text else "it ended")
+        rank, name = _WHO.unpack(who)
+        return rank, name
+
+    def _proof(self, who: bytes, other: int) -> bytes:
+        """What shows rank `other` that the sender `who` knows the secret."""
+        return hmac.digest(self._secret, who + _WHO.pack(other, 0), "sha256")
+
+    def _send(self, text: bytes) -> None:
+        """Send our memory, and an eventfd to ring us with."""
+        self.ringing = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        socket.send_fds(self.link, [text], [self._arena.descriptor, self.ringing])
+
+    def close(self) -> None:
+        """End the connection, and give back what no peer has taken over."""
+        self.link.close()
+        if self.ringing >= 0:
+            os.close(self.ringing)
+            self.ringing = -1
+
+
+def world_rank(rank: int) -> int:
+    """What messages call this process: its rank in the world, which in a sub-group is not its `rank` there."""
+    return dist.get_rank() if dist.is_initialized() else rank
+
+
+def credentials(link: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group of the other side, as the kernel knows them."""
+    raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, gid = struct.unpack("3i", raw)
+    return pid, uid, gid

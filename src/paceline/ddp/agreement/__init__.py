@@ -1,0 +1,1 @@
+"""What ranks tell each other in every synchronized backward besides gradients, and what follows from it."""

@@ -1,0 +1,111 @@
+"""What ranks that still have data tell those that ran out, inside ``join``: which of their collectives comes next.
+
+One int64 vector, the maximum over the ranks in one collective of its own:
+
+    [ event, layer, code | the same negated | wrapper, negated | 1 for each rank that has data ]
+
+The negated numbers give the minimum, so that a difference between ranks shows. A rank that ran out puts in numbers
+below all of these. Everything here is a function of plain values.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Protocol
+
+from torch import Tensor
+
+from paceline.errors import DesyncError, UsageError
+
+NOTHING = -(2**62)
+_HEAD = 8
+
+
+class Stage(Enum):
+    """Where a rank is inside ``join``: idle → alone or followed → idle; shadowing once it has run out."""
+
+    IDLE = "between steps"
+    ALONE = "in a step in which every rank has data"
+    FOLLOWED = "in a step that ranks without data shadow"
+    SHADOWING = "this rank has run out of data and shadows the others' steps"
+
+
+class Event(IntEnum):
+    """What comes next."""
+
+    FORWARD = 0
+    """A step begins; nothing to take part in yet."""
+    BUFFERS = 1
+    """A broadcast of buffers."""
+    LAYER = 2
+    """A collective of a layer's own."""
+    BACKWARD = 3
+    """A synchronized backward: its buckets and its control block."""
+    END = 4
+    """That backward has no more of its own; what is left is to wait for the buckets. The step is over."""
+    LOCAL = 5
+    """A backward under ``no_sync`` is over, and with it the step."""
+
+
+class JoinEvents(Protocol):
+    """Where an engine says what comes next, for ranks that ran out of data inside ``join``."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a ``join`` is under way; :meth:`tell` is called only then."""
+
+    def tell(self, event: Event) -> bool:
+        """Say, before a collective, what it is; returns whether any rank ran out of data."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """An event; for a layer's, which layer and what :class:`~paceline.unwrapping.Communicates` needs to take part."""
+
+    event: Event
+    layer: int = 0
+    code: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.event.name} of layer {self.layer}" if self.event is Event.LAYER else self.event.name
+
+
+def number_of(name: str) -> int:
+    """A number for the wrapper whose channel is called `name`, the same on every rank."""
+    return zlib.crc32(name.encode())
+
+
+def encode(message: Message | None, wrapper: int, rank: int, size: int) -> list[int]:
+    """What rank `rank` of `size` contributes; without a message if it has run out of data."""
+    if message is None:
+        return [*[NOTHING] * 6, wrapper, -wrapper, *[0] * size]
+    values = message.event, message.layer, message.code
+    return [*values, *(-value for value in values), wrapper, -wrapper, *(int(one == rank) for one in range(size))]
+
+
+def decode(vector: Tensor) -> tuple[Message | None, list[int]]:
+    """What the ranks that have data told, None if no rank has any; and which ranks these are.
+
+    Raises:
+        DesyncError: on all ranks, if those that have data told different things.
+        UsageError: on all ranks, if they are in the steps of different wrappers.
+    """
+    values: list[int] = vector.tolist()
+    present = [rank for rank, has_data in enumerate(values[_HEAD:]) if has_data]
+    if values[6] != -values[7]:
+        raise UsageError(
+            "inside join(), one wrapper's step began before another's had ended, which a rank without data cannot "
+            "follow; run forward and backward of one wrapper after the other"
+        )
+    if not present:
+        return None, present
+    largest, smallest = values[:3], [-value for value in values[3:6]]
+    high, low = (Message(Event(event), layer, code) for event, layer, code in (largest, smallest))
+    if largest != smallest:
+        raise DesyncError(
+            f"inside join(), ranks that have data are at different points of their step ({low} and {high}); run the "
+            "same forwards and backwards in the same order on all of them"
+        )
+    return high, present

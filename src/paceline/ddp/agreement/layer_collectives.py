@@ -1,0 +1,41 @@
+"""Layers with collectives of their own, such as SyncBatchNorm: which of them a rank without data can shadow."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from paceline.errors import UsageError
+from paceline.unwrapping import Communicates
+
+
+def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Communicates]:
+    """The layers in `module` whose collectives are told to the ranks of `group`, the wrapper's, that ran out of data.
+
+    Raises:
+        UsageError: for a layer over ranks outside of the group, which would not be told.
+    """
+    own = set(dist.get_process_group_ranks(group))
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Communicates)}
+    for name, layer in layers.items():
+        if strangers := sorted(set(layer.ranks()) - own):
+            raise UsageError(
+                f"{type(layer).__name__} {name!r} computes together with ranks {strangers}, which do not average with "
+                f"ranks {sorted(own)} and so would not be told when data runs out inside join(); give it a "
+                "process_group of ranks of the wrapper's group"
+            )
+    return list(layers.values())
+
+
+def expect_shadowable(module: nn.Module) -> None:
+    """Refuse layers whose collectives nobody can take part in without data.
+
+    Raises:
+        UsageError: for torch's own SyncBatchNorm.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and layer.training and not isinstance(layer, Communicates):
+            raise UsageError(
+                f"a rank ran out of data inside join(), and cannot take part in torch's SyncBatchNorm {name!r}; "
+                "use paceline.SyncBatchNorm.convert_sync_batchnorm(model)"
+            )

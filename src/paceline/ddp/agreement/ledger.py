@@ -1,0 +1,250 @@
+"""The ledger: what this rank has done, as it tells the others in the control block."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+from weakref import WeakSet
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from paceline import sources
+from paceline.ddp.agreement.control_block import Status
+from paceline.ddp.agreement.mean_loss_warning import MistakenMeans
+from paceline.ddp.agreement.weighting import UNCOUNTED, UNWEIGHTED, WEIGHTED
+from paceline.errors import UsageError
+from paceline.torch_internals.autograd import GraphTask, current_task, is_plain_backward, queue_callback
+
+
+class Positioned(Protocol):
+    """Something with a place in the data that has to be the same on every rank, such as a sampler."""
+
+    epoch: int
+    position: int
+
+
+@dataclass(eq=False)
+class Block:
+    """One ``model.weight()`` block."""
+
+    weight: float
+    factor: float
+    """What gradients of its backwards are multiplied by: 1 for a summed loss, the weight for a mean."""
+    has_forward: bool = False
+    """Whether a forward of the wrapper ran inside."""
+
+
+class Ledger:
+    """Counts what the rank does, adds up weights, and notices backwards that ran without one."""
+
+    forwards_since_sync: int
+    """Counted forwards since the last synchronized backward."""
+    synchronizations: int
+    """Synchronized backwards since the wrapper was made."""
+    local_backwards: int
+    """Backwards under ``no_sync`` since the last synchronized one."""
+
+    def __init__(self) -> None:
+        self.forwards_since_sync = self.synchronizations = self.local_backwards = 0
+        self.sampler: Positioned | None = None
+        self.optimizers: WeakSet[Optimizer] = WeakSet()  # that have stepped over this model's parameters
+        self.status = Status()
+        self._open: list[Block] = []  # the blocks around us, the innermost last
+        self._unclaimed: list[Block] = []  # whose backward has not begun
+        self._weighted = 0  # weights since the last synchronization
+        self._current: Block | None = None  # that of the latest backward
+        self._used_inside = False
+        self._task = -1
+        self._multiplied: weakref.ref[GraphTask] | None = None  # the latest backward whose gradients are multiplied
+        self._mistaken_means = MistakenMeans()
+
+    def report(self, size: int, *, aborted: bool = False, hook_failed: bool = False) -> Status:
+        """The rank's status as of now, for a group of `size` ranks."""
+        status = replace(self.status, aborted=aborted, hook_failed=hook_failed, data=sources.told(size))
+        if self.sampler is not None:
+            status.epoch, status.position = self.sampler.epoch, self.sampler.position
+        return status
+
+    def synchronized(self) -> None:
+        """A step has been synchronized: weights and pending forwards are used up."""
+        self.forwards_since_sync = self.local_backwards = 0
+        self.synchronizations += 1
+        sources.note_synchronization()
+        self._used_inside = bool(self._open)
+        self.status.weight, self.status.weighting, self._weighted = 0, 0, 0
+        self._unclaimed.clear()
+
+    def contributes_nothing(self, *, counted: bool) -> None:
+        """The rank has no data in this step; `counted` if a mean divides by it all the same."""
+        self.status.weight, self.status.weighting, self._weighted = 0, 0 if counted else UNCOUNTED, 0
+        self._unclaimed.clear()
+
+    # -- forwards -----------------------------------------------------------------------------------------------
+
+    def forward(self, *, broadcasts: bool) -> None:
+        """Count a forward in training mode; ranks must agree on how many of these broadcast buffers."""
+        self.status.forwards += broadcasts
+        self.forwards_since_sync += 1
+
+    def take_back_forward(self) -> Callable[[], None]:
+        """A function that takes the last forward back, once: its backward turned out to be local."""
+        pending = [1]
+
+        def take_back() -> None:
+            if pending:
+                pending.pop()
+                self.forwards_since_sync = max(0, self.forwards_since_sync - 1)
+
+        return take_back
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def weigh(self, weight: float, *, is_mean: bool = False) -> Iterator[None]:
+        """A micro-batch of `weight`, of a summed loss or a mean; one whose block raises does not count.
+
+        Raises:
+            UsageError: if `weight` is negative or no finite number.
+        """
+        weight = float(weight)
+        if not math.isfinite(weight) or weight < 0:
+            raise UsageError(f"model.weight() takes a finite number >= 0, such as a count of tokens, not {weight!r}")
+        self.status.weight += weight
+        self.status.weighting |= WEIGHTED
+        self._weighted += 1
+        block = Block(weight, weight if is_mean else 1.0)
+        self._open.append(block)
+        self._unclaimed.append(block)
+        try:
+            yield
+        except BaseException:
+            if self.status.weighting:  # else a synchronization inside the block has used it already
+                self._take_back_weight(block)
+            raise
+        finally:
+            self._open.pop()
+            self._used_inside = False
+
+    def _take_back_weight(self, block: Block) -> None:
+        self._weighted -= 1
+        self.status.weight = max(0.0, self.status.weight - block.weight) if self._weighted else 0.0
+        if not self._weighted:  # nothing of this step is weighted
+            self.status.weighting &= ~WEIGHTED
+        if block in self._unclaimed:
+            self._unclaimed.remove(block)
+
+    @property
+    def is_weight_pending(self) -> bool:
+        """Whether weights were given that no synchronization has used."""
+        return bool(self.status.weighting & WEIGHTED)
+
+    def forward_in_block(self) -> Block | None:
+        """The block that a forward which has just ended ran in."""
+        if not self._open:
+            return None
+        self._open[-1].has_forward = True
+        return self._open[-1]
+
+    def backward_began(self, block: Block | None = None) -> None:
+        """A backward begins; it belongs to the block around it, or to one that was left before it.
+
+        Called by the hook of every output, with the block of its forward; a graph task counts once.
+
+        Raises:
+            UsageError: if the block's weight was used by a synchronization already, or if the backward runs through
+                the mean losses of two blocks.
+        """
+        if (task := current_task()) == self._task and task != -1:
+            self.expect_one_mean(block)
+            return
+        self._task = task
+        self._current = None
+        if self._unclaimed:
+            self._current = self._claim(block)
+        elif self._used_inside:
+            raise UsageError(
+                "a second backward began inside one model.weight() block, whose weight the first has used up; run the "
+                "first under model.no_sync(), or give each a block of its own"
+            )
+        elif self._open:
+            self._current = self._open[-1]  # another backward of the block, whose weight is counted already
+        else:
+            self.status.weighting |= UNWEIGHTED
+        if self._current is not None and self._current.factor != 1:
+            running = GraphTask()
+            self._multiplied = weakref.ref(running)
+            queue_callback(partial(_ended, running))
+        self.expect_one_mean(block)
+        if self._current is not None and self._current.factor == 1:
+            self._mistaken_means.look(self._current.weight)
+
+    def _is_multiplied(self) -> bool:
+        return self._multiplied is not None and self._multiplied() is not None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the running graph task is a backward that has begun here."""
+        return current_task() == self._task != -1
+
+    def _claim(self, block: Block | None) -> Block:
+        if block is None or block not in self._unclaimed:
+            return self._unclaimed.pop() if self._open else self._unclaimed.pop(0)
+        self._unclaimed.remove(block)
+        return block
+
+    def expect_one_mean(self, block: Block | None) -> None:
+        """Refuse a backward through a forward of `block` that is multiplied for another one."""
+        multiplied = self._current if self._is_multiplied() else None
+        if block is None or block is multiplied:
+            return
+        if block.factor != 1 or multiplied is not None:
+            raise UsageError(
+                "one backward runs through forwards of several model.weight() blocks, of which one has "
+                'reduction="mean", so there is no one number to multiply gradients by; run a backward for each block, '
+                "all but the last under model.no_sync()"
+            )
+
+    def factor(self, *, is_common: bool) -> float:
+        """What a gradient that arrives now is multiplied by; 1 unless the loss is a mean over weighted items.
+
+        A gradient may come before the backward has reached an output, such as that of a penalty on a parameter which
+        the forward did not use.
+
+        Args:
+            is_common: whether another wrapper has the parameter, too, whose backward this may be.
+        """
+        if self._is_multiplied():
+            assert self._current is not None
+            return self._current.factor
+        if is_common or self.is_under_way or not is_plain_backward():
+            return 1.0
+        waiting = [block for block in self._unclaimed if block.has_forward]
+        if not waiting or waiting[0].factor == 1:
+            return 1.0
+        self.backward_began(waiting[0])
+        return self.factor(is_common=False)
+
+    def forget_dropped(self, parameters: Sequence[nn.Parameter], *, in_backward: bool) -> None:
+        """If what local backwards accumulated was dropped (``zero_grad``), let it weigh nothing.
+
+        Then only the backward that is beginning, if any, counts.
+        """
+        if not self.local_backwards or any(parameter.grad is not None for parameter in parameters):
+            return
+        self.local_backwards = 0
+        if not in_backward:
+            self.status.weight, self.status.weighting, self._weighted = 0, 0, 0
+        elif self._current is None:
+            self.status.weight, self.status.weighting, self._weighted = 0, UNWEIGHTED, 0
+        else:
+            self.status.weight, self.status.weighting, self._weighted = self._current.weight, WEIGHTED, 1
+
+
+def _ended(_task: GraphTask) -> None:
+    """Let go of the graph task at its end."""

@@ -1,0 +1,136 @@
+"""Finds the mean loss inside ``model.weight(n)``, which takes a sum: its gradient would come out n times too small.
+
+The first few weighted backwards are looked at. The loss that a backward starts from is in the frame of torch's own
+``backward``, and its ``grad_fn`` tells what it came out of, as far as that can be read once the graph is running: the
+factors of a product are gone by then, and n times a mean is a sum, so nothing is said about products.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOOKS = 3
+"""Weighted backwards that are looked at, in each wrapper."""
+DEPTH = 8
+"""Nodes between the loss and the mean."""
+MEAN = 1
+"""ATen's number for ``reduction="mean"``."""
+_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+# What leaves a mean a mean. The name is followed by a number.
+_KEEPS = ("ToCopy", "Neg", "Div", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "UnsafeView", "ReshapeAlias")
+_SAME = tuple(f"{name}Backward" for name in _KEEPS)
+
+
+class Origin(Enum):
+    """What a loss came out of."""
+
+    MEAN_LOSS = "a loss function that averages"
+    MEAN = "a mean"
+    UNKNOWN = "something that cannot be told"
+    OTHER = "a sum, or anything else"
+
+
+class MistakenMeans:
+    """Looks at the first weighted backwards of a wrapper, and warns once."""
+
+    def __init__(self) -> None:
+        self._looks = LOOKS
+
+    def look(self, weight: float) -> None:
+        """Warn if the running backward, of a loss that counts as a sum over `weight` items, starts from a mean."""
+        if not self._looks:
+            return
+        self._looks -= 1
+        if weight <= 1 or weight != int(weight):  # not a count
+            return
+        call = _backward_call()
+        if call is None or not any(map(_is_mean, _roots(call))):
+            return
+        self._looks = 0
+        place = _place_of(call)
+        message = (
+            f"{place[0]}:{place[1]}: backward starts from a mean inside model.weight({weight:g}), which takes a summed "
+            f"loss, so gradients come out up to {weight:g} times too small; write model.weight({weight:g}, "
+            'reduction="mean"), or sum the loss (reduction="sum")'
+        )
+        warnings.warn_explicit(message, UserWarning, *place)
+
+
+def _backward_call() -> FrameType | None:
+    """The frame of torch's ``backward`` that is running; in a thread of autograd's own, another thread's."""
+    if (found := _innermost(sys._getframe())) is not None:
+        return found
+    found_elsewhere = [call for frame in sys._current_frames().values() if (call := _innermost(frame)) is not None]
+    return found_elsewhere[0] if len(found_elsewhere) == 1 else None
+
+
+def _innermost(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not torch.autograd.backward.__code__:
+        frame = frame.f_back
+    return frame
+
+
+def _roots(call: FrameType) -> list[Tensor]:
+    given = call.f_locals.get("tensors")
+    tensors = [given] if isinstance(given, Tensor) else list(given) if isinstance(given, tuple | list) else []
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel() == 1]
+
+
+def _place_of(call: FrameType) -> tuple[str, int]:
+    """File and line of the user's own call."""
+    frame: FrameType | None = call
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+        frame = frame.f_back
+    assert frame is not None
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _is_mean(root: Tensor) -> bool:
+    return origin(root.grad_fn) in (Origin.MEAN_LOSS, Origin.MEAN)
+
+
+def origin(node: Any, depth: int = DEPTH) -> Origin:
+    """What the scalar that `node` made came out of, looking through at most `depth` nodes."""
+    if node is None or not depth:
+        return Origin.OTHER
+    name = node.name().rpartition("::")[2]
+    sources = [source for source, _ in node.next_functions if source is not None]
+    if getattr(node, "_saved_reduction", None) == MEAN:
+        return Origin.MEAN_LOSS
+    if name.startswith("MeanBackward"):
+        if math.prod(node._saved_self_sym_sizes) == 1:  # of a scalar, which it leaves alone
+            return origin(sources[0], depth - 1) if sources else Origin.OTHER
+        of = sources[0].name() if sources else ""
+        return Origin.UNKNOWN if of.startswith(("StackBackward", "CatBackward")) else Origin.MEAN
+    if name.startswith(_SAME) and len(sources) == 1:
+        return origin(sources[0], depth - 1)
+    if name.startswith(("AddBackward", "SubBackward")):
+        if _smooths_labels(sources):
+            return Origin.MEAN_LOSS
+        terms = [origin(source, depth - 1) for source in sources]
+        if Origin.MEAN_LOSS in terms:
+            return Origin.MEAN_LOSS
+        return Origin.OTHER if Origin.OTHER in terms else Origin.MEAN if Origin.MEAN in terms else Origin.UNKNOWN
+    if name.startswith("MulBackward"):
+        return Origin.UNKNOWN
+    return Origin.OTHER
+
+
+def _smooths_labels(terms: list[Any]) -> bool:
+    """Whether `terms` are those of a mean cross entropy with ``label_smoothing``.
+
+    Both are products with a number of C++'s own; products that Python makes have another node, also those with numbers.
+    """
+    if len(terms) != 2 or any(not term.name().endswith("MulBackward1") for term in terms):
+        return False
+    of = terms[0].next_functions[0][0]
+    return of is not None and of.name().startswith("NllLoss") and of._saved_reduction == MEAN

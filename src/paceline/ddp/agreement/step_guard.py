@@ -1,0 +1,114 @@
+"""The guard: counts optimizer steps for the control block, and refuses those over gradients not known to be whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.errors import UsageError
+from paceline.torch_internals.compile import never_compiled
+
+_BY_HAND = "; if they are the same on every rank already, call model.gradients_are_averaged() on all of them first"
+
+
+class StepGuard:
+    """Watches every optimizer that trains one of `parameters`.
+
+    ``local_gradient()`` names a parameter whose gradient the wrapper has not averaged, if there is one. It may be this
+    rank's own, or made alike on all ranks by the training loop; only ``model.gradients_are_averaged()`` tells these
+    apart, as a comparison between ranks has to be asked for on all of them.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], ledger: Ledger, local_gradient: Callable[[], str | None]
+    ) -> None:
+        self._ledger, self._local_gradient = ledger, local_gradient
+        self.watch(parameters)
+        self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._outermost: tuple[int, int] | None = None
+        _guards().add(self)
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take `parameters` for those that are averaged."""
+        self._ours = {id(parameter) for parameter in parameters}
+
+    def before(self, optimizer: Optimizer) -> None:
+        """The optimizer is about to step. Raises what :meth:`expect_whole` raises."""
+        if self._trains_ours(optimizer):
+            self.expect_whole("optimizer.step()", self._synchronizations_seen.get(optimizer, 0))
+            self._synchronizations_seen[optimizer] = self._ledger.synchronizations
+            self._ledger.optimizers.add(optimizer)
+            # One optimizer may step inside another, on some ranks only (ZeroRedundancyOptimizer). An outer step that
+            # raised never came to its end; it is over when the next gradients are there.
+            if self._outermost is None or self._outermost[1] != self._ledger.synchronizations:
+                self._outermost = (id(optimizer), self._ledger.synchronizations)
+
+    def expect_whole(self, caller: str, synchronizations_before: int | None = None) -> None:
+        """Refuse gradients that hold something which was not averaged over the ranks, or not divided by its weight.
+
+        A backward may have stayed local under ``no_sync``, or gone past the wrapper. The latter is looked for only if
+        nothing was synchronized since `synchronizations_before`, as averaged gradients may be replaced by hand.
+
+        Raises:
+            UsageError: says what happened, and names a parameter if there is one to name.
+        """
+        if self._ledger.local_backwards:
+            raise UsageError(
+                f"{caller} found gradients that the wrapper has not averaged over the ranks, as the last backward ran "
+                f"under no_sync(); leave it for the last micro-batch, or call model.sync_gradients() first{_BY_HAND}"
+            )
+        if self._ledger.is_weight_pending:
+            raise UsageError(
+                f"{caller} found gradients that were not divided by the weights given to model.weight(): no backward "
+                "through the wrapper's own output followed; call the wrapper and not model.module, or call "
+                "model.sync_gradients() first"
+            )
+        if self._ledger.synchronizations == synchronizations_before and (name := self._local_gradient()) is not None:
+            raise UsageError(
+                f"{caller} found a gradient of {name!r} that the wrapper has not averaged over the ranks, as no "
+                "backward was synchronized since the last step; call the wrapper and not model.module, or call "
+                f"model.sync_gradients() first{_BY_HAND}"
+            )
+
+    def after(self, optimizer: Optimizer) -> None:
+        """The optimizer has stepped."""
+        if self._outermost is not None and self._outermost[0] == id(optimizer):
+            self._outermost = None
+            self._ledger.status.optimizer_steps += 1
+
+    def has_state(self) -> bool:
+        """Whether an optimizer that has stepped keeps state, such as momentum."""
+        return any(optimizer.state for optimizer in self._synchronizations_seen)
+
+    def _trains_ours(self, optimizer: Optimizer) -> bool:
+        return any(id(parameter) in self._ours for group in optimizer.param_groups for parameter in group["params"])
+
+
+@cache
+def _guards() -> WeakSet[StepGuard]:
+    """The guards of this process; each goes with its wrapper.
+
+    torch's hooks for all optimizers are registered once and stay: to remove them when a wrapper is collected could
+    happen in the middle of a step, while torch goes through them.
+    """
+    guards: WeakSet[StepGuard] = WeakSet()
+
+    @never_compiled
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        for guard in list(guards):
+            guard.before(optimizer)
+
+    @never_compiled
+    def after(optimizer: Optimizer, *_: Any) -> None:
+        for guard in list(guards):
+            guard.after(optimizer)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+    return guards

@@ -1,0 +1,22 @@
+"""How gradients are scaled: the mean over ranks, or over the weights that ``model.weight(w)`` gave to micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+UNWEIGHTED, WEIGHTED, UNCOUNTED = 1, 2, 4
+"""Bits of :attr:`~paceline.ddp.agreement.control_block.Status.weighting`."""
+
+
+def scale_of(notes: Sequence[tuple[float, float]]) -> float:
+    """What sums over ranks are multiplied with: 1/N, or 1/Σw where micro-batches were weighted.
+
+    N counts the ranks, without those that have no data and are not to be counted (``UNCOUNTED``).
+
+    `notes` holds the weight and weighting of each rank, see :class:`Status`. If all weights are zero there is nothing
+    to learn from, and the gradient is zero.
+    """
+    if any(int(weighting) & WEIGHTED for _, weighting in notes):
+        total = sum(weight for weight, _ in notes)
+        return 1.0 / total if total else 0.0
+    return 1.0 / max(1, sum(not int(weighting) & UNCOUNTED for _, weighting in notes))

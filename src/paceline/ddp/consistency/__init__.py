@@ -1,0 +1,1 @@
+"""Keeps replicas equal: at the start, in their buffers, and checked from time to time."""

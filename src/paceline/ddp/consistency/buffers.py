@@ -1,0 +1,69 @@
+"""A module's buffers, made equal to rank 0's before every training forward, or as a buffer hook does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from paceline.ddp.transport.channel import Channel
+from paceline.torch_internals.dtensor import local_of
+
+
+class Buffers:
+    """The buffers of `module` without the `ignored` ones, by name."""
+
+    def __init__(self, module: nn.Module, ignored: set[str]) -> None:
+        # Places rather than tensors: a module may assign a new tensor to a buffer's name (pytorch issue 63916).
+        self._places: list[tuple[str, nn.Module, str]] = []
+        self._ignored = ignored
+        self._parts: WeakSet[nn.Module] = WeakSet()  # whose buffers were looked at
+        self.renew(module)
+
+    def renew(self, module: nn.Module) -> None:
+        """Take in the buffers of modules that are new in `module`, and leave out those of modules that are gone.
+
+        What a module adds to itself later stays this rank's own, as with torch DDP: most often that is a cache, whose
+        size may differ between ranks.
+        """
+        before = {(id(part), name) for _, part, name in self._places}
+        known, self._places = self._parts, []
+        self._parts = WeakSet(module.modules())
+        seen: set[int] = set()
+        for prefix, part in module.named_modules():
+            for name, buffer in part._buffers.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if buffer is None or full in self._ignored or id(buffer) in seen:
+                    continue
+                seen.add(id(buffer))
+                if part not in known or (id(part), name) in before:
+                    self._places.append((full, part, name))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors as of now."""
+        pairs = ((full, part._buffers.get(name)) for full, part, name in self._places)
+        return {full: buffer for full, buffer in pairs if buffer is not None}
+
+    def broadcast(self, channel: Channel, source: int = 0) -> None:
+        """Make all equal to those of rank `source`.
+
+        Through ``.data``, so that autograd's version counters do not see it: two forwards may precede a backward.
+        """
+        channel.broadcast([local_of(buffer.data) for buffer in self.named().values()], source)
+
+    @torch.no_grad()
+    def run_hook(self, hook: Callable[[Any, dict[str, Tensor]], Any], state: Any) -> None:
+        """Synchronize as a user's hook does it, ``hook(state, buffers by name)``, and wait for its futures."""
+        buffers = self.named()
+        with _unsafe_preserve_version_counter(tuple(buffers.values())):
+            futures = hook(state, buffers)
+            for future in futures if isinstance(futures, list) else [futures]:
+                if future is not None:
+                    future.wait()

@@ -1,0 +1,82 @@
+"""Equal replicas at the start: the same parameters by name, shape and dtype, then the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from paceline.ddp.config import InitSync
+from paceline.ddp.transport.channel import Channel
+from paceline.digests import tensor_digest
+from paceline.errors import ReplicaMismatch
+from paceline.torch_internals.dtensor import is_sharded, local_of
+
+Named = Sequence[tuple[str, Tensor]]
+
+
+def make_equal(channel: Channel, tensors: Named, init_sync: InitSync) -> None:
+    """Compare what the replicas are made of, then broadcast rank 0's values, or verify that they are equal.
+
+    Args:
+        channel: reaches all ranks, each of which calls this.
+        tensors: parameters and buffers by name.
+        init_sync: ``True`` to broadcast, ``"verify"`` to compare, ``False`` for neither.
+
+    Raises:
+        ReplicaMismatch: on every rank, naming the first parameter that differs and on which ranks.
+    """
+    if init_sync is False:
+        return
+    _compare(channel, [(name, _description(tensor)) for name, tensor in tensors])
+    if init_sync == "verify":
+        _compare(channel, [(name, _Value(tensor_digest(local_of(tensor)).hex())) for name, tensor in tensors])
+    else:
+        channel.broadcast([local_of(tensor.data) for _, tensor in tensors])
+
+
+class _Value(str):
+    """A digest; said to be `other values` rather than printed."""
+
+
+def _description(tensor: Tensor) -> str:
+    return describe_form(tensor) + ("" if tensor.requires_grad else ", no gradient")
+
+
+def describe_form(tensor: Tensor) -> str:
+    """Return what has to be equal of a parameter's memory on all ranks."""
+    # Strides too: a bucket holds the gradient in the parameter's own memory layout.
+    strides = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
+    shard = f", of which {tuple(local_of(tensor).shape)} here" if is_sharded(tensor) else ""
+    return f"shape {tuple(tensor.shape)}{shard}, {tensor.dtype}{strides}"
+
+
+def _compare(channel: Channel, mine: list[tuple[str, str]]) -> None:
+    everyone = channel.all_gather_object(mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            remedy = "build the same model on every rank"
+            raise ReplicaMismatch(first_difference(everyone[0], theirs, rank, remedy))
+
+
+def first_difference(reference: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int, remedy: str) -> str:
+    """One sentence on where rank `rank` differs from rank 0, with the `remedy`."""
+    here, there = dict(reference), dict(theirs)
+    for name, what in reference:
+        if name not in there:
+            return f"{name!r} is in the model of rank 0 but not on rank {rank}; {remedy}"
+        if there[name] != what:
+            if isinstance(what, _Value):
+                return (
+                    f"{name!r} has other values on rank {rank} than on rank 0; seed all ranks alike, load the same "
+                    "checkpoint everywhere, or use init_sync=True to broadcast rank 0's"
+                )
+            return f"{name!r} has {there[name]} on rank {rank} but {what} on rank 0; {remedy}"
+    for name in there:
+        if name not in here:
+            return f"{name!r} is in the model of rank {rank} but not on rank 0; {remedy}"
+    at = next(at for at, (a, b) in enumerate(zip(reference, theirs, strict=True)) if a != b)
+    return (
+        f"parameter {at} is {theirs[at][0]!r} on rank {rank} but {reference[at][0]!r} on rank 0, so the order "
+        f"differs; {remedy}"
+    )

@@ -1,0 +1,72 @@
+"""Unused parameters: those without a gradient on some rank. Allowed always; said once, or refused, if asked for.
+
+The control block tells every rank how many ranks had a gradient of each parameter. Which ones had none is asked for
+only when a parameter is found for the first time. A rank that has no gradient at all, as it had no data, does not
+count, nor does a parameter that was frozen.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+
+from paceline.ddp.config import UnusedParameters
+from paceline.ddp.transport.channel import Channel, Pausing, gather_numbers
+from paceline.errors import UnusedParameterWarning, UsageError
+from paceline.rollcall import named_ranks
+
+
+class UnusedReport:
+    """Finds unused parameters and says so: in a warning of rank 0, once for each, or in an error on every rank."""
+
+    def __init__(
+        self, mode: UnusedParameters, names: Sequence[str], parameters: Sequence[nn.Parameter], channel: Channel
+    ) -> None:
+        self._mode, self._names, self._parameters, self._channel = mode, names, parameters, channel
+        self._known: set[int] = set()
+
+    def look(self, missing: Sequence[int], absent: Sequence[int]) -> Pausing[str | None]:
+        """What is to be said of parameters `missing` on some rank, of which this rank lacks the `absent` ones."""
+        asked = [index for index in missing if index not in self._known]
+        if not asked or self._mode == "allow":
+            return None
+        if self._mode == "warn":
+            self._known.update(asked)
+        idle = len(absent) == len(self._names)
+        lacking = set() if idle else set(absent)
+        mine = [int(index in lacking and self._parameters[index].requires_grad) for index in asked]
+        without = yield from gather_numbers(self._channel, mine, "exchange of unused parameters")
+        return unused_message([self._names[index] for index in asked], list(zip(*without, strict=True)))
+
+    def say(self, message: str | None) -> None:
+        """Warn, or raise.
+
+        Raises:
+            UsageError: if unused parameters are an error.
+        """
+        if message is None:
+            return
+        if self._mode == "error":
+            raise UsageError(f"{message}; use every parameter in every step, or pass unused_parameters='allow'")
+        if self._channel.rank == 0:
+            message += "; where missing they count as zero, pass unused_parameters='allow' if that is meant"
+            warnings.warn(message, UnusedParameterWarning, stacklevel=2)
+
+
+def unused_message(names: Sequence[str], without: Sequence[Sequence[int]]) -> str | None:
+    """One sentence on which of the parameters `names` lacked a gradient where; None if none did.
+
+    ``without[i][rank]`` is 1 if that rank had no gradient for parameter i.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, marks in zip(names, without, strict=True):
+        if ranks := [rank for rank, mark in enumerate(marks) if mark]:
+            where = "every rank" if len(ranks) == len(marks) else named_ranks(ranks)
+            groups.setdefault(where, []).append(name)
+    if not groups:
+        return None
+    parts = [f"{', '.join(map(repr, group))} on {where}" for where, group in groups.items()]
+    count = sum(map(len, groups.values()))
+    return f"{count} parameter{'s' * (count > 1)} had no gradient in a synchronized backward: {'; '.join(parts)}"

@@ -1,0 +1,112 @@
+"""Which gradients have arrived in the running backward, found out with as few Python hooks as possible.
+
+A hook costs microseconds, so once the order of arrival is known only the parameter that arrives last in a bucket keeps
+one, and ``p.grad is not None`` tells of the others. Where that cannot tell, because gradients were there before
+backward began (accumulation) or the order is not known yet, every parameter has a hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+PATIENCE = 3
+"""Backwards in a row without a gradient after which a parameter is no longer waited for on this rank."""
+
+
+class Arrivals:
+    """The arrival of gradients on this rank, bucket by bucket."""
+
+    observed: list[int]
+    """Parameters in the order in which their gradients arrived, in a backward with a hook for every parameter."""
+    order_known: bool
+    """Whether buckets are in the order of arrival, so that few hooks do."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], hook: Callable[[int, Tensor], None]) -> None:
+        self.observed = []
+        self._parameters, self._hook = parameters, hook
+        self._handles: list[Any] = []
+        self._hooked: frozenset[int] = frozenset()
+        self._missed = [0] * len(parameters)
+        # Place of each parameter in this rank's order of arrival; the reverse order is the usual one.
+        self._place = [-index for index in range(len(parameters))]
+
+    def use_layout(self, layout: list[list[int]], *, order_known: bool) -> None:
+        """Follow other buckets; with `order_known`, hooks are left to the last parameter of each."""
+        self._layout, self.order_known = layout, order_known
+        self._bucket_of = {index: at for at, indices in enumerate(layout) for index in indices}
+        if order_known and not self.observed:
+            self.observed = [index for indices in layout for index in indices]
+        for place, index in enumerate(self.observed):
+            self._place[index] = place
+        self._expect()
+
+    def begin(self, *, clear: bool, hook_all: bool = False) -> None:
+        """A backward begins; `clear` if no parameter has a gradient yet, `hook_all` as in :meth:`hook_all`."""
+        self._every = not (clear and self.order_known)
+        if self._every:
+            self.observed = []
+            self._seen = bytearray(len(self._parameters))
+            self._pending = [len(expected) for expected in self._expected]
+        self._keep_hooks(frozenset(self._bucket_of) if self._every or hook_all else self._triggers)
+
+    def hook_all(self) -> None:
+        """Hear of every gradient until a backward begins, as this one need not reach the parameters with a hook."""
+        self._keep_hooks(frozenset(self._bucket_of))
+
+    def arrived(self, index: int) -> None:
+        """A gradient was accumulated into parameter `index`."""
+        if not self._every:
+            return
+        self.observed.append(index)
+        if not self._seen[index]:
+            self._seen[index] = True
+            if self._missed[index] < PATIENCE:
+                self._pending[self._bucket_of[index]] -= 1
+
+    def complete(self, bucket: int) -> bool:
+        """Whether all gradients that are expected in `bucket` are there."""
+        if self._every:
+            return self._pending[bucket] == 0
+        return all(self._parameters[index].grad is not None for index in self._expected[bucket])
+
+    def end(self, absent: Sequence[int]) -> None:
+        """A backward has ended, without gradients for the `absent` parameters on this rank."""
+        missed = [0] * len(self._parameters)
+        for index in absent:
+            missed[index] = min(PATIENCE, self._missed[index] + 1)
+        changed = [(a < PATIENCE) != (b < PATIENCE) for a, b in zip(missed, self._missed, strict=True)]
+        self._missed = missed
+        if any(changed):
+            self._expect()
+
+    def close(self) -> None:
+        """Remove all hooks from the parameters, and forget the function that they called."""
+        self._keep_hooks(frozenset())
+        self._hook = _nothing
+
+    def _expect(self) -> None:
+        """Settle what each bucket waits for, and whose hook speaks for it."""
+        self._expected = [[index for index in indices if self._missed[index] < PATIENCE] for indices in self._layout]
+        self._triggers = frozenset(
+            max(expected, key=self._place.__getitem__) for expected in self._expected if expected
+        )
+
+    def _keep_hooks(self, wanted: frozenset[int]) -> None:
+        # A parameter frozen since takes no hook; it gets one in the first backward after it is thawed.
+        wanted = frozenset(index for index in wanted if self._parameters[index].requires_grad)
+        if wanted == self._hooked:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [
+            self._parameters[index].register_post_accumulate_grad_hook(partial(self._hook, index)) for index in wanted
+        ]
+        self._hooked = wanted
+
+
+def _nothing(_index: int, _parameter: Tensor) -> None:
+    """The hook of one that is closed."""

@@ -1,0 +1,171 @@
+"""The parts that the engine of a wrapper is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from paceline.ddp.agreement.control_block import ControlBlock
+from paceline.ddp.agreement.join_events import JoinEvents
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.config import Options
+from paceline.ddp.consistency.buffers_at_rest import BuffersAtRest
+from paceline.ddp.consistency.replica_check import ReplicaCheck
+from paceline.ddp.consistency.unused_parameters import UnusedReport
+from paceline.ddp.engine.arrivals import Arrivals
+from paceline.ddp.engine.bucket_set import BucketSet
+from paceline.ddp.engine.module_changes import Named
+from paceline.ddp.engine.published_gradients import Shown
+from paceline.ddp.engine.shared_parameters import Sharing
+from paceline.ddp.transport.channel import Channel
+from paceline.ddp.transport.finisher import Algorithms, AllReduce, Finisher
+from paceline.torch_internals.dtensor import as_local, release
+from paceline.tracing import Recorder
+
+if TYPE_CHECKING:
+    from paceline.ddp.engine.new_parameters import Newcomers
+
+GradientHook = Callable[[int, Tensor], None]
+"""Called as ``hook(index, parameter)`` when a gradient was accumulated into a parameter."""
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What every backward of a wrapper works with. Replaced as a whole when one changes, between two backwards."""
+
+    # These go by a parameter's index, in the order of the module.
+    names: list[str]
+    """Of the parameters."""
+    given: list[nn.Parameter]
+    """The parameters as the module holds them."""
+    local: list[nn.Parameter]
+    """The same, but of a DTensor what stands for this rank's shard."""
+    parameters: list[nn.Parameter]
+    """`local`, but for stand-ins while the module has put others in their place; a backward reads and sets their
+    ``grad``."""
+    storage: BucketSet
+    """The buckets."""
+    arrivals: Arrivals
+    """Which gradients have arrived."""
+    control: ControlBlock
+    """What ranks tell each other besides gradients."""
+    sharing: Sharing
+    """Which of the parameters other wrappers have, too."""
+    shown: Shown
+    """Sets ``p.grad`` to averages, and knows them again."""
+    unused: UnusedReport
+    """Finds parameters without a gradient."""
+
+    # These stay as long as the wrapper does.
+    channel: Channel
+    """Reaches the other ranks."""
+    ledger: Ledger
+    """Counts what this rank does."""
+    recorder: Recorder
+    """Records spans while it is on."""
+    options: Options
+    """What the user chose, but for `check_finite`."""
+    newcomers: Newcomers
+    """Looks for parameters that the module got later."""
+    buffers: BuffersAtRest
+    """Travel at the end of backwards."""
+    join: JoinEvents
+    """Inside ``join``, tells ranks that ran out of data what comes next."""
+    replica_check: ReplicaCheck | None
+    """Compares replicas from time to time."""
+    finisher: Finisher
+    """Makes a bucket's gradients the same on every rank."""
+    check_finite: bool
+    """Whether gradients are checked for NaN and Inf."""
+
+    def rebuilt(self, named: Named, hook: GradientHook) -> EngineParts:
+        """The parts for the parameters `named`, which are the module's from now on."""
+        self.release()
+        names, given = [name for name, _ in named], [parameter for _, parameter in named]
+        local = [as_local(parameter) for parameter in given]
+        parameters, channel, storage = list(local), self.channel, self.storage
+        storage.use_parameters(names, parameters, self.newcomers.watch.sparse(given))
+        channel.free(self.control.vector)
+        control = ControlBlock(names, channel.rank, channel.size, channel.allocate)
+        sharing = self.sharing.renewed(names, given, parameters)
+        shown = Shown(names, parameters, storage, sharing)
+        gradients = ((index, parameter.grad) for index, parameter in enumerate(parameters))
+        shown.note({index: gradient for index, gradient in gradients if gradient is not None})
+        return replace(
+            self,
+            names=names,
+            given=given,
+            local=local,
+            parameters=parameters,
+            arrivals=_expecting_all(parameters, storage, hook),
+            control=control,
+            sharing=sharing,
+            shown=shown,
+            unused=UnusedReport(self.options.unused, names, parameters, channel),
+        )
+
+    def follow_layout(self) -> None:
+        """Use the buckets as they are from now on; the order of arrival is no longer asked for."""
+        self.control.forget_order()
+        self.arrivals.use_layout(self.storage.layout, order_known=True)
+
+    def release(self) -> None:
+        """Take off what was put on the parameters."""
+        self.arrivals.close()
+        for parameter in self.local:
+            release(parameter)
+
+
+def make_parts(
+    named: Named,
+    channel: Channel,
+    ledger: Ledger,
+    options: Options,
+    recorder: Recorder,
+    newcomers: Newcomers,
+    buffers: BuffersAtRest,
+    join: JoinEvents,
+    replica_check: ReplicaCheck | None,
+    hook: GradientHook,
+) -> EngineParts:
+    """The parts for the parameters `named`; the other arguments are parts themselves."""
+    names, given = [name for name, _ in named], [parameter for _, parameter in named]
+    local = [as_local(parameter) for parameter in given]
+    parameters = list(local)
+    sparse = newcomers.watch.sparse(given)
+    storage = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype)
+    sharing = Sharing(names, given, parameters, ledger, channel.members)
+    sums = Algorithms(channel, options.algorithm) if options.algorithm else channel
+    return EngineParts(
+        names,
+        given,
+        local,
+        parameters,
+        storage,
+        _expecting_all(parameters, storage, hook),
+        ControlBlock(names, channel.rank, channel.size, channel.allocate),
+        sharing,
+        Shown(names, parameters, storage, sharing),
+        UnusedReport(options.unused, names, parameters, channel),
+        channel,
+        ledger,
+        recorder,
+        options,
+        newcomers,
+        buffers,
+        join,
+        replica_check,
+        AllReduce(sums, ledger),
+        options.check_finite,
+    )
+
+
+def _expecting_all(parameters: list[nn.Parameter], storage: BucketSet, hook: GradientHook) -> Arrivals:
+    """Arrivals that wait for the gradients of all parameters, in an order that is not known yet."""
+    arrivals = Arrivals(parameters, hook)
+    arrivals.use_layout(storage.layout, order_known=False)
+    arrivals.begin(clear=True)
+    return arrivals

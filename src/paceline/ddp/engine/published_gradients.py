@@ -1,0 +1,71 @@
+"""The gradients that a wrapper has shown in ``p.grad``, and which of those there now are its averages."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from paceline.ddp.engine.bucket_set import BucketSet
+from paceline.ddp.engine.shared_parameters import Share, Sharing
+from paceline.ddp.engine.sparse import elements_of
+
+
+class Shown:
+    """Shows averages, and tells them from other gradients.
+
+    Args:
+        names: of the parameters.
+        parameters: whose ``grad`` is set and looked at.
+        storage: their buckets.
+        sharing: which of them other wrappers have, too.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], storage: BucketSet, sharing: Sharing
+    ) -> None:
+        self._names, self._parameters, self._storage, self._sharing = names, parameters, storage, sharing
+        # Averages that are no bucket's view; weak, as a gradient's memory goes when the user drops it.
+        self._apart: dict[int, weakref.ref[Tensor]] = {}
+
+    def show(
+        self, averages: Sequence[Tensor], apart: Mapping[int, Tensor], absent: Sequence[int], share: Share
+    ) -> None:
+        """Set ``p.grad`` to the parameter's average, or to what came `apart`, or to None where it is `absent`."""
+        self.note(apart)
+        special: dict[int, Tensor | None] = {**apart, **dict.fromkeys(absent)}
+        if self._sharing:
+            common = self._sharing.common
+            ours = {index: averages[index] for index in common - self._storage.outside}
+            self._sharing.show({index: special.pop(index, ours.get(index)) for index in common}, share)
+            left_out = common | self._storage.outside | special.keys()
+        else:
+            left_out = self._storage.outside | special.keys()
+        for index, (parameter, average) in enumerate(zip(self._parameters, averages, strict=True)):
+            if not left_out or index not in left_out:
+                parameter.grad = average
+        for index, gradient in special.items():
+            self._parameters[index].grad = gradient
+
+    def note(self, apart: Mapping[int, Tensor]) -> None:
+        """Remember that these are the averages that are no bucket's view."""
+        self._apart = {index: weakref.ref(average) for index, average in apart.items()}
+
+    def local_gradient(self) -> str | None:
+        """The name of a parameter whose gradient the wrapper has not averaged; None if there is none.
+
+        Zeros do not count: torch sets them itself, to have an optimizer make its state.
+        """
+        for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
+            gradient = parameter.grad
+            if gradient is None or self._is_average(index, gradient):
+                continue
+            if bool(elements_of(gradient).any()):
+                return name
+        return None
+
+    def _is_average(self, index: int, gradient: Tensor) -> bool:
+        if index in self._sharing.left_to_others or self._storage.is_average(index, gradient):
+            return True
+        return index in self._apart and gradient is self._apart[index]()

@@ -1,0 +1,320 @@
+"""The reducer: averages gradients over the ranks while backward is still running.
+
+    output hook ──► begin ──► gradient arrives ──► bucket complete ──► launch ─┐   (every bucket, in order)
+                                                                               │
+    p.grad is the bucket's view ◄── publish ◄── second pass ◄── wait ◄─────────┴── end of backward: launch
+                                                                                   the rest, control block last
+
+Every synchronized backward launches every bucket exactly once and in the same order on every rank, whatever part of
+the model the rank used; a rank without a gradient contributes zero. So unused parameters can neither hang nor raise,
+and the autograd graph is never searched for them. Buckets and hooks follow Li et al., "PyTorch Distributed:
+Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from paceline.ddp.agreement.join_events import Event
+from paceline.ddp.consistency.gradient_check import expect_equal_gradients
+from paceline.ddp.engine.backward import Backward, Phase
+from paceline.ddp.engine.bucket_set import BucketSet
+from paceline.ddp.engine.concurrent_wrappers import begin_others, enter, settle_all
+from paceline.ddp.engine.exception_recovery import restore_gradients, settle
+from paceline.ddp.engine.gradient_engine import GradientEngine
+from paceline.ddp.engine.new_parameters import Settled
+from paceline.ddp.engine.optimizer_in_backward import InBackward, optimizer_inside
+from paceline.ddp.engine.parts import EngineParts, GradientHook
+from paceline.ddp.engine.pending_forwards import Forward, Forwards
+from paceline.ddp.transport.channel import Pausing
+from paceline.ddp.transport.finisher import Finisher
+from paceline.errors import CommunicationError, ReplicaMismatch, UsageError
+from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
+from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
+
+
+@class_never_compiled
+class Reducer(GradientEngine):
+    """Owns the buckets of one wrapper and carries each synchronized backward from its start to its end.
+
+    Args:
+        make: makes the parts that it works with, given the hook that is called for every gradient.
+    """
+
+    def __init__(self, make: Callable[[GradientHook], EngineParts]) -> None:
+        self._parts = make(self._gradient_arrived)
+        """Replaced between two backwards only; a backward keeps those that it began with."""
+        self._forwards = Forwards(self._parts.ledger, self.backward_reached)
+        """The forwards whose backward has not come yet."""
+        self._backward = Backward(self._parts)
+        """The backward under way, or one that was ended by an exception; an idle one between two."""
+        self._notice(self._parts.given)
+        enter(self)
+
+    def _notice(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Look out for `parameters` of the module, the new ones included, when a backward begins."""
+        self._accumulators = Accumulators(parameters)  # tell whether the graph under way accumulates into any of them
+        self._in_backward = InBackward(parameters)  # optimizers that are tied to them, and step at the end of backward
+
+    @property
+    def storage(self) -> BucketSet:
+        """The buckets."""
+        return self._parts.storage
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that are averaged; of a DTensor, what stands for this rank's shard."""
+        return self._parts.parameters
+
+    def bucket_bytes(self) -> list[int]:
+        """Size of each bucket, in the order of launch."""
+        return [bucket.flat.nbytes for bucket in self.storage.buckets]
+
+    def named_layout(self) -> list[list[str]]:
+        """Names of the parameters in each bucket, in the order of launch."""
+        return self.storage.named_layout()
+
+    def restore_layout(self, layout: list[list[str]]) -> None:
+        """Take over a checkpoint's layout, by parameter names, instead of observing the order of arrival."""
+        self.settle_aborted()
+        self.storage.use_named(layout)
+        self._parts.arrivals.observed = []
+        self._parts.follow_layout()
+
+    def check_finite(self, enabled: bool) -> None:
+        """Look for NaN and Inf in gradients, or not, from the next backward on."""
+        self._parts = replace(self._parts, check_finite=enabled)
+
+    def finish_with(self, finisher: Finisher) -> None:
+        """Let `finisher` take the place of the buckets' all-reduce, from the next backward on; on all ranks alike."""
+        self.settle_aborted()
+        self._parts = replace(self._parts, finisher=finisher)
+
+    def connected(self) -> Reducer:
+        """Return itself."""
+        return self
+
+    # -- 2. outputs are hooked, 3. a backward reaches one of them --------------------------------------------------
+
+    def watch_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+        """Hook the outputs of a forward: the first sign of its backward, before any gradient of ours is there."""
+        self._in_backward.take_over()
+        self._forwards.watch(outputs, on_local, self._parts.ledger.forward_in_block())
+
+    def backward_reached(self, on_local: Callable[[], None], forward: Forward | None, _gradient: Tensor) -> None:
+        """A backward has reached an output of the wrapper."""
+        ledger = self._parts.ledger
+        expect_eager_backward(self._parts.channel.rank)
+        block = forward.block if forward is not None else None
+        if self._backward.is_under_way:
+            ledger.expect_one_mean(block)
+        elif self._is_meant():
+            self.settle_aborted()
+            try:
+                ledger.backward_began(block)
+                ledger.forget_dropped(self.parameters, in_backward=True)
+                if self.sync_enabled:
+                    self._begin_in_task()
+                else:
+                    self._stay_local(on_local)
+            finally:
+                begin_others(self)
+        self._forwards.came(forward)
+        if self._backward.phase is Phase.IDLE and torch.is_grad_enabled():  # autograd.grad(…, create_graph=True)
+            self._parts.arrivals.hook_all()
+
+    def _stay_local(self, on_local: Callable[[], None]) -> None:
+        self._parts.sharing.expect_no_average()
+        self._parts.ledger.local_backwards += 1
+        on_local()
+        if self._parts.join.is_active:
+            queue_callback(partial(self._parts.join.tell, Event.LOCAL))
+
+    def is_expected(self) -> bool:
+        """Whether the backward under way is going to reach a forward of this wrapper, and to be synchronized."""
+        if self._backward.phase is not Phase.IDLE or not self.sync_enabled or not self._forwards:
+            return False
+        self._look_for_newcomers()
+        return self._accumulators.are_reached(self._parts.sharing.common)
+
+    def begin_early(self) -> None:
+        """Begin in a backward that has reached another wrapper first, so that an exception ends both alike."""
+        self._parts.ledger.backward_began()
+        self._parts.ledger.forget_dropped(self.parameters, in_backward=True)
+        self._begin_in_task()
+
+    def _begin_in_task(self) -> None:
+        """Begin a backward that autograd runs; at its pauses the callbacks of other wrappers run."""
+        self._begin()
+        task = GraphTask()
+        self._backward.follow(task)
+        queue_callback(partial(self._advance_and_queue, task))
+
+    def _advance_and_queue(self, task: GraphTask) -> None:
+        if self._backward.advance():
+            queue_callback(partial(self._advance_and_queue, task))
+
+    def _begin(self) -> None:
+        parts = self._parts
+        parts.channel.expect_open()
+        share = parts.sharing.begin()
+        try:
+            is_stepped_inside = bool(self._in_backward) or parts.finisher.steps_inside
+            if is_stepped_inside and share.elsewhere:
+                raise optimizer_inside(parts.names[min(share.elsewhere)])
+            shadowed = parts.join.is_active and parts.join.tell(Event.BACKWARD)
+            self._look_for_newcomers()
+            parts.newcomers.begin()
+        except BaseException:
+            parts.sharing.abort(share)
+            raise
+        self._forwards.is_unseen = False
+        self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
+        clear = all(parameter.grad is None for parameter in parts.parameters)
+        at_end = parts.finisher.launches_at_end(shadowed=shadowed)
+        self._backward = backward = Backward(parts, clear, share, at_end, restore_gradients)
+        backward.ending = self._end(backward)
+        backward.enter(Phase.LAUNCHING)
+        parts.arrivals.begin(clear=clear and not share.elsewhere, hook_all=self._forwards.are_differentiated)
+
+    # -- 4. a gradient arrives ----------------------------------------------------------------------------------
+
+    def _gradient_arrived(self, index: int, parameter: Tensor) -> None:
+        """A gradient was accumulated into parameter `index`."""
+        if not self.sync_enabled:
+            return
+        if not self._backward.is_under_way:
+            # A backward of something else than this wrapper's outputs, which is meant if a forward waits for it.
+            # Gradients that came unnoticed before are found at the end, as nothing is launched that was not seen.
+            sharing = self._parts.sharing
+            is_common = index in sharing.common
+            if not self._forwards.may_have_ended_in(is_common=is_common) or sharing.is_partner_active:
+                return
+            self.backward_reached(_nothing, None, parameter)
+            if self._backward.phase is not Phase.LAUNCHING:
+                return
+        self._parts.arrivals.arrived(index)
+        backward, buckets = self._backward, self.storage.buckets
+        while not backward.at_end and backward.next < len(buckets) and self._parts.arrivals.complete(backward.next):
+            backward.launch(buckets[backward.next])
+        self._parts.channel.progress()
+
+    # -- 6. backward ends ---------------------------------------------------------------------------------------
+
+    def _end(self, backward: Backward) -> Pausing[None]:
+        parts = self._parts
+        try:
+            outcome = yield from backward.end()
+        except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
+            backward.enter(Phase.BROKEN)
+            raise
+        self.exposed_seconds += backward.exposed_seconds
+        backward.enter(Phase.IDLE)
+        self._backward = Backward(self._parts)  # what was launched, and what hooks returned, is let go
+        parts.sharing.end()
+        if backward.is_settling:  # the exception that ended it has been seen
+            return
+        parts.control.check(outcome.statuses)
+        parts.unused.say(outcome.unused)
+        if outcome.drift is not None:
+            raise ReplicaMismatch(outcome.drift)
+        if outcome.new is not None:
+            self._take_in(outcome.new)
+        if not any(status.aborted for status in outcome.statuses):
+            self._in_backward.step(parts.ledger)
+
+    # -- parameters that the module got after it was wrapped, see paceline.ddp.engine.module_changes ---------------
+
+    def _is_meant(self) -> bool:
+        self._look_for_newcomers()  # first, as all that trains may be new
+        return self._accumulators.are_meant()
+
+    def _look_for_newcomers(self) -> None:
+        parts = self._parts
+        if parts.newcomers.look():
+            self._notice([*parts.given, *parts.newcomers.parameters()])
+            pairs = zip(parts.given, parts.local, strict=True)
+            parts.parameters[:] = [parts.newcomers.stand_in(given, local) for given, local in pairs]
+
+    def _take_in(self, new: Settled) -> None:
+        """Average from now on what the module has now."""
+        named = self._parts.newcomers.accept(new)
+        try:
+            self._parts = self._parts.rebuilt(named, self._gradient_arrived)
+        except BaseException:
+            self._backward.enter(Phase.BROKEN)
+            raise
+        self._backward = Backward(self._parts)
+        self._notice(self._parts.given)
+
+    # -- without a backward, and after one that failed ----------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Average what ``p.grad`` holds now, without a backward; a parameter without gradient counts as zero."""
+        self.settle_aborted()
+        self._parts.ledger.forget_dropped(self.parameters, in_backward=False)
+        self._begin()
+        self.finish()
+
+    def launch_all(self) -> None:
+        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later, and launches what is to wait."""
+        self._begin()
+        if not self._backward.at_end:
+            self._backward.advance()
+
+    def finish(self) -> None:
+        """Carry a synchronization to its end."""
+        while self._backward.advance():
+            pass
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether an exception ended a backward, of which peers still wait for this rank's part."""
+        return self._backward.phase is Phase.ABORTED
+
+    def settle(self) -> Generator[None, None, None]:
+        """Carry the backward that an exception ended to its end."""
+        return settle(self._backward)
+
+    def settle_aborted(self) -> None:
+        """Take part in what the other ranks wait for since this rank's backward was ended by an exception.
+
+        So do all wrappers that it ran through. The other ranks learn of it from the control block, and raise.
+        """
+        if self._backward.phase is Phase.BROKEN:
+            raise CommunicationError(
+                f"rank {self._parts.channel.rank}: a step of this model has failed in the middle before, so ranks no "
+                "longer agree on where they are; start again from the last checkpoint"
+            )
+        settle_all()
+
+    def expect_idle(self) -> None:
+        """Refuse to go on where a backward has not come to its end."""
+        if (phase := self._backward.phase) is not Phase.IDLE:
+            raise UsageError(f"rank {self._parts.channel.rank}: the last backward has not ended: {phase.value}")
+
+    def expect_equal(self) -> None:
+        """Refuse gradients that are not the same on every rank."""
+        self.settle_aborted()
+        self.expect_idle()
+        expect_equal_gradients(self._parts.names, self.parameters, self._parts.channel)
+
+    def local_gradient(self) -> str | None:
+        """The name of a parameter whose gradient the wrapper has not averaged; None if there is none."""
+        return self._parts.shown.local_gradient()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters, and let go of what refers back to the reducer."""
+        self._parts.release()
+        self._parts.newcomers.close()
+        self._forwards.close()
+        self._parts.sharing.close()
+
+
+def _nothing() -> None:
+    """For a backward that began without an output."""

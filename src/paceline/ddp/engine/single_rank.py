@@ -1,0 +1,155 @@
+"""A world of one: nothing to reduce, and nothing paid for it unless micro-batches are weighted or checked."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from paceline.ddp.agreement.control_block import non_finite
+from paceline.ddp.agreement.ledger import Block, Ledger
+from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, scale_of
+from paceline.ddp.engine.module_changes import ModuleWatch, Named
+from paceline.ddp.engine.new_parameters import OnChange
+from paceline.ddp.engine.optimizer_in_backward import InBackward
+from paceline.ddp.engine.shared_parameters import Share, Sharing
+from paceline.ddp.engine.sparse import elements_of
+from paceline.errors import DesyncError
+from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
+from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
+from paceline.torch_internals.dtensor import as_local, release
+
+
+@class_never_compiled
+class SoloReducer:
+    """The reducer's twin for one rank: ``model.weight(w)`` still means Σ gradient / Σ w over micro-batches."""
+
+    exposed_seconds = 0.0
+
+    def __init__(
+        self,
+        trained: Named,
+        ledger: Ledger,
+        check_finite: bool,
+        watch: ModuleWatch,
+        on_change: OnChange,
+    ) -> None:
+        self.sync_enabled = True
+        self._ledger, self._check_finite, self._watch, self._on_change = ledger, check_finite, watch, on_change
+        self._task: weakref.ref[GraphTask] | None = None
+        self._share = Share()
+        self._follow(trained)
+
+    def _follow(self, named: Named) -> None:
+        self._names = [name for name, _ in named]
+        given = [parameter for _, parameter in named]
+        self._parameters = [as_local(parameter) for parameter in given]
+        self._in_backward, self._accumulators = InBackward(given), Accumulators(given)
+        self._sharing = Sharing(self._names, given, self._parameters, self._ledger, ranks=[0])
+
+    def _look_at_module(self) -> None:
+        """Take in parameters that the module got after it was wrapped."""
+        if (change := self._watch.look()) is not None:
+            change.close()
+            self.close()
+            self._follow(change.named)
+            self._watch.follow(change.named)
+            self._on_change(change.named, True)
+
+    def check_finite(self, enabled: bool) -> None:
+        """Look for NaN and Inf in gradients, or not, from the next backward on."""
+        self._check_finite = enabled
+
+    def watch_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+        """Hook the outputs of a forward, in case its micro-batch is weighted."""
+        self._in_backward.take_over()
+        block = self._ledger.forward_in_block()
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(partial(self._output_hook, block))
+
+    def _output_hook(self, block: Block | None, _gradient: Tensor) -> None:
+        if self._task is not None and self._task() is not None:  # under way
+            self._ledger.expect_one_mean(block)
+            return
+        self._look_at_module()
+        if not self._accumulators.are_meant():
+            return
+        self._ledger.backward_began(block)
+        self._ledger.forget_dropped(self._parameters, in_backward=True)
+        if not self.sync_enabled:
+            self._sharing.expect_no_average()
+            self._ledger.local_backwards += 1
+        elif self._is_end_needed():
+            expect_eager_backward(0)
+            self._share = self._sharing.begin()
+            task = GraphTask()
+            self._task = weakref.ref(task, self._task_gone)
+            queue_callback(partial(self._end, task))
+
+    def _is_end_needed(self) -> bool:
+        ledger = self._ledger
+        is_plain = not (self._check_finite or ledger.status.weighting or ledger.local_backwards or self._in_backward)
+        return not is_plain or bool(self._sharing)
+
+    def _end(self, _task: GraphTask) -> None:
+        self._task = None
+        self._finish()
+
+    def _task_gone(self, _: object) -> None:
+        """Autograd dropped the graph task; if backward has not come to its end, an exception ended it."""
+        if self._task is not None:
+            self._task = None
+            self._sharing.abort(self._share)
+
+    def synchronize(self) -> None:
+        """Scale the gradients to the mean over the weights, without a backward."""
+        self._look_at_module()
+        self._share = self._sharing.begin()
+        self._finish()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        weighting = self._ledger.status.weighting
+        if weighting == WEIGHTED | UNWEIGHTED:
+            raise DesyncError(
+                "some micro-batches of this step ran inside model.weight() and some outside; weigh all or none"
+            )
+        if weighting & WEIGHTED:
+            self._scale(scale_of([self._ledger.status.note]))
+        self._ledger.synchronized()
+        self._sharing.show(dict.fromkeys(self._share.aside), self._share)
+        self._sharing.end()
+        if self._check_finite:
+            self._expect_finite()
+        self._in_backward.step(self._ledger)
+
+    def _scale(self, scale: float) -> None:
+        mine = [one for index, one in enumerate(self._parameters) if index not in self._share.elsewhere]
+        gradients = [parameter.grad for parameter in mine if parameter.grad is not None]
+        if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
+            torch._foreach_mul_(dense, scale)
+        for parameter in mine:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad * scale  # its values may be expanded, so not in place
+
+    def _expect_finite(self) -> None:
+        named = zip(self._names, self._parameters, strict=True)
+        present = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
+        if bad := [name for name, gradient in present if not torch.isfinite(elements_of(gradient)).all()]:
+            raise non_finite([0], bad, len(self._names))
+
+    def expect_equal(self) -> None:
+        """Gradients are equal on the only rank."""
+
+    def settle_aborted(self) -> None:
+        """Nobody waits for a rank that is alone."""
+
+    def close(self) -> None:
+        """Take off what was put on the parameters."""
+        self._sharing.close()
+        for parameter in self._parameters:
+            release(parameter)

@@ -1,0 +1,1 @@
+"""torch DDP's own interface: members, communication hooks, copying, mixed precision."""

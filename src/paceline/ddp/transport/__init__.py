@@ -1,0 +1,1 @@
+"""Moves buckets between ranks: a wrapper's own channel, and what reduces a bucket."""

@@ -1,0 +1,303 @@
+"""The channel: where one wrapper's collectives travel, apart from every other wrapper's.
+
+With two wrapped models on one group, the order of operations can differ between ranks (a GAN's two backwards, say),
+and collectives that pair up by order would mix them. A channel keeps each wrapper's order to itself: a group of its
+own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import time
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+from typing import Any, Protocol, TypeAlias, TypeVar
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+    _broadcast_coalesced,
+)
+
+from paceline.comm.c10d.process_group import PacelineProcessGroup
+from paceline.comm.own_group import is_alive, open_own_group
+from paceline.comm.shm.header import Note
+from paceline.ddp.agreement.weighting import scale_of
+from paceline.errors import CommunicationError, PacelineError
+from paceline.rollcall import called_by_all, collective, failed
+
+Result = TypeVar("Result")
+Pausing: TypeAlias = Generator[bool, None, Result]
+"""Work at the end of a synchronized backward that launches collectives and later waits for them.
+
+It yields True after a launch, and whoever runs it may first run other wrappers up to their next pause. So all wrappers
+of a backward launch before any of them waits, and ranks whose wrappers end in different order do not wait for each
+other in a circle. Inside another such function it is run by ``yield from``, which hands its result on.
+"""
+
+
+class Launched(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Return when it is finished."""
+
+
+class Channel:
+    """The collectives of one wrapper; every method is called in the same order on every rank of `group`."""
+
+    scales = False
+    """Whether reductions with a note come out scaled; if not, they are plain sums."""
+    blocks = False
+    """Whether a launch returns only when every rank has taken part."""
+
+    def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
+        self.group = own
+        """The group that carries the collectives. torch does not know it, so ``torch.distributed``'s functions, which
+        ask torch for a group's backend when they fail, are not called with it."""
+        self.members = dist.get_process_group_ranks(group)
+        """The ranks of the group, in its order, as messages call them."""
+        self.name: str = own.group_name
+        self._given = group
+        self._process = os.getpid()
+        self._outstanding = 0  # launched and not waited for with success
+        _channels().add(self)
+
+    def expect_open(self) -> None:
+        """Refuse to begin anything where nobody would answer.
+
+        Raises:
+            CommunicationError: if the group that the wrapper was made for was destroyed, or this is a forked child.
+        """
+        if os.getpid() != self._process:
+            raise CommunicationError(
+                f"rank {self.rank}: this process was forked from a rank, and only the rank itself trains the wrapped "
+                "model; call model.module here, or wrap a copy in a process group of the child's own"
+            )
+        if not is_alive(self._given):
+            raise CommunicationError(
+                f"rank {self.rank}: the process group of this DistributedDataParallel was destroyed; "
+                "wrap the model again"
+            )
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """A zeroed flat tensor that reductions take best."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def free(self, tensor: Tensor) -> None:
+        """Give back what :meth:`allocate` gave."""
+
+    def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
+        """Launch the sum of `tensor` over all ranks, in place, scaled as `note` says if the channel :attr:`scales`."""
+        options = AllreduceOptions()
+        options.asyncOp = True
+        work: dist.Work = self.group.allreduce([tensor], options)
+        self._outstanding += 1
+        return work
+
+    def progress(self) -> None:
+        """Take what was launched as far as it goes now, without waiting."""
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Make `tensors` equal to those of rank `source`, in place; returns when that is done."""
+        if tensors:
+            self.run("broadcast", _broadcast_coalesced, self.group, list(tensors), 25 * 2**20, source)
+
+    def reduce_scatter(self, flat: Tensor) -> Launched:
+        """Launch the sum of `flat` over all ranks, of which each gets its own shard, in place; see :meth:`shard`.
+
+        The rest of `flat` is not to be used afterwards.
+
+        Raises:
+            ValueError: if the ranks' number does not divide the number of elements.
+        """
+        options = ReduceScatterOptions()
+        options.asyncOp = True
+        work: dist.Work = self.group._reduce_scatter_base(self.shard(flat), flat, options)
+        self._outstanding += 1
+        return work
+
+    def all_gather(self, flat: Tensor) -> Launched:
+        """Launch the gathering of every rank's shard of `flat` into all of it, in place.
+
+        Raises:
+            ValueError: as in :meth:`reduce_scatter`.
+        """
+        options = AllgatherOptions()
+        options.asyncOp = True
+        work: dist.Work = self.group._allgather_base(flat, self.shard(flat), options)
+        self._outstanding += 1
+        return work
+
+    def shard(self, flat: Tensor) -> Tensor:
+        """This rank's part of `flat`: the rank-th of as many equal parts as there are ranks; a view."""
+        length, rest = divmod(flat.numel(), self.size)
+        if rest:
+            raise ValueError(f"{flat.numel()} elements cannot be cut into {self.size} equal shards; pad them")
+        return flat[self.rank * length : (self.rank + 1) * length]
+
+    def gather_rows(self, row: Tensor) -> tuple[Tensor, Launched]:
+        r"""Launch the gathering of every rank's `row`, of which all have the same shape and dtype, on the CPU.
+
+        Returns:
+            A tensor of shape (ranks, *shape of a row), which is whole once the collective is waited for.
+        """
+        # As a sum to which each rank contributes its own row: every backend has that, and whole numbers stay exact.
+        table = torch.zeros(self.size, *row.shape, dtype=row.dtype)
+        table[self.rank] = row
+        return table, self.all_reduce(table)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in the order of ranks."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes, launched = self.gather_rows(torch.tensor(len(mine)))
+        self.wait(launched, "all-gather of sizes")
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        table, launched = self.gather_rows(padded)
+        self.wait(launched, "all-gather")
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(table, sizes.tolist(), strict=True)]
+
+    def wait(self, launched: Launched, what: str) -> None:
+        """Wait for a launched collective.
+
+        Raises:
+            CommunicationError: if it failed; names `what` and this rank.
+        """
+        self.run(what, launched.wait)
+        self._outstanding -= 1
+
+    def linger(self, launched: Any, seconds: float) -> None:
+        """Carry `launched` on until it is finished or failed, for at most so many seconds, without raising."""
+        end = time.monotonic() + seconds
+        with suppress(Exception):
+            while not launched.is_completed() and time.monotonic() < end:
+                self.progress()
+                time.sleep(0.001)
+
+    def run(self, what: str, function: Any, *arguments: Any, **options: Any) -> None:
+        """Call a collective, with a failure turned into an error that says what it was doing."""
+        try:
+            function(*arguments, **options)
+        except PacelineError:
+            raise
+        except RuntimeError as error:
+            raise failed(what, self.members, self.members[self.rank], error) from error
+
+    def close(self) -> None:
+        """Give the channel's connections back."""
+        if self.group is not None:
+            self.group.shutdown()
+
+    def join_threads(self) -> None:
+        """At the end of the process: let Gloo's threads end, if nothing is under way for which they could wait.
+
+        A work is waited for before the thread that ran it lets go of its tensors. A thread that does so while the
+        interpreter ends cannot get the interpreter's lock, and aborts the process.
+        """
+        is_gloo = self.group is not None and self.group.name() == "gloo"
+        if is_gloo and os.getpid() == self._process and self._outstanding == 0:
+            self.group = None  # its destructor joins them
+
+
+@cache
+def _channels() -> WeakSet[Channel]:
+    """The channels of this process, whose threads end before the interpreter does."""
+    channels: WeakSet[Channel] = WeakSet()
+    atexit.register(_join_all, channels)
+    return channels
+
+
+def _join_all(channels: WeakSet[Channel]) -> None:
+    for channel in list(channels):
+        channel.join_threads()
+
+
+class SharedChannel(Channel):
+    """A channel through shared memory: buckets are reduced where they lie, by the hooks of backward."""
+
+    scales = True
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """A zeroed flat tensor in shared memory."""
+        tensor: Tensor = self.group.allocate(numel, dtype)
+        return tensor
+
+    def free(self, tensor: Tensor) -> None:
+        """Give its memory back to the host."""
+        self.group.free(tensor)
+
+    def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
+        """Launch the sum of `tensor`; one that :meth:`allocate` did not give takes a copy there and back."""
+        return _InSharedMemory(self, tensor, note)
+
+    def progress(self) -> None:
+        """Reduce what every rank has launched."""
+        self.group.progress()
+
+
+class _InSharedMemory:
+    """A launched reduction."""
+
+    def __init__(self, channel: SharedChannel, tensor: Tensor, note: Note | None) -> None:
+        self._channel, self._tensor, self._copy = channel, tensor, None
+        shared = tensor
+        if not channel.group.holds(tensor):
+            self._copy = shared = channel.allocate(tensor.numel(), tensor.dtype)
+            shared.copy_(tensor.view(-1))
+        factor = scale_of if note is not None else None
+        self._operation = channel.group.launch_all_reduce(shared, note, factor)
+
+    def is_completed(self) -> bool:
+        """Whether it is finished."""
+        finished: bool = self._operation.finished
+        return finished
+
+    def wait(self) -> None:
+        """Return when it is finished."""
+        self._channel.group.finish(self._operation)
+        if self._copy is not None:
+            self._tensor.view(-1).copy_(self._copy)
+            self._channel.free(self._copy)
+            self._copy = None
+
+
+def gather_numbers(channel: Channel, numbers: Sequence[int], what: str) -> Pausing[list[list[int]]]:
+    """Every rank's `numbers`, of which all have as many, in the order of ranks; `what` names it in errors."""
+    table, launched = channel.gather_rows(torch.tensor(numbers, dtype=torch.int64))
+    yield True
+    channel.wait(launched, what)
+    rows: list[list[int]] = table.tolist()
+    return rows
+
+
+def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
+    """A channel among the ranks of `group` for gradients on `device`; called by all of them together."""
+    # The control block is host data: beside CUDA tensors it goes over Gloo, which stalls no stream.
+    # Otherwise the backend is the group's own, which need not be that of the world.
+    on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
+    backend = "cpu:gloo,cuda:nccl" if on_nccl else dist.get_backend(group)
+    with called_by_all("DistributedDataParallel(…)"), collective("connection of the ranks", group):
+        own = open_own_group(group, backend, timeout_of(group, device))
+    shared = device.type == "cpu" and isinstance(own, PacelineProcessGroup) and own.native
+    return SharedChannel(group, own) if shared else Channel(group, own)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The group's own timeout, which a group made from it does not inherit by itself."""
+    if isinstance(group, PacelineProcessGroup):
+        return group.timeout
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None

@@ -1,0 +1,309 @@
+"""Communication hooks: a function of the user's in place of a bucket's all-reduce, with torch's contract.
+
+``hook(state, bucket)`` gets this rank's gradients and returns a future of what they become: by torch's contract the
+mean over the N ranks. So with ``model.weight(w)`` around summed losses, N/Σw times that is the gradient. The hook is
+called once for each bucket in each synchronized backward, in the same order on every rank; it sees neither the control
+block nor late deltas, which are all-reduced plainly.
+
+A hook that fails on one rank ends the step on all of them. The others learn of a call that failed from the control
+block, before they wait for collectives that the hook has not begun there; of an answer that is no gradient they learn
+from a second exchange, after they have waited.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from paceline.buckets import Bucket
+from paceline.ddp.agreement.control_block import ControlBlock
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.agreement.weighting import UNCOUNTED, WEIGHTED, scale_of
+from paceline.ddp.transport.channel import Channel, Launched
+from paceline.ddp.transport.finisher import CONTROL, Finished, Notes
+from paceline.ddp.transport.grad_bucket import GradBucket
+from paceline.errors import CommunicationError, DesyncError, HookError, PacelineError
+from paceline.rollcall import named_ranks
+from paceline.torch_internals.dtensor import is_sharded
+
+Hook = Callable[[Any, Any], Any]
+GRACE_S = 5.0
+"""How long a rank whose hook failed stays for the others to learn of it, in seconds, before it raises."""
+_ZERO = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
+_ANY = (inspect.Parameter.empty, Any, object)
+
+
+def name_of(hook: object) -> str:
+    """The hook's name, for messages."""
+    return str(getattr(hook, "__qualname__", None) or repr(hook))
+
+
+def check_hook(hook: Any) -> None:
+    """What can be known of a hook before it is called: torch's checks of its signature.
+
+    Raises:
+        HookError: if it is not callable, does not take a state and a bucket, or says of itself that it takes or
+            returns something else.
+    """
+    wanted = "give a function hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]"
+    if not callable(hook):
+        raise HookError(f"Communication hook must be callable, but {hook!r} is not; {wanted}")
+    if zero_step := next((part for part in _parts(hook) if part.__module__ == _ZERO), None):
+        raise HookError(
+            f"Communication hook: {name_of(zero_step).partition('.')[0]} steps with what it finds inside torch's own "
+            "reducer, which Paceline does not have; use ZeroRedundancyOptimizer without overlap_with_ddp, and step it "
+            "after backward"
+        )
+    name = name_of(hook)
+    signature = _signature(hook)
+    if signature is None:
+        return
+    try:
+        bound = signature.bind(None, None)
+    except TypeError as error:
+        raise HookError(f"Communication hook {name!r} does not take a state and a bucket ({error}); {wanted}") from None
+    parameter = signature.parameters.get("bucket") or signature.parameters[list(bound.arguments)[-1]]
+    bucket, returned = parameter.annotation, signature.return_annotation
+    is_open = parameter.kind is inspect.Parameter.VAR_POSITIONAL or isinstance(bucket, str) or bucket in _ANY
+    if not is_open and bucket is not c10d.GradBucket:
+        raise HookError(
+            f"Communication hook: bucket annotation should be dist.GradBucket, but {name!r} has {bucket!r}; {wanted}"
+        )
+    futures = (torch.futures.Future, torch.futures.Future[Tensor])
+    if not isinstance(returned, str) and returned not in (*_ANY, *futures):
+        raise HookError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor], but "
+            f"{name!r} has {returned!r}; {wanted}"
+        )
+
+
+def _parts(hook: Any) -> Iterator[Any]:
+    """The functions that `hook` is made of: those that it wraps, and itself."""
+    found, waiting = set[int](), [hook]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in found or not callable(part):
+            continue
+        found.add(id(part))
+        part = getattr(part, "__func__", part)  # of a bound method
+        if isinstance(part, functools.partial):
+            waiting += [part.func, *part.args, *part.keywords.values()]
+        elif isinstance(part, FunctionType):
+            yield part
+            for cell in part.__closure__ or ():
+                with suppress(ValueError):  # an empty cell
+                    waiting.append(cell.cell_contents)
+
+
+def _signature(hook: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(hook, eval_str=True)
+    except (ValueError, TypeError):
+        return None  # it is written in C and says nothing of itself
+    except Exception:  # an annotation names what is only there for a type checker
+        return inspect.signature(hook)
+
+
+class HookFinisher:
+    """Has `hook` finish the buckets."""
+
+    steps_inside = False
+    """Whether the hook also runs an optimizer, which cannot know of weights."""
+    layers_first = False
+    """Whether buckets are launched at the end of backward, when layers have no collectives to run any more."""
+
+    def __init__(
+        self, state: Any, hook: Hook, parameters: Sequence[Tensor], rank: int, ledger: Ledger, timeout: timedelta | None
+    ) -> None:
+        self._state, self._hook, self._parameters = state, hook, parameters
+        self._rank, self._ledger, self._timeout = rank, ledger, timeout
+        # The first error of the hook; afterwards it is never called again.
+        self._failure: BaseException | None = None
+        # The same, until it is raised at the end of backward.
+        self._untold: Exception | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the hook raised in this backward, or returned no future."""
+        return self._untold is not None
+
+    def launches_at_end(self, *, shadowed: bool) -> bool:
+        """Where ranks that have no data take part, and do not know which buckets are full when a layer's turn comes."""
+        return shadowed or self.layers_first
+
+    def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
+        """Call the hook, unless it has failed in this backward: then :meth:`wait` raises what it raised.
+
+        Raises:
+            HookError: if it failed in an earlier backward, as its own collectives do not fit those of the other ranks
+                any more.
+            CommunicationError: if the hook could not reach the other ranks.
+        """
+        if self._untold is not None:
+            return Finished()
+        where = f"rank {self._rank}: communication hook {name_of(self._hook)!r}, called for bucket {at}"
+        if self._failure is not None:
+            raise HookError(
+                f"rank {self._rank}: communication hook {name_of(self._hook)!r} has failed before "
+                f"({self._failure!r}), so ranks no longer agree on where they are; start again from the last checkpoint"
+            )
+        if self.steps_inside and self._ledger.is_weight_pending:
+            raise HookError(
+                f"rank {self._rank}: the optimizer inside the communication hook steps before the weights of "
+                "model.weight() are known; use a mean loss without weights, or an optimizer outside"
+            )
+        shown = GradBucket.of(bucket, self._parameters, at, last=last)
+        try:
+            future = self._hook(self._state, shown)
+            if not isinstance(future, torch._C.Future):
+                raise HookError(
+                    f"{where}, returned a {type(future).__qualname__}; let it return a "
+                    "torch.futures.Future[torch.Tensor]"
+                )
+        except Exception as error:
+            self._failure = error
+            if isinstance(error, CommunicationError | DesyncError):
+                raise  # now: the others are not to be reached, or know it
+            self._untold = error
+            if not isinstance(error, PacelineError):
+                self._untold = HookError(f"{where}, raised {type(error).__qualname__}: {error}; mend the hook")
+                self._untold.__cause__ = error
+            return Finished()
+        except BaseException as error:
+            self._failure = error
+            raise
+        return _Answer(future, bucket.flat, shown, where, self._timeout)
+
+    def wait(self, buckets: Sequence[Launched], block: Launched, channel: Channel, control: ControlBlock) -> None:
+        """Put what the hook answered into the buckets.
+
+        Raises:
+            HookError: if the hook, a future or its value was not as it has to be on this rank.
+            DesyncError: if it was so on another rank.
+            CommunicationError: if another rank ended or did not come.
+        """
+        if (error := self._untold) is not None:
+            self._untold = None
+            channel.linger(block, GRACE_S)  # for those that wait for it; not for one that is stuck in the hook
+            raise error
+        channel.wait(block, CONTROL)
+        _expect_none([rank for rank, status in enumerate(control.statuses()) if status.hook_failed], self._rank)
+        failure: Exception | None = None
+        for answer in buckets:
+            try:
+                answer.wait()
+            except Exception as error:
+                failure = failure or error
+        self._agree(failure, channel)
+
+    def _agree(self, failure: Exception | None, channel: Channel) -> None:
+        """Collective: raise on every rank if any has a `failure`."""
+        if isinstance(failure, CommunicationError):
+            raise failure
+        verdict, launched = channel.gather_rows(torch.tensor(float(failure is not None), dtype=torch.float64))
+        if failure is not None:
+            channel.linger(launched, GRACE_S)
+            raise failure
+        channel.wait(launched, "exchange of whether communication hooks have failed")
+        _expect_none(verdict.nonzero().flatten().tolist(), self._rank)
+
+    def scale(self, bucket: Bucket, notes: Notes) -> None:
+        """Turn the mean over all ranks into that over the weights, or over the ranks that count, where these differ."""
+        if any(int(weighting) & (WEIGHTED | UNCOUNTED) for _, weighting in notes):
+            bucket.flat.mul_(scale_of(notes) * len(notes))
+
+
+def _expect_none(failed: Sequence[int], rank: int) -> None:
+    if failed:
+        raise DesyncError(
+            f"rank {rank}: the communication hook failed on {named_ranks(failed)}, so the gradients of this step are "
+            "not whole; see that rank's own error, and start again from the last checkpoint"
+        ).because_of(())  # that rank itself tells why
+
+
+class _Answer:
+    """The result of a communication hook, which is a future."""
+
+    def __init__(self, future: Any, flat: Tensor, shown: GradBucket, where: str, timeout: timedelta | None) -> None:
+        self._future, self._where, self._timeout = future, where, timeout
+        # The bucket, and what the hook saw of it; by set_buffer it may have given that another dtype.
+        self._flat, self._shown = flat, shown
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Put the future's value into the bucket.
+
+        Raises:
+            HookError: if the future failed or was not completed in time, or its value is not like the bucket.
+            CommunicationError: if it failed as another rank could not be reached.
+        """
+        value = self._value()
+        if not isinstance(value, Tensor):
+            raise HookError(
+                f"{self._where}, returned a future of a {type(value).__qualname__}; let its value be one tensor"
+            )
+        flat = self._flat
+        if flat.is_complex() and (value.shape, value.dtype) == ((*flat.shape, 2), flat.dtype.to_real()):
+            value = torch.view_as_complex(value.contiguous())  # the futures of collectives hold real numbers
+        if not self._fits(value):
+            raise HookError(
+                f"{self._where}, returned a future of {_described(value)} for a bucket of {_described(flat)}; let it "
+                "be like bucket.buffer()"
+            )
+        if value.data_ptr() != flat.data_ptr():
+            flat.copy_(value)
+        elif value.stride() != flat.stride() or value.is_conj() or value.is_neg():
+            flat.copy_(value.clone())
+
+    def _fits(self, value: Tensor) -> bool:
+        """Whether it is like the bucket, or in the precision that the hook gave the buffer, as torch's wrappers do."""
+        if is_sharded(value) or value.layout is not torch.strided:
+            return False
+        flat, seen = self._flat, self._shown.buffer().dtype
+        chosen = value.dtype is seen and seen.is_floating_point and flat.is_floating_point()
+        return (value.shape, value.device) == (flat.shape, flat.device) and (value.dtype is flat.dtype or chosen)
+
+    def _value(self) -> Any:
+        self._expect_done()
+        try:
+            return self._future.wait()
+        except PacelineError:
+            raise
+        except Exception as error:
+            text = " ".join(str(error).partition("\n\nAt:\n")[0].split())  # torch appends the whole stack
+            if CommunicationError.__name__ in text:  # torch hands an error on as text, from callback to callback
+                raise CommunicationError(f"{self._where}, could not reach the other ranks: {text}") from error
+            raise HookError(
+                f"{self._where}, returned a future that failed, in the hook's own callback or because another rank "
+                f"ended: {type(error).__qualname__}: {text}"
+            ) from error
+
+    def _expect_done(self) -> None:
+        """Wait until the future is completed: a hook that forgets it must not make the rank wait for ever."""
+        if self._timeout is None or self._future.done():
+            return
+        done = threading.Event()
+        self._future.add_done_callback(lambda _: done.set())
+        seconds = self._timeout.total_seconds()
+        if not done.wait(seconds):
+            raise HookError(
+                f"{self._where}, returned a future that was not completed within {seconds:g} s; let the hook complete "
+                "it with set_result, or return that of a collective"
+            )
+
+
+def _described(tensor: Tensor) -> str:
+    """«shape (3, 2), torch.float32, on cpu»."""
+    layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
+    kind = f"{type(tensor).__name__} of " if is_sharded(tensor) else ""
+    return f"{kind}shape {tuple(tensor.shape)}, {tensor.dtype}{layout}, on {tensor.device}"

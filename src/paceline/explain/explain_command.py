@@ -1,0 +1,85 @@
+"""``paceline explain``: a picture of an algorithm, in the terminal or in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paceline.comm.algorithms import build
+from paceline.errors import UsageError
+from paceline.explain import ring_exchange as exchange
+from paceline.explain import timeline
+from paceline.explain.page import page
+from paceline.explain.scene import MOST_RANKS, Scene
+from paceline.explain.sheet import sheet
+from paceline.explain.terminal import overlap_table, schedule_table
+from paceline.output_files import write_file
+
+SCHEDULES = {
+    "ring": ("ring_all_reduce",),
+    "tree": ("tree_all_reduce",),
+    "halving-doubling": ("halving_doubling_all_reduce",),
+    "broadcast": ("linear_broadcast", "tree_broadcast", "scatter_all_gather_broadcast"),
+}
+OVERLAP = "bucket-overlap"
+KNOWN = (*SCHEDULES, OVERLAP)
+WRITERS = {".svg": sheet, ".html": page}
+EXAMPLES = """Examples:
+
+paceline explain ring  (a table in the terminal)
+
+paceline explain ring --ranks 6 --out ring.html  (a page that plays it)
+
+paceline explain broadcast --out broadcast.svg  (all steps in one picture)
+"""
+
+
+def explain(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help=f"One of {', '.join(KNOWN)}.", show_default=False)],
+    ranks: Annotated[str, typer.Option(metavar="N", help=f"Ranks in the picture, 1 to {MOST_RANKS}.")] = "4",
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a picture (.svg) or a page that plays it (.html).")
+    ] = None,
+) -> None:
+    """Show, step by step, who sends what to whom and who holds what then."""
+    if what not in KNOWN:
+        raise UsageError(f"there is nothing to explain about {what!r}; choose one of {', '.join(KNOWN)}")
+    size = _ranks(ranks)
+    if out is None:
+        console = Console()
+        for table in tables(what, size):
+            console.print(table)
+        return
+    writer = WRITERS.get(Path(out).suffix)
+    if writer is None:
+        raise UsageError(f"--out {out}: the name has to end in .svg (all steps in one picture) or .html (played)")
+    write_file("--out", out, writer(scenes(what, size)))
+    print(f"wrote {out}")
+
+
+def scenes(what: str, ranks: int) -> list[Scene]:
+    """The scenes of `what`, which is known."""
+    if what == OVERLAP:
+        return [timeline.scene(ranks)]
+    return [exchange.scene(build(name, ranks)) for name in SCHEDULES[what]]
+
+
+def tables(what: str, ranks: int) -> list[Table]:
+    """The tables of `what`, which is known."""
+    if what == OVERLAP:
+        return [overlap_table(ranks)]
+    return [schedule_table(build(name, ranks)) for name in SCHEDULES[what]]
+
+
+def _ranks(given: str) -> int:
+    try:
+        ranks = int(given)
+    except ValueError:
+        raise UsageError(f"--ranks={given!r} is not a whole number") from None
+    if not 1 <= ranks <= MOST_RANKS:
+        raise UsageError(f"--ranks={ranks} is not in 1..{MOST_RANKS}, which a picture can show")
+    return ranks

@@ -1,0 +1,147 @@
+"""Small values that ranks share outside of training steps: rank 0's decision, everybody's verdict. JSON, no pickle.
+
+Whatever goes wrong on one rank becomes an error on all of them, so that none is left waiting. A world of one
+does without any communication, and without a process group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import documents, errors
+from paceline.rollcall import collective
+from paceline.world import World, current
+
+_LIMIT = 2**40  # bytes; these texts come from our own ranks
+_KINDS: dict[str, type[errors.PacelineError]] = {
+    kind.__name__: kind
+    for kind in (
+        errors.UsageError,
+        errors.CheckpointMismatch,
+        errors.CheckpointError,
+        errors.NoCheckpoint,
+        errors.DesyncError,
+    )
+}
+
+
+def here() -> World:
+    """This rank's world; one rank on the CPU where there is no process group."""
+    if dist.is_initialized():
+        return current()
+    return World(rank=0, size=1, local_rank=0, local_size=1, node=0, device=torch.device("cpu"))
+
+
+def decide(world: World, question: Callable[[], Any]) -> Any:
+    """Rank 0's answer to `question`, a JSON value, on every rank; `question` is asked on rank 0 only.
+
+    Raises:
+        BaseException: what `question` raises, on rank 0; on the others a Paceline error of the same kind and
+            with the same message, or a CheckpointError if it is no Paceline error.
+    """
+    if world.size == 1:
+        return question()
+    if world.rank != 0:
+        reply = _broadcast(None)
+        if "error" in reply:
+            raise _error(reply)
+        return reply["answer"]
+    try:
+        answer = question()
+        reply = {"answer": answer}
+        encode(reply)
+    except BaseException as error:
+        _broadcast(_report(error))
+        raise
+    _broadcast(reply)
+    return answer
+
+
+def agree(world: World, error: BaseException | None) -> None:
+    """Return if every rank calls this with None; otherwise raise on every rank.
+
+    Raises:
+        BaseException: `error` itself where there is one; on the others an error of the same kind that names
+            the first rank which had one.
+    """
+    reports = gather(world, None if error is None else _report(error))
+    if error is not None:
+        raise error
+    for rank, report in enumerate(reports):
+        if report is not None:
+            raise _error({**report, "message": f"rank {rank}: {report['message']}"})
+
+
+def error_of(function: Callable[..., Any], *arguments: Any) -> Exception | None:
+    """The exception that `function` raises, for :func:`agree`; None if it raises none."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        return error
+    return None
+
+
+def gather(world: World, value: Any) -> list[Any]:
+    """Every rank's `value`, a JSON value, on every rank; in the order of ranks."""
+    if world.size == 1:
+        return [value]
+    raw = encode(value)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=raw.device) for _ in range(world.size)]
+    with collective("exchange of sizes"):
+        dist.all_gather(sizes, torch.tensor([raw.numel()], device=raw.device))
+    counts = [int(size) for size in sizes]
+    padded = torch.zeros(max(counts), dtype=torch.uint8, device=raw.device)
+    padded[: raw.numel()] = raw
+    rows = [torch.empty_like(padded) for _ in range(world.size)]
+    with collective("exchange of reports"):
+        dist.all_gather(rows, padded)
+    return [decode(row[:count]) for row, count in zip(rows, counts, strict=True)]
+
+
+def _broadcast(value: Any) -> Any:
+    """Rank 0's JSON value on every rank."""
+    with collective("broadcast of rank 0's decision"):
+        if dist.get_rank() == 0:
+            raw = encode(value)
+            dist.broadcast(torch.tensor([raw.numel()], device=raw.device), src=0)
+            dist.broadcast(raw, src=0)
+            return value
+        size = torch.zeros(1, dtype=torch.int64, device=carrier())
+        dist.broadcast(size, src=0)
+        raw = torch.empty(int(size), dtype=torch.uint8, device=carrier())
+        dist.broadcast(raw, src=0)
+        return decode(raw)
+
+
+def carrier() -> torch.device:
+    """Where a tensor must be to be sent: the CPU, unless the group has no backend for it (NCCL alone)."""
+    configuration = str(dist.get_backend_config())
+    return torch.device("cpu") if "cpu:" in configuration else current().device
+
+
+def encode(value: Any) -> torch.Tensor:
+    """The JSON value `value` as bytes on the :func:`carrier`."""
+    return torch.frombuffer(bytearray(documents.render(value, limit=_LIMIT)), dtype=torch.uint8).to(carrier())
+
+
+def decode(raw: torch.Tensor) -> Any:
+    """The JSON value that :func:`encode` made `raw` of."""
+    raw = raw.cpu()
+    return documents.parse(ctypes.string_at(raw.data_ptr(), raw.numel()), limit=_LIMIT)
+
+
+def _report(error: BaseException) -> dict[str, str]:
+    """`error` so that other ranks can raise its like."""
+    for kind in type(error).__mro__:
+        if kind.__name__ in _KINDS and _KINDS[kind.__name__] is kind:
+            return {"error": kind.__name__, "message": str(error)}
+    return {"error": "CheckpointError", "message": f"{type(error).__name__}: {error}"}
+
+
+def _error(report: dict[str, str]) -> errors.PacelineError:
+    return _KINDS[report["error"]](report["message"])

@@ -1,0 +1,82 @@
+"""What a recipe ends with: a table for people, and the same as JSON for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from paceline.ddp import DistributedDataParallel
+from paceline.digests import weights_sha256
+from paceline.rollcall import collective
+from paceline.train import Result
+from paceline.world import World
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a recipe's run."""
+
+    accuracy: float
+    """Share of the held-out samples that are right, 0..1."""
+    test_loss: float
+    """Mean loss over the held-out samples."""
+    steps: int
+    """Optimizer steps since the very beginning."""
+    seconds: float
+    """Time spent training in this run, without evaluation."""
+    samples_per_second: float
+    """Over all ranks."""
+    world_size: int
+    """Number of ranks."""
+    gradient_bytes_per_step: int
+    """Bytes of gradient that each rank hands to communication in a step."""
+    exposed_share: float
+    """Share of rank 0's training time spent waiting for communication, 0..1."""
+    replicas_identical: bool
+    """Whether all entries of ``replica_sha256`` are equal."""
+    replica_sha256: list[str]
+    """SHA-256 of the weights, computed on each rank, in the order of ranks."""
+    resumed_from_step: int | None
+    """Step of the checkpoint that this run went on from; None for a fresh start."""
+
+
+def report_of(model: DistributedDataParallel, result: Result, world: World) -> Report:
+    """Gather the report; collective, the same on every rank but for the times."""
+    hashes = [""] * world.size
+    with collective("comparison of weights"):
+        dist.all_gather_object(hashes, weights_sha256(model))
+    return Report(
+        accuracy=result.metrics["accuracy"],
+        test_loss=result.metrics["test_loss"],
+        steps=result.steps,
+        seconds=result.seconds,
+        samples_per_second=result.samples_per_second,
+        world_size=world.size,
+        gradient_bytes_per_step=model.gradient_bytes_per_step,
+        exposed_share=result.exposed_share,
+        replicas_identical=len(set(hashes)) == 1,
+        replica_sha256=hashes,
+        resumed_from_step=result.resumed_from_step,
+    )
+
+
+def print_report(recipe: str, report: Report) -> None:
+    """Print the table."""
+    table = Table(title=f"{recipe}, {report.world_size} rank{'s' if report.world_size > 1 else ''}", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right", overflow="fold")
+    table.add_row("accuracy", f"{report.accuracy:.4f}")
+    table.add_row("steps", f"{report.steps:,}")
+    if report.resumed_from_step is not None:
+        table.add_row("resumed from step", f"{report.resumed_from_step:,}")
+    table.add_row("seconds", f"{report.seconds:.2f}")
+    table.add_row("samples/s", f"{report.samples_per_second:,.0f}")
+    table.add_row("gradient bytes per step", f"{report.gradient_bytes_per_step:,}")
+    table.add_row("waiting for communication", f"{report.exposed_share:.1%} of the time")
+    table.add_row("replicas identical", "yes" if report.replicas_identical else "NO")
+    Console().print(table)
+    # Below the table, which would break it in two on a narrow terminal.
+    print(f"SHA-256 of the weights {report.replica_sha256[0]}")

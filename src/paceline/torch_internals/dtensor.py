@@ -1,0 +1,87 @@
+"""DTensors as gradient averaging and its hooks see them: by this rank's own part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether `tensor` is a DTensor."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor  # not before there may be one: it takes a while to load
+
+    return isinstance(tensor, DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, in place; any other tensor as it is."""
+    return cast("DTensor", tensor)._local_tensor if is_sharded(tensor) else tensor
+
+
+def as_local(parameter: nn.Parameter) -> nn.Parameter:
+    """`parameter`, or what stands for it in the reducer if it is a DTensor."""
+    return cast("nn.Parameter", _Shard(cast("DTensor", parameter))) if is_sharded(parameter) else parameter
+
+
+def release(parameter: nn.Parameter) -> None:
+    """Take off what :func:`as_local` put on."""
+    if isinstance(parameter, _Shard):
+        parameter.close()
+
+
+class _Shard:
+    """This rank's shard of a DTensor parameter: its shape, and its gradient as a plain tensor.
+
+    It has the members that the reducer uses of a parameter.
+    """
+
+    def __init__(self, parameter: DTensor) -> None:
+        self._parameter = parameter
+        # At arrival, as it may take a collective: gradients arrive in the same order on all ranks that share a
+        # parameter, while buckets are launched in an order that each group of replicas settles for itself.
+        self._handle = parameter.register_post_accumulate_grad_hook(_lay_out)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._parameter.requires_grad
+
+    @property
+    def grad(self) -> Tensor | None:
+        if self._parameter.grad is None:
+            return None
+        _lay_out(self._parameter)
+        return cast("DTensor", self._parameter.grad)._local_tensor
+
+    @grad.setter
+    def grad(self, local: Tensor | None) -> None:
+        from torch.distributed.tensor import DTensor
+
+        spec = self._parameter._spec
+        self._parameter.grad = None if local is None else DTensor(local, spec, requires_grad=False)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        return self._parameter.register_post_accumulate_grad_hook(hook)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parameter._local_tensor, name)
+
+    def close(self) -> None:
+        self._handle.remove()
+
+
+@torch.no_grad()
+def _lay_out(parameter: Any) -> None:
+    """Give the gradient its parameter's layout: that of a replicated one may still have to be summed up."""
+    gradient = parameter.grad
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+        parameter.grad = gradient
+    if hasattr(gradient._local_tensor, "trigger_wait"):  # a functional collective under way
+        gradient._local_tensor = gradient._local_tensor.wait()
