@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from ranks import _context
+from ranks import _context, plain_start_method
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 300.0
 
 
 class Forked:
@@ -86,6 +86,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _answer(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    plain_start_method()
     try:
         pipe.send((True, function(*arguments)))
     except BaseException:
@@ -152,6 +153,7 @@ class _Child(subprocess.Popen[bytes]):
 
 def _become(environment: Mapping[str, str], out: int, err: int) -> None:
     """Give this process what a new one would have: signals, environment, streams, and nothing left to do at its end."""
+    plain_start_method()
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

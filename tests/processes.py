@@ -23,7 +23,7 @@ from types import TracebackType
 
 from forked import Forked
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 300.0  # only a command that hangs needs so long, or a very busy machine
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> str:

@@ -145,6 +145,11 @@ def run_ranks(
         return ranks.run(function, *arguments)
 
 
+def plain_start_method() -> None:
+    """Let DataLoader workers start as in any script, not from a fork server of this child of ours."""
+    multiprocessing.set_start_method(None, force=True)
+
+
 def _serve(rank: int, size: int, port: int, backend: str | None, timeout: float, folder: str, pipe: Connection) -> None:
     """A rank's life: join the world, answer calls until the pipe closes."""
     os.environ.update(
@@ -161,6 +166,8 @@ def _serve(rank: int, size: int, port: int, backend: str | None, timeout: float,
     stack = Path(folder, str(rank)).open("w")  # noqa: SIM115  # as long as the rank lives
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     warnings.simplefilter("error")
+    plain_start_method()
+    warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)  # Python 3.12
     torch.set_num_threads(1)
     world: World | None = None
     try:
