@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from paceline import __version__
 from paceline.launch.job import cores
+from paceline.supported import RANGE, untested
 from paceline.world import OWN_BACKEND
 
 PACKAGES = ("safetensors", "rich", "typer", "numpy", "scikit-learn")
@@ -26,7 +27,7 @@ def describe() -> dict[str, str]:
     """One line for each fact, in the order in which people look for them."""
     return {
         "paceline": f"{__version__}, {Path(__file__).parent}",
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}; {_tested()}",
         "python": f"{platform.python_version()}, {sys.executable}",
         "system": platform.platform(),
         "packages": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
@@ -46,6 +47,10 @@ _LIMITS = {
     "locked memory": resource.RLIMIT_MEMLOCK,
     "address space": resource.RLIMIT_AS,
 }
+
+
+def _tested() -> str:
+    return untested(str(torch.__version__)) or f"Paceline was tested with {RANGE}"
 
 
 def _version(package: str) -> str:

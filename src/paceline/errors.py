@@ -17,6 +17,7 @@
 
     CheckpointWarning      UserWarning  a damaged checkpoint was skipped, a folder is not locked
     UnusedParameterWarning UserWarning  a parameter had no gradient on some rank
+    UntestedTorchWarning   UserWarning  the installed torch is older or newer than those that were tested
 
 A message is one sentence: what happened, with values and rank; then the remedy.
 """
@@ -106,3 +107,7 @@ class CheckpointWarning(UserWarning):
 
 class UnusedParameterWarning(UserWarning):
     """A parameter had no gradient on some rank, which is allowed and may be a mistake."""
+
+
+class UntestedTorchWarning(UserWarning):
+    """The installed torch is older or newer than those that Paceline was tested with."""

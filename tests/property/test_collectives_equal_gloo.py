@@ -21,6 +21,7 @@ from torch.distributed import ReduceOp
 from drawn import draws
 from paceline.comm.c10d.work import Handle
 from paceline.comm.shm.collectives import STAGE_BYTES
+from paceline.errors import UsageError
 from paceline.world import World
 from twins import Pools
 
@@ -389,7 +390,10 @@ def groups(world: World) -> None:
         assert got.item() == n - 1
     whole: Any = dist.distributed_c10d._get_default_group()
     whole.monitored_barrier(timedelta(seconds=10))
-    with pytest.raises(RuntimeError, match=r"not safe to split|does not support splitting"):
+    # torch 2.15 splits the groups of every backend, and crashed with ours.
+    with pytest.raises(
+        (RuntimeError, UsageError), match=r"not safe to split|does not support splitting|cannot be split"
+    ):
         dist.split_group(split_ranks=[list(range(n))])
     for group in (odd, pair):
         if dist.get_rank(group) >= 0:

@@ -24,6 +24,7 @@ from paceline.checkpoint.storage import Storage, reason
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError, DesyncError, UsageError
 from paceline.rollcall import called_by_all
+from paceline.tracing import CHECKPOINT, recorder
 from paceline.world import World
 
 Object = TypeVar("Object", bound=Stateful)
@@ -129,6 +130,10 @@ class Checkpointer:
                 registered wrapper is in the middle of an accumulation window, or what `keep_best` names is no number.
             DesyncError: if `step` differs between ranks.
         """
+        with recorder.span(CHECKPOINT):
+            return self._save(step, metadata, protect)
+
+    def _save(self, step: int, metadata: Mapping[str, Any] | None, protect: bool) -> Path:
         world = self._world()
         captures: list[Capture] = []
         given: list[Notes] = []

@@ -54,6 +54,19 @@ def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tup
     return (min(FIRST_CAPACITY, capacity), capacity)
 
 
+def check_lazy(lazy_bucket_allocation: bool) -> None:
+    """Refuse torch 2.15's buckets that exist only during backward, whose memory a user would count on.
+
+    Raises:
+        UsageError: unless it is false.
+    """
+    if lazy_bucket_allocation:
+        raise UsageError(
+            f"lazy_bucket_allocation={lazy_bucket_allocation!r} is not supported: gradients lie in Paceline's buckets, "
+            "without the second copy that torch's have by default, and stay there between steps; leave it out"
+        )
+
+
 def check_reduce_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     """`dtype` if gradients can be reduced in it.
 

@@ -37,6 +37,7 @@ from paceline.ddp.config import (
     check_init_sync,
     check_initialized,
     check_interval,
+    check_lazy,
     check_reduce_dtype,
     check_unused_parameters,
     choose_group,
@@ -64,7 +65,7 @@ from paceline.ddp.transport.channel import Channel, open_channel
 from paceline.torch_internals.autograd import is_in_backward
 from paceline.torch_internals.compile import call_module, compiled_below, never_compiled
 from paceline.torch_internals.dtensor import local_of
-from paceline.tracing import Recorder
+from paceline.tracing import FORWARD, Recorder
 from paceline.unwrapping import plain_name
 
 
@@ -96,6 +97,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         bucket_cap_mb: bucket capacity in MiB.
         bucket_cap_mb_list: capacity of the first, second, … bucket to be launched, in MiB.
         forward_sync_buffers: torch's new name for `broadcast_buffers`; wins over it.
+        lazy_bucket_allocation: ``False`` only, with every torch: buckets are what ``p.grad`` lies in, and stay.
         unused_parameters: what to do where a parameter has no gradient on some rank, as it was not used: ``"warn"``
             once for each by name and rank, on rank 0; ``"error"`` on every rank; ``"allow"``, as also with
             ``find_unused_parameters=True`` or ``static_graph=True``. The average is right in any case.
@@ -146,6 +148,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         unused_parameters: UnusedParameters = "warn",
         check_finite: bool = False,
@@ -168,6 +171,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             capacity, check_finite, check_reduce_dtype(reduce_dtype), unused, check_algorithm(algorithm)
         )
         self._check_replicas_every = check_interval(check_replicas_every)
+        check_lazy(lazy_bucket_allocation)
         self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.module = module
         check_initialized(module)
@@ -183,6 +187,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view, self.mixed_precision = gradient_as_bucket_view, mixed_precision
         self.batched_grad_copy, self.skip_all_reduce_unused_params = batched_grad_copy, skip_all_reduce_unused_params
+        self.lazy_bucket_allocation = False
         # torch.compile cuts its graphs at this size, and refuses one below torch's first bucket.
         self.bucket_bytes_cap, self.bucket_bytes_cap_list = (
             max(capacity[-1], FIRST_CAPACITY),
@@ -309,7 +314,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if not torch.is_grad_enabled():
             return self._call_module(None, inputs, kwargs)
         on_local = self._begin_forward()
-        output = self._call_module(self, inputs, kwargs)
+        with self._recorder.span(FORWARD):
+            output = self._call_module(self, inputs, kwargs)
         self._end_forward(output, on_local)
         return output
 

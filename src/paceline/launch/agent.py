@@ -127,7 +127,7 @@ class Agent(LocalElasticAgent):
         environment: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        super().__init__(spec, files, shutdown_timeout=0)
+        super().__init__(spec, files, log_line_prefix_template=files.prefix)
         self.ends = {}
         self.grace = 30.0
         self.interval = 0.1

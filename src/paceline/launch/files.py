@@ -21,7 +21,7 @@ class Logs:
     """Where the ranks' output goes, as torchrun's options have it.
 
     ``redirects`` and ``tee`` take torchrun's format: ``"3"`` for both streams, ``"0:1,1:2"`` by rank.
-    ``only`` names the ranks whose output is shown.
+    ``only`` names the ranks whose output is shown, and ``prefix`` begins each line that is teed.
 
     Raises:
         UsageError: if a value is malformed, or output is redirected without a folder to put it.
@@ -31,6 +31,7 @@ class Logs:
     redirects: str = "0"
     tee: str = "0"
     only: frozenset[int] = frozenset()
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         for option, value in (("--redirects", self.redirects), ("--tee", self.tee)):
@@ -59,6 +60,7 @@ class RankFiles(LogsSpecs):
         shown = set(logs.only) or None
         super().__init__(logs.folder, redirects, tee, shown)
         self._named = DefaultLogsSpecs(logs.folder, redirects, tee, shown) if logs.folder else None
+        self.prefix = logs.prefix or None
         self._open: list[IO[Any]] = []
         self.errors: dict[int, str] = {}
 

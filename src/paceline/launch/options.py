@@ -32,13 +32,23 @@ launcher does the work."""
 LOOPBACKS = ("", "localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1")
 # What one host has no use for: the store is ours, on a free port, and ranks are commands, not functions.
 UNUSED = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port", "local_addr", "start_method")
+# Of torch 2.15: prints a shell's completions of the command torchrun.
+NOT_OURS = ("--print-completion", "--print_completion")
 
 
 def parser() -> ArgumentParser:
     """torchrun's parser, with options of our own in front, and mistakes as :class:`UsageError`."""
+    from torch.distributed.argparse_util import env
     from torch.distributed.run import get_args_parser
 
     made: ArgumentParser = get_args_parser()
+    if "--shutdown-timeout" not in made._option_string_actions:  # torch 2.11, whose own launcher always waits 30 s
+        made.add_argument(
+            *("--shutdown-timeout", "--shutdown_timeout"),
+            action=env,
+            type=int,
+            help="Seconds that ranks have to end after a signal to the launcher. Default 30.",
+        )
     made.prog, made.usage = "paceline run", USAGE
     made.description, made.formatter_class = ABOUT, RawDescriptionHelpFormatter
     ours = made.add_argument_group("options")
@@ -60,6 +70,9 @@ def parser() -> ArgumentParser:
     made._optionals.title, made._optionals.description = "torchrun's options", TORCHRUNS
     for action in made._positionals._group_actions:
         action.help = SUPPRESS
+    for name in NOT_OURS:
+        if (known := made._option_string_actions.pop(name, None)) is not None:
+            known.help = SUPPRESS
 
     def refuse(message: str) -> NoReturn:
         if "training_script" in message:
@@ -194,6 +207,8 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         options.redirects,
         options.tee,
         frozenset(_number("--local-ranks-filter", part) for part in only.split(",")) if only else frozenset(),
+        # The option is torch 2.15's.
+        getattr(options, "log_line_prefix_template", "") or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
     )
     return Job(
         command,

@@ -78,6 +78,23 @@ class TorchMembers:
     reducer = Face("reducer", "prepare_for_backward", "prepare_for_forward", "_rebuild_buckets")
     logger = Face("logger")
 
+    _require_manual_backward_finalization = False
+    should_finalize_after_backward = False
+    """As in torch where manual finalization is off, which it is always."""
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Always ``False``: every backward ends with the averages in place. Setting it to ``True`` is refused."""
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            raise UsageError(
+                f"require_manual_backward_finalization={required!r} is not supported: every backward of Paceline ends "
+                "with the averages in p.grad; leave it out, and finalize_backward() with it"
+            )
+
     @property
     def device_type(self) -> str:
         """The kind of device that the module lives on."""
@@ -188,3 +205,5 @@ class TorchMembers:
     _passing_sync_batchnorm_handle = _refusing("_passing_sync_batchnorm_handle")
     _update_process_group = _refusing("_update_process_group")
     _assign_modules_buffers = _refusing("_assign_modules_buffers")
+    _check_manual_backward_finalization_supported = _refusing("_check_manual_backward_finalization_supported")
+    finalize_backward = _refusing("finalize_backward")
