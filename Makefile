@@ -6,11 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help install train test test-long check bench bench-mpi pictures clean
-=======
-.PHONY: help install train test test-torch check wheel-check bench bench-mpi pictures clean
->>>>>>> origin/main
+.PHONY: help install train test test-long test-torch check wheel-check bench bench-mpi pictures clean
 
 help:  ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,7 +47,7 @@ test-torch:  ## run the whole test suite with another torch: make test-torch VER
 	grep -v '^torch==' constraints.txt > $(TORCH)/constraints.txt
 	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TORCH)/constraints.txt \
 		-e '.[test]' torch==$(VERSION)
-	$(TORCH)/bin/python -m pytest -n 2 -q $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(TORCH)/bin/python -m pytest -n 2 --dist worksteal -q $(ARGS)
 
 check: $(VENV)/.dev  ## lint, format, types and layers
 	$(BIN)/ruff check .
