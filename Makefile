@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-torch check wheel-check bench bench-mpi pictures clean
+.PHONY: help install train test test-long test-torch check wheel-check bench bench-mpi pictures clean
 
 help:  ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,8 +30,14 @@ install: $(VENV)/.digits  ## install Paceline into .venv
 train: $(VENV)/.digits  ## train a digit classifier with two ranks, in seconds
 	$(BIN)/paceline train digits --nproc 2 $(ARGS)
 
+# Each worker takes tests that stand together, so that they share their ranks; byte code is kept for the many processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
 test: $(VENV)/.dev  ## run the whole test suite
-	$(BIN)/python -m pytest -n 2 -q $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-long: $(VENV)/.dev  ## the same, with ten times as many drawn cases
+	PACELINE_LONG_TESTS=1 $(PYTEST) $(ARGS)
 
 # A torch of its own, and so an environment of its own, of several GB; what else is pinned stays so.
 TORCH = .venv-torch-$(VERSION)
@@ -41,7 +47,7 @@ test-torch:  ## run the whole test suite with another torch: make test-torch VER
 	grep -v '^torch==' constraints.txt > $(TORCH)/constraints.txt
 	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TORCH)/constraints.txt \
 		-e '.[test]' torch==$(VERSION)
-	$(TORCH)/bin/python -m pytest -n 2 -q $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(TORCH)/bin/python -m pytest -n 2 --dist worksteal -q $(ARGS)
 
 check: $(VENV)/.dev  ## lint, format, types and layers
 	$(BIN)/ruff check .

@@ -214,7 +214,8 @@ def test_the_configuration_travels_to_the_ranks() -> None:
 
 
 def measured(folder: Path, ranks: int, *options: str) -> tuple[str, list[dict[str, object]]]:
-    done = paceline(folder, "bench", "collectives", "--nproc", str(ranks), "--json", "found.json", *options)
+    arguments = ("bench", "collectives", "--nproc", str(ranks), "--json", "found.json", *options)
+    done = paceline(folder, *arguments, fork="all")
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads((folder / "found.json").read_text())["rows"]
 
