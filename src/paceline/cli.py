@@ -128,8 +128,8 @@ def recipe_command(recipe: str) -> Any:
     for field in dataclasses.fields(config):
         # A switch that is off has no --no-… beside it.
         names = [f"--{field.name.replace('_', '-')}"] if field.default is False else []
-        shown = {name: field.metadata.get(name) for name in ("help", "metavar")}
-        parameters.append(_option(field.name, types[field.name], field.default, typer.Option(*names, **shown)))
+        option = typer.Option(*names, help=field.metadata.get("help"), metavar=field.metadata.get("metavar"))
+        parameters.append(_option(field.name, types[field.name], field.default, option))
     start.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     start.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     built = typer.Typer(add_completion=False)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from paceline.comm.c10d.work import Handle
-from paceline.comm.shm.collectives import STAGE_BYTES
+from paceline.comm.shm.stage import STAGE_BYTES
 from paceline.world import World
 from twins import Pools
 

@@ -32,8 +32,9 @@ from paceline.comm.c10d.work import Handle
 from paceline.comm.multi_host import Hierarchy
 from paceline.comm.open_native import agree_on_rows, open_collectives
 from paceline.comm.shm.collectives import Collectives
-from paceline.comm.shm.engine import Engine, Operation
+from paceline.comm.shm.engine import Engine
 from paceline.comm.shm.header import DTYPES, Note
+from paceline.comm.shm.operation import Operation
 from paceline.errors import UsageError
 from paceline.rendezvous import store_of_group
 from paceline.torch_internals.compile import class_never_compiled
