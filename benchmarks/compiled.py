@@ -109,14 +109,18 @@ def launches_of(variant: Variant, recorder: Recorder | None, steps: int) -> floa
     return statistics.median(shares)
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="gpt-17M", choices=list(WORKLOADS))
     parser.add_argument("--backend", default="inductor", help="torch.compile's backend")
     parser.add_argument("--bucket-cap-mb", type=float, default=None, help="bucket capacity of every wrapper")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--repeat", type=int, default=4, help="steps in a variant's turn")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
     world = paceline.init("paceline")
     workload, gloo = WORKLOADS[options.workload], dist.new_group(backend="gloo")
     # Isolated, or a variant would take the graph that another has made of the same code.
@@ -164,12 +168,8 @@ def main() -> None:
         table.add_row(name, *(f"{result[key]:.2f}" if key in result else "" for key in shown))
     if world.is_main:
         Console(width=110).print(table)
-        print(
-            "kept in",
-            save(
-                f"compiled-{workload.name}", {workload.name: {"backend": options.backend, **wrapper_options, **results}}
-            ),
-        )
+        kept = {workload.name: {"backend": options.backend, **wrapper_options, **results}}
+        print("kept in", save(f"compiled-{workload.name}", kept))
     world.close()
 
 

@@ -28,7 +28,5 @@ def save(name: str, results: Any, ranks: int | None = None) -> Path:
         "ranks": ranks or dist.get_world_size(),
         "results": results,
     }
-    path.write_text(
-        json.dumps({"date": date.today().isoformat(), **circumstances, "results": results}, indent=1) + "\n"
-    )
+    path.write_text(json.dumps(record, indent=1) + "\n")
     return path

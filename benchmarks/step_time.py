@@ -62,9 +62,8 @@ def shapes_of(workload: Workload) -> list[torch.Size]:
 def copy_of_gradients(workload: Workload) -> Callable[[], None]:
     """Return a function that copies as many gradients of the same shapes into one flat tensor."""
     gradients = [torch.ones(shape) for shape in shapes_of(workload)]
-    parts = torch.zeros(sum(gradient.numel() for gradient in gradients)).split(
-        [gradient.numel() for gradient in gradients]
-    )
+    counts = [gradient.numel() for gradient in gradients]
+    parts = torch.zeros(sum(counts)).split(counts)
     views = [part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
     return lambda: torch._foreach_copy_(views, gradients)
 
