@@ -80,6 +80,12 @@ def tiny_layers() -> nn.Module:
     return nn.Sequential(*[nn.Linear(16, 16) for _ in range(200)])
 
 
+def normed_layers() -> nn.Module:
+    """50 layers of 64 × 64, each with BatchNorm: what 150 buffers cost."""
+    parts = [part for _ in range(50) for part in (nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU())]
+    return nn.Sequential(*parts, nn.Linear(64, 10))
+
+
 class ThousandParameters(nn.Module):
     """1,000 parameters of 1 KB: what a wrapper costs for each parameter."""
 
@@ -106,6 +112,7 @@ WORKLOADS = {
         Workload("mlp-100M", lambda: mlp(3200, 10), _vectors(32, 3200), True),
         Workload("cnn-3M", cnn, lambda: (torch.randn(16, 3, 32, 32), torch.randint(10, (16,))), False),
         Workload("tiny-200", tiny_layers, _vectors(16, 16), False),
+        Workload("normed-50", normed_layers, _vectors(32, 64), False),
         Workload("thousand-1KB", ThousandParameters, _vectors(16, 256), False),
     )
 }

@@ -105,6 +105,20 @@ def test_the_best_one_and_protected_ones_stay(tmp_path: Path) -> None:
     assert checkpointer.steps() == [2, 8, 9]
 
 
+@pytest.mark.parametrize("acc", ["71.2", True, [71.2], {"top1": 71.2}])
+def test_a_metric_that_is_no_number_is_refused(tmp_path: Path, acc: Any) -> None:
+    # It was saved and never the best, so the checkpoint that the user meant to keep was deleted.
+    checkpointer, model = open_with(tmp_path, keep_best="acc")
+    with pytest.raises(
+        UsageError, match=r"keep_best='acc' compares numbers, but metadata\['acc'\] is .*; give a number"
+    ):
+        checkpointer.save(1, metadata={"acc": acc})
+    assert checkpointer.steps() == []
+    for step, number in enumerate((None, torch.tensor(0.5), numpy.float32(0.25), numpy.int64(0)), start=1):
+        save(checkpointer, model, step, metadata={"acc": number})
+    assert checkpointer.best() == 2
+
+
 def test_the_smallest_can_be_the_best(tmp_path: Path) -> None:
     checkpointer, model = open_with(tmp_path, keep=1, keep_best="loss", best="min")
     assert checkpointer.best() is None

@@ -219,6 +219,11 @@ def empty_ranks(world: World) -> None:
     assert gather_for_metrics(ordered)["a"].tolist() == [1, *[3] * (world.size - 1)]
     view = torch.arange(10)[2:4]
     assert gather_for_metrics(view).tolist() == [2, 3] * world.size
+    for dtype in (torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.bfloat16):  # a plain pickle refuses some
+        gathered = gather_for_metrics(torch.tensor([1, 2]).to(dtype))
+        assert gathered.dtype == dtype
+        assert gathered.float().tolist() == [1, 2] * world.size
+    assert mean_over_ranks(torch.tensor([3], dtype=torch.uint16)).tolist() == [3]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -257,6 +257,13 @@ def another_reduction(world: World) -> None:
 
 MISTAKES: dict[str, Loss] = {
     "cross_entropy": plain,
+    "smoothed labels": lambda model, x, y: F.cross_entropy(model(x), y, label_smoothing=0.1),
+    "smoothed labels with weights": lambda model, x, y: F.cross_entropy(
+        model(x), y, weight=torch.ones(CLASSES).double(), label_smoothing=0.1
+    ),
+    "smoothed labels of pictures": lambda model, x, y: F.cross_entropy(
+        model(x)[..., None, None], y[:, None, None], label_smoothing=0.1
+    ),
     "accumulated": lambda model, x, y: F.cross_entropy(model(x), y) / 2,
     "mean": lambda model, x, y: F.cross_entropy(model(x), y, reduction="none").mean(),
     "mean over dims": lambda model, x, y: model(x).square().mean((0, 1)),
@@ -271,6 +278,11 @@ MISTAKES: dict[str, Loss] = {
 }
 NO_MISTAKES: dict[str, Loss] = {
     "sum": lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum"),
+    "sum with smoothed labels": lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum", label_smoothing=0.1),
+    "smoothed labels times the count": lambda model, x, y: F.cross_entropy(model(x), y, label_smoothing=0.1) * len(y),
+    "two means times the count": lambda model, x, y: (
+        F.cross_entropy(model(x), y) * len(y) + model(x).square().mean() * len(y)
+    ),
     "times the count": lambda model, x, y: F.cross_entropy(model(x), y) * len(y),
     "count in a tensor": lambda model, x, y: F.cross_entropy(model(x), y).mul(torch.tensor(len(y))),
     "mean over features": lambda model, x, y: model(x).square().mean(1).sum(),

@@ -24,6 +24,7 @@ from paceline.checkpoint.storage import Storage, reason
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError, DesyncError, UsageError
 from paceline.rollcall import called_by_all
+from paceline.tracing import CHECKPOINT, recorder
 from paceline.world import World
 
 Object = TypeVar("Object", bound=Stateful)
@@ -125,16 +126,21 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if it could not be written. What was there before is intact,
                 nothing is deleted, and it can be tried again.
-            UsageError: if `step` is no whole number from 0 on, the ranks have registered different objects, or a
-                registered wrapper is in the middle of an accumulation window.
+            UsageError: if `step` is no whole number from 0 on, the ranks have registered different objects, a
+                registered wrapper is in the middle of an accumulation window, or what `keep_best` names is no number.
             DesyncError: if `step` differs between ranks.
         """
+        with recorder.span(CHECKPOINT):
+            return self._save(step, metadata, protect)
+
+    def _save(self, step: int, metadata: Mapping[str, Any] | None, protect: bool) -> Path:
         world = self._world()
         captures: list[Capture] = []
         given: list[Notes] = []
 
         def capture_all() -> None:
             given.append(notes.check(metadata, protect))
+            self._keep.check_metric(given[0].metadata)
             self._capture(step, captures)
 
         rank_consensus.agree(world, rank_consensus.error_of(capture_all))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,6 +100,10 @@ def read_verified(folder: Path, step: int) -> Notes:
         raise verify.Damaged(f"{manifest.NAME}: {error}") from None
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)  # NumPy's, too
+
+
 @dataclass(frozen=True)
 class Keep:
     """Which checkpoints stay: the ``newest``, the protected ones, and the one whose metadata are best."""
@@ -120,12 +125,25 @@ class Keep:
         if self.better not in ("max", "min"):
             raise UsageError(f"best must be max or min, not {self.better!r}")
 
+    def check_metric(self, metadata: Mapping[str, Any]) -> None:
+        """Refuse metadata whose metric is no number; one that is not there, or None, is of no checkpoint's concern.
+
+        Raises:
+            UsageError: names the metric and its value.
+        """
+        value = metadata.get(self.metric or "")
+        if value is not None and not _is_number(value):
+            raise UsageError(
+                f"keep_best={self.metric!r} compares numbers, but metadata[{self.metric!r}] is "
+                f"{documents.shown(value)}; give a number, or leave it out"
+            )
+
     def best(self, notes: Mapping[int, Notes]) -> int | None:
         """The step whose metric is best, the first of equal ones; None if none has it. NaN is never best."""
         found: int | None = None
         for step in sorted(notes):
             value = notes[step].metadata.get(self.metric or "")
-            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            if value is None or not _is_number(value) or math.isnan(value):
                 continue
             other = None if found is None else notes[found].metadata[self.metric or ""]
             if other is None or (value > other if self.better == "max" else value < other):

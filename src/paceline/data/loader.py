@@ -20,6 +20,7 @@ from paceline.data.stream import End, GlobalBatchStream, Reader
 from paceline.data.workers import lost_worker, watch
 from paceline.errors import CheckpointMismatch, DataError, UsageError
 from paceline.rng import derive_seed
+from paceline.tracing import DATA_WAIT, recorder
 
 REFUSED = {
     "sampler": "give batch_sampler=GlobalBatchSampler(dataset, batch_size, order=…) or use torch's DataLoader",
@@ -200,7 +201,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         awaited = self.progress.position
         while True:
             try:
-                batch = next(iterator)
+                with recorder.span(DATA_WAIT):
+                    batch = next(iterator)
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
@@ -104,11 +105,23 @@ def _from_every_rank(call: str, own: Any, refusal: str | None) -> list[Any]:
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
         with called_by_all(f"{call}()"), collective("all-gather"):
-            dist.all_gather_object(everyone, (own, refusal))
+            dist.all_gather_object(everyone, (_packed(own), refusal))
+        everyone = [(_unpacked(part), text) for part, text in everyone]
     for rank, (_, text) in enumerate(everyone):
         if text is not None:
             raise UsageError(f"rank {rank}: {text}")
     return [part for part, _ in everyone]
+
+
+def _packed(own: Any) -> bytes:
+    """`own` as torch saves it: a plain pickle cannot hold tensors of uint16, float8 and other new dtypes."""
+    buffer = io.BytesIO()
+    torch.save(own, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(part: bytes) -> Any:
+    return torch.load(io.BytesIO(part), weights_only=False)  # another rank's, as with pickles in any collective
 
 
 def _weight(weight: Any) -> float:

@@ -64,7 +64,7 @@ from paceline.ddp.transport.channel import Channel, open_channel
 from paceline.torch_internals.autograd import is_in_backward
 from paceline.torch_internals.compile import call_module, compiled_below, never_compiled
 from paceline.torch_internals.dtensor import local_of
-from paceline.tracing import Recorder
+from paceline.tracing import FORWARD, Recorder
 from paceline.unwrapping import plain_name
 
 
@@ -309,7 +309,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if not torch.is_grad_enabled():
             return self._call_module(None, inputs, kwargs)
         on_local = self._begin_forward()
-        output = self._call_module(self, inputs, kwargs)
+        with self._recorder.span(FORWARD):
+            output = self._call_module(self, inputs, kwargs)
         self._end_forward(output, on_local)
         return output
 

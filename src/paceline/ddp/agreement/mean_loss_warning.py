@@ -114,6 +114,8 @@ def origin(node: Any, depth: int = DEPTH) -> Origin:
     if name.startswith(_SAME) and len(sources) == 1:
         return origin(sources[0], depth - 1)
     if name.startswith(("AddBackward", "SubBackward")):
+        if _smooths_labels(sources):
+            return Origin.MEAN_LOSS
         terms = [origin(source, depth - 1) for source in sources]
         if Origin.MEAN_LOSS in terms:
             return Origin.MEAN_LOSS
@@ -121,3 +123,14 @@ def origin(node: Any, depth: int = DEPTH) -> Origin:
     if name.startswith("MulBackward"):
         return Origin.UNKNOWN
     return Origin.OTHER
+
+
+def _smooths_labels(terms: list[Any]) -> bool:
+    """Whether `terms` are those of a mean cross entropy with ``label_smoothing``.
+
+    Both are products with a number of C++'s own; products that Python makes have another node, also those with numbers.
+    """
+    if len(terms) != 2 or any(not term.name().endswith("MulBackward1") for term in terms):
+        return False
+    of = terms[0].next_functions[0][0]
+    return of is not None and of.name().startswith("NllLoss") and of._saved_reduction == MEAN

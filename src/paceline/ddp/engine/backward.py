@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from paceline.ddp.engine.sparse import elements_of
 from paceline.ddp.transport.channel import Launched, Pausing
 from paceline.errors import UsageError
 from paceline.torch_internals.autograd import GraphTask
+from paceline.tracing import CONTROL, LAUNCH, WAIT
 
 
 class Phase(Enum):
@@ -42,6 +44,9 @@ _NEXT = {
     Phase.ABORTED: {Phase.LAUNCHING, Phase.WAITING},  # when what is owed is carried out
     Phase.BROKEN: set[Phase](),
 }
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class Backward:
     """The parameters that other wrappers have, too."""
     at_end: bool = False
     """Whether buckets are launched when backward has ended rather than as they fill."""
+    gradients_came: Callable[[], None] = lambda: None
+    """Ends its span in traces; there is none in ``sync_gradients()``."""
     on_abort: Callable[[Backward], None] | None = None
     """Called when an exception has ended it."""
     ending: Iterator[bool] = field(default_factory=lambda: iter(()))
@@ -117,6 +124,12 @@ class Backward:
         this = weakref.ref(self)  # no reference back, so that what was launched goes with the last reference
         self._task = weakref.ref(task, lambda _: _task_gone(this()))
 
+    def forget_task(self) -> None:
+        """Do not notice any more, as the wrapper is gone; one that is under way does not come to its end."""
+        self._task = None
+        if self.is_under_way:
+            self.ending = iter(())
+
     @torch.no_grad()
     def advance(self) -> bool:
         """Run the end of backward up to its next pause; returns whether there was one."""
@@ -128,7 +141,7 @@ class Backward:
     def launch(self, bucket: Bucket) -> None:
         """Move the gradients in, free the parameters' own, and hand the bucket to communication."""
         parts = self.parts
-        with parts.recorder.span("launch"):
+        with parts.recorder.span(LAUNCH, self.next):
             parts.storage.claim(self.next, self.share.elsewhere.keys())
             parameters = [parts.parameters[index] for index in bucket.indices]
             gradients = [parameter.grad for parameter in parameters]
@@ -204,6 +217,7 @@ class Backward:
         if parts.replica_check is not None:
             drift = yield from parts.replica_check.run(statuses)
         self._publish(apart)
+        self._adopt_order()
         return Outcome(statuses, new, unused, drift)
 
     def launch_rest(self) -> dict[int, Tensor]:
@@ -214,6 +228,7 @@ class Backward:
         parts = self.parts
         for bucket in parts.storage.buckets[self.next :]:
             self.launch(bucket)
+        self.gradients_came()
         gradients = enumerate(parameter.grad for parameter in parts.parameters)
         elsewhere = self.share.elsewhere
         apart = {index: gradient for index, gradient in gradients if gradient is not None and index not in elsewhere}
@@ -232,8 +247,9 @@ class Backward:
         self.absent += [index for index in elsewhere if parts.sharing.lacks(index, self.share)]
         status = parts.ledger.report(parts.control.size, aborted=self.is_cut_short, hook_failed=parts.finisher.failed)
         order = self._observed_order()
-        block = parts.control.fill(self.absent, self._non_finite, late, status, sparse, order)
-        self._launched.append(parts.channel.all_reduce(block))
+        with parts.recorder.span(CONTROL):
+            block = parts.control.fill(self.absent, self._non_finite, late, status, sparse, order)
+            self._launched.append(parts.channel.all_reduce(block))
         return apart
 
     def _observed_order(self) -> list[int]:
@@ -260,10 +276,10 @@ class Backward:
             DesyncError: if one failed on another rank.
         """
         parts = self.parts
-        with parts.recorder.span("wait"):
+        with parts.recorder.span(WAIT):
             start = time.perf_counter()
             *buckets, block = self._launched
-            parts.finisher.wait(buckets, block, parts.channel, parts.control)
+            parts.finisher.wait(buckets, block, parts.channel, parts.control, parts.recorder)
             self.exposed_seconds = time.perf_counter() - start
         statuses = parts.control.statuses()
         notes = [status.note for status in statuses]
@@ -281,10 +297,20 @@ class Backward:
         if not parts.ledger.status.joined:  # else nothing was to be expected
             parts.arrivals.end(self.absent)
         parts.ledger.synchronized()
-        # An order that is empty says that rank 0 had no data, so it is asked for again next time.
+        self._launched.clear()
+        self.held.clear()
+
+    def _adopt_order(self) -> None:
+        """Rebuild the buckets in rank 0's order of arrival, once nothing of ours refers to the old ones' memory.
+
+        An order that is empty says that rank 0 had no data, so it is asked for again next time.
+        """
+        parts = self.parts
         if not parts.arrivals.order_known and (order := parts.control.order()):
             parts.storage.assign_in(order)
             parts.follow_layout()
+            sizes = ", ".join(f"{bucket.flat.nbytes:,}" for bucket in parts.storage.buckets)
+            logger.info("rank %d: buckets are in rank 0's order of arrival; bytes: %s", parts.channel.rank, sizes)
 
 
 def _task_gone(backward: Backward | None) -> None:

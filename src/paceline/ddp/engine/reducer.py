@@ -36,6 +36,7 @@ from paceline.ddp.transport.finisher import Finisher
 from paceline.errors import CommunicationError, ReplicaMismatch, UsageError
 from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
 from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
+from paceline.tracing import BACKWARD
 
 
 @class_never_compiled
@@ -151,6 +152,7 @@ class Reducer(GradientEngine):
     def _begin_in_task(self) -> None:
         """Begin a backward that autograd runs; at its pauses the callbacks of other wrappers run."""
         self._begin()
+        self._backward.gradients_came = self._parts.recorder.open(BACKWARD)
         task = GraphTask()
         self._backward.follow(task)
         queue_callback(partial(self._advance_and_queue, task))
@@ -177,7 +179,7 @@ class Reducer(GradientEngine):
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
         clear = all(parameter.grad is None for parameter in parts.parameters)
         at_end = parts.finisher.launches_at_end(shadowed=shadowed)
-        self._backward = backward = Backward(parts, clear, share, at_end, restore_gradients)
+        self._backward = backward = Backward(parts, clear, share, at_end, on_abort=restore_gradients)
         backward.ending = self._end(backward)
         backward.enter(Phase.LAUNCHING)
         parts.arrivals.begin(clear=clear and not share.elsewhere, hook_all=self._forwards.are_differentiated)
@@ -314,6 +316,7 @@ class Reducer(GradientEngine):
         self._parts.newcomers.close()
         self._forwards.close()
         self._parts.sharing.close()
+        self._backward.forget_task()
 
 
 def _nothing() -> None:

@@ -35,6 +35,7 @@ from paceline.ddp.transport.grad_bucket import GradBucket
 from paceline.errors import CommunicationError, DesyncError, HookError, PacelineError
 from paceline.rollcall import named_ranks
 from paceline.torch_internals.dtensor import is_sharded
+from paceline.tracing import BUCKET_WAIT, Recorder
 
 Hook = Callable[[Any, Any], Any]
 GRACE_S = 5.0
@@ -184,7 +185,14 @@ class HookFinisher:
             raise
         return _Answer(future, bucket.flat, shown, where, self._timeout)
 
-    def wait(self, buckets: Sequence[Launched], block: Launched, channel: Channel, control: ControlBlock) -> None:
+    def wait(
+        self,
+        buckets: Sequence[Launched],
+        block: Launched,
+        channel: Channel,
+        control: ControlBlock,
+        recorder: Recorder,
+    ) -> None:
         """Put what the hook answered into the buckets.
 
         Raises:
@@ -199,9 +207,10 @@ class HookFinisher:
         channel.wait(block, CONTROL)
         _expect_none([rank for rank, status in enumerate(control.statuses()) if status.hook_failed], self._rank)
         failure: Exception | None = None
-        for answer in buckets:
+        for number, answer in enumerate(buckets):
             try:
-                answer.wait()
+                with recorder.span(BUCKET_WAIT, number):
+                    answer.wait()
             except Exception as error:
                 failure = failure or error
         self._agree(failure, channel)
