@@ -1,4 +1,4 @@
-"""What a process group leaves to Gloo, and to NCCL for CUDA tensors."""
+"""The collectives that a process group leaves to Gloo, and to NCCL for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Delegating(dist.ProcessGroup):
         keep_in_children(self)
 
     def allreduce(self, *arguments: Any, **options: Any) -> Any:
-        """Of CUDA, sparse and other tensors that are not native."""
+        """Reduce CUDA, sparse and other tensors that are not native."""
         self._runner.drain()
         return super().allreduce(*arguments, **options)
 
