@@ -34,7 +34,7 @@ class Verbatim(TyperCommand):
 
 
 class Recipe(NamedTuple):
-    """Where a recipe is found. Its module is imported only when its command is needed."""
+    """A recipe that ``paceline train`` knows. Its module is imported only when its command is needed."""
 
     module: str
     config: str

@@ -38,7 +38,7 @@ class Variant:
     run: Callable[[], object]
     """Carries out the collective once."""
     result: Tensor
-    """Where this rank's result is then: the whole tensor, or its own part of it."""
+    """The tensor that then holds this rank's result: the whole one, or its own part of it."""
 
     def load(self, values: Tensor) -> None:
         """Fill :attr:`source` from `values`, which are those of the whole tensor."""

@@ -47,6 +47,7 @@ class Hierarchy:
         self._inside, self._across = inside, across
         self._rows, self._names = rows, names
         self._host = across.rank()
+        """The index of this host in `rows`, which is this rank's place in `across`."""
         self.rank = rows[self._host][inside.place]
         self.size = sum(map(len, rows))
 

@@ -63,14 +63,14 @@ class Header(NamedTuple):
     total: int = 0
     """Elements of the whole collective, of this rank's part where ranks have parts."""
     start: int = 0
-    """Where in these the operation begins."""
+    """Index of the first of these that the operation is about."""
     reduce: int = 0
     """Which reduction, as :func:`arithmetic.code_of` counts."""
     root: int = 0
     ready: int = 0
     """Elements that this rank has ready for it. May differ where some ranks stage a tensor and others share it."""
     offset: int = -1
-    """Where the operand lies in the rank's memory, in bytes."""
+    """Offset of the operand in the rank's memory, in bytes."""
     note: Note = (0.0, 0.0)
 
     @classmethod
