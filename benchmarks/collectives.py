@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from rich.table import Table
 from torch import Tensor
 
 import paceline
-from measure import median_ratio, save, timed
+from dated_results import save
+from paceline.bench.turns import median_ratio, slowest_timed, take_turns
 from paceline.comm.c10d.process_group import PacelineProcessGroup
 
 SIZES = (4, 4096, 65536, 1_000_000, 26_214_400, 104_857_600)
@@ -33,7 +35,7 @@ MPI_SCRIPT = Path(__file__).with_name("mpi_all_reduce.py")
 
 
 def memory_limit(shared: list[Tensor], rank: int) -> Callable[[], None]:
-    """What no all-reduce of this kind can do without: read one share of every tensor, write it to every tensor."""
+    """Return the least work of any such all-reduce: read one share of every tensor, write it to every tensor."""
     count = shared[0].numel()
     share = slice(rank * count // len(shared), (rank + 1) * count // len(shared))
     parts = [tensor[share] for tensor in shared]
@@ -51,14 +53,14 @@ def memory_limit(shared: list[Tensor], rank: int) -> Callable[[], None]:
 
 
 def mpi_seconds(size: int, ranks: int, repeat: int) -> float:
-    """Seconds per call of Open MPI's in-place all-reduce; the other ranks are asleep meanwhile."""
+    """Measure the seconds per call of Open MPI's in-place all-reduce; the other ranks are asleep meanwhile."""
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), sys.executable, str(MPI_SCRIPT)]
     done = subprocess.run([*command, str(size), str(repeat)], capture_output=True, text=True, check=True, timeout=120)
     return float(done.stdout.split()[-1])
 
 
 def measure(size: int, rounds: int, gloo: Any, with_mpi: bool) -> dict[str, list[float]]:
-    """Seconds per call of each variant in each round; `gloo` is a group beside the world's own."""
+    """Measure the seconds per call of each variant in each round; `gloo` is a group beside the world's own."""
     world = paceline.init()
     group = dist.distributed_c10d._get_default_group()
     assert isinstance(group, PacelineProcessGroup)
@@ -73,20 +75,23 @@ def measure(size: int, rounds: int, gloo: Any, with_mpi: bool) -> dict[str, list
         "limit": (private, memory_limit(private, world.rank)),
     }
     repeat = max(5, min(200, 20_000_000 // size))
-    seconds: dict[str, list[float]] = {name: [] for name in (*variants, *(["open mpi"] if with_mpi else []))}
-    for round_ in range(rounds + 1):
-        for name, (operands, run) in variants.items():
-            for tensor in operands:  # each has been written just before, as gradients have
-                tensor.fill_(1)
-            elapsed = timed(run, repeat)
-            if round_:
-                seconds[name].append(elapsed)
-        if with_mpi and round_:
-            said = torch.zeros((), dtype=torch.float64)
-            if world.is_main:
-                said.fill_(mpi_seconds(size, world.size, repeat))
-            dist.broadcast(said, src=0)
-            seconds["open mpi"].append(float(said))
+
+    def turn(operands: list[Tensor], run: Callable[[], Any]) -> float:
+        for tensor in operands:  # each has been written just before, as gradients have
+            tensor.fill_(1)
+        return slowest_timed(run, repeat)
+
+    def mpi_turn() -> float:
+        seconds = torch.zeros((), dtype=torch.float64)
+        if world.is_main:
+            seconds.fill_(mpi_seconds(size, world.size, repeat))
+        dist.broadcast(seconds, src=0)
+        return float(seconds)
+
+    turns: dict[str, Callable[[], float]] = {name: partial(turn, *variant) for name, variant in variants.items()}
+    if with_mpi:
+        turns["open mpi"] = mpi_turn
+    seconds = take_turns(turns, rounds)
     group.free(shared)
     return seconds
 

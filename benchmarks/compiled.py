@@ -27,7 +27,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import paceline
-from measure import median_ratio, save, take_turns
+from dated_results import save
+from paceline.bench.turns import median_ratio, take_turns, timed
 from paceline.tracing import Recorder
 from workloads import WORKLOADS, Workload
 
@@ -40,17 +41,17 @@ class Launches:
     """When how many bytes were launched in one backward, in seconds since it began."""
 
     began: float = 0.0
-    at: list[tuple[float, int]] = field(default_factory=list)
+    moments: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, moment: float, nbytes: int) -> None:
-        """A launch of `nbytes` at `moment` of ``time.perf_counter``."""
-        self.at.append((moment - self.began, nbytes))
+        """Note a launch of `nbytes` at `moment` of ``time.perf_counter``."""
+        self.moments.append((moment - self.began, nbytes))
 
     def early(self) -> float:
-        """The share of bytes launched early; the last launch is where computation ends."""
-        end = max(moment for moment, _ in self.at)
-        early = sum(nbytes for moment, nbytes in self.at if moment <= (1 - EARLY) * end)
-        return early / sum(nbytes for _, nbytes in self.at)
+        """Return the share of bytes launched early; the last launch is where computation ends."""
+        end = max(moment for moment, _ in self.moments)
+        early = sum(nbytes for moment, nbytes in self.moments if moment <= (1 - EARLY) * end)
+        return early / sum(nbytes for _, nbytes in self.moments)
 
 
 class Variant:
@@ -65,7 +66,7 @@ class Variant:
         self.x, self.y = workload.batch()
 
     def step(self, launches: Launches | None = None) -> None:
-        """One training step with fused AdamW."""
+        """Train one step with fused AdamW."""
         with torch._dynamo.config.patch(optimize_ddp=self.cut):
             loss = F.cross_entropy(self.call(self.x), self.y)
             if launches is not None:
@@ -78,7 +79,7 @@ class Variant:
 
 
 def launches_of(variant: Variant, recorder: Recorder | None, steps: int) -> float | None:
-    """The median share of bytes that a wrapper launches early."""
+    """Measure the median share of bytes that a wrapper launches early."""
     model: Any = variant.model
     shares = []
     if not hasattr(model, "no_sync"):
@@ -92,7 +93,7 @@ def launches_of(variant: Variant, recorder: Recorder | None, steps: int) -> floa
 
         model.register_comm_hook(None, lambda _state, bucket: note_and_reduce(bucket))
     for _ in range(steps):
-        launches.at.clear()
+        launches.moments.clear()
         if recorder is not None:
             recorder.spans.clear()
             recorder.on = True
@@ -108,24 +109,28 @@ def launches_of(variant: Variant, recorder: Recorder | None, steps: int) -> floa
     return statistics.median(shares)
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="gpt-17M", choices=list(WORKLOADS))
     parser.add_argument("--backend", default="inductor", help="torch.compile's backend")
     parser.add_argument("--bucket-cap-mb", type=float, default=None, help="bucket capacity of every wrapper")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--repeat", type=int, default=4, help="steps in a variant's turn")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
     world = paceline.init("paceline")
     workload, gloo = WORKLOADS[options.workload], dist.new_group(backend="gloo")
     # Isolated, or a variant would take the graph that another has made of the same code.
     compile_: Any = partial(torch.compile, backend=options.backend, isolate_recompiles=True)
-    given: dict[str, Any] = {} if options.bucket_cap_mb is None else {"bucket_cap_mb": options.bucket_cap_mb}
-    theirs: Any = partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True, **given)
+    wrapper_options: dict[str, Any] = {} if options.bucket_cap_mb is None else {"bucket_cap_mb": options.bucket_cap_mb}
+    theirs: Any = partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True, **wrapper_options)
     recorders = {name: Recorder() for name in ("paceline around", "paceline inside", "paceline, uncut", "eager")}
 
     def ours(name: str) -> Callable[[nn.Module], Any]:
-        return partial(paceline.DistributedDataParallel, recorder=recorders[name], **given)
+        return partial(paceline.DistributedDataParallel, recorder=recorders[name], **wrapper_options)
 
     variants = {
         "bare": Variant(workload, compile_),
@@ -142,7 +147,8 @@ def main() -> None:
             variant.step()
         world.print(f"{name}: compiled in {time.perf_counter() - start:.1f} s", flush=True)
     waited = {name: getattr(variant.model, "exposed_seconds", None) for name, variant in variants.items()}
-    seconds = take_turns({name: one.step for name, one in variants.items()}, options.rounds, options.repeat)
+    turns = {name: partial(timed, variant.step, options.repeat) for name, variant in variants.items()}
+    seconds = take_turns(turns, options.rounds)
     steps = (options.rounds + 1) * options.repeat
     table = Table("variant", "ms", "/ bare", "torch DDP on Gloo /", "launched early", "exposed ms", title=workload.name)
     results: dict[str, dict[str, float]] = {}
@@ -162,10 +168,8 @@ def main() -> None:
         table.add_row(name, *(f"{result[key]:.2f}" if key in result else "" for key in shown))
     if world.is_main:
         Console(width=110).print(table)
-        print(
-            "kept in",
-            save(f"compiled-{workload.name}", {workload.name: {"backend": options.backend, **given, **results}}),
-        )
+        kept = {workload.name: {"backend": options.backend, **wrapper_options, **results}}
+        print("kept in", save(f"compiled-{workload.name}", kept))
     world.close()
 
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import nn
 
 import paceline
-from measure import save
+from dated_results import save
 from paceline.buckets import CAPACITY, MIB
 from step_time import torch_ddp
 from workloads import WORKLOADS
@@ -36,7 +36,7 @@ WRAPS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
 
 
 def proportional_bytes() -> int:
-    """This process's proportional set size."""
+    """Read this process's proportional set size."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return 1024 * int(line.split()[1])

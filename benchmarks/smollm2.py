@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,13 +21,14 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import paceline
-from measure import median_ratio, save, take_turns
+from dated_results import save
+from paceline.bench.turns import median_ratio, take_turns, timed
 from paceline.comm.c10d.process_group import PacelineProcessGroup
 from step_time import torch_ddp
 
 
 def build(config: LlamaConfig) -> nn.Module:
-    """The model in bfloat16, with the same random weights on every rank."""
+    """Build the model in bfloat16, with the same random weights on every rank."""
     torch.manual_seed(0)
     model: nn.Module = LlamaForCausalLM(config)
     return model.bfloat16()
@@ -35,7 +37,7 @@ def build(config: LlamaConfig) -> nn.Module:
 def step_of(
     model: nn.Module, tokens: torch.Tensor, *, barrier: bool = False, to_none: bool = True
 ) -> Callable[[], None]:
-    """Forward and backward, then gradients to None or to zero, as a function."""
+    """Return a function that does forward and backward, then sets gradients to None or to zero."""
 
     def step() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -47,7 +49,7 @@ def step_of(
 
 
 def reduction_of(numel: int, group: dist.ProcessGroup, *, shared: bool) -> Callable[[], None]:
-    """All-reduce of `numel` bfloat16 elements in buckets of 25 MiB, as a function."""
+    """Return a function that all-reduces `numel` bfloat16 elements in buckets of 25 MiB."""
     length = 25 * 2**20 // 2
     if shared:
         assert isinstance(group, PacelineProcessGroup)
@@ -82,10 +84,10 @@ def main() -> None:
         "paceline": step_of(ours, tokens),
     }
     numel = sum(parameter.numel() for parameter in ours.parameters())
-    own = dist.distributed_c10d._get_default_group()
+    default_group = dist.distributed_c10d._get_default_group()
     reductions = {
         "gloo all-reduce": reduction_of(numel, gloo, shared=False),
-        "our all-reduce": reduction_of(numel, own, shared=True),
+        "our all-reduce": reduction_of(numel, default_group, shared=True),
     }
     exposed: list[float] = []
 
@@ -95,7 +97,8 @@ def main() -> None:
         exposed.append(ours.exposed_seconds - before)
 
     world.print(f"{numel:,} parameters, {options.rounds} rounds", flush=True)
-    seconds = take_turns({**steps, "paceline": paceline_step, **reductions}, options.rounds, 1)
+    runs = {**steps, "paceline": paceline_step, **reductions}
+    seconds = take_turns({name: partial(timed, run, 1) for name, run in runs.items()}, options.rounds)
     medians = {name: statistics.median(took) for name, took in seconds.items()}
     bare = min("bare", "bare, zeroed", key=medians.__getitem__)
     results: dict[str, float] = {

@@ -1,7 +1,7 @@
-"""What a process group costs before it does anything: seconds to start and memory per rank, beyond Gloo's.
+"""The cost of a process group before it does anything: seconds to start and memory per rank, beyond Gloo's.
 
 Fresh ranks make a group of each kind in turn, on one store, after everything is imported: time from the call until a
-first small all-reduce is back on every rank, and what that adds to the rank's memory (private pages, and pages that
+first small all-reduce is back on every rank, and the memory that this adds to the rank (private pages, and pages that
 ranks share). Then the same after one all-reduce of 25 MB, which takes the buffers into use.
 
     python benchmarks/startup.py [--ranks 2] [--rounds 5]
@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import statistics
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 import paceline  # noqa: F401 (registers the backend)
-from measure import save
+from dated_results import save
+from paceline.bench.turns import take_turns
 from paceline.launch.store import LOOPBACK, loopback_store
 
 BACKENDS = ("gloo", "paceline")
@@ -29,7 +31,7 @@ LARGE = 25 * 2**20 // 4
 
 
 def memory() -> tuple[float, float]:
-    """MB of this process's private pages, and of those shared with others in memory files."""
+    """Return the MB of this process's private pages, and of those shared with others in memory files."""
     private = shared = 0
     with open("/proc/self/smaps_rollup") as lines:
         for line in lines:
@@ -42,7 +44,7 @@ def memory() -> tuple[float, float]:
 
 
 def rank_main(rank: int, size: int, port: int, backend: str, pipe: Connection) -> None:
-    """One fresh rank: start, measure, report."""
+    """Start as a fresh rank, measure, report."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
@@ -76,7 +78,7 @@ def rank_main(rank: int, size: int, port: int, backend: str, pipe: Connection) -
 
 
 def measure(context: Any, size: int, backend: str) -> dict[str, float]:
-    """The slowest rank's time and the mean memory of one fresh world."""
+    """Measure the slowest rank's time and the mean memory of one fresh world."""
     store = loopback_store()
     pipes, processes = [], []
     for rank in range(size):
@@ -86,13 +88,13 @@ def measure(context: Any, size: int, backend: str) -> dict[str, float]:
         pipes.append(ours)
         processes.append(process)
     for message in ("go", "end"):
-        said = [pipe.recv() for pipe in pipes]
+        answers = [pipe.recv() for pipe in pipes]
         for pipe in pipes:
             pipe.send(message)
     for process in processes:
         process.join()
-    means = {name: statistics.mean(one[name] for one in said) for name in said[0]}
-    return {**means, "start_ms": max(one["start_ms"] for one in said)}
+    means = {name: statistics.mean(answer[name] for answer in answers) for name in answers[0]}
+    return {**means, "start_ms": max(answer["start_ms"] for answer in answers)}
 
 
 def main() -> None:
@@ -101,18 +103,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "paceline", "measure"])
-    seen: dict[str, list[dict[str, float]]] = {backend: [] for backend in BACKENDS}
-    for round_ in range(options.rounds + 1):
-        for backend in BACKENDS:
-            found = measure(context, options.ranks, backend)
-            if round_:  # the first round warms up
-                seen[backend].append(found)
+    context.set_forkserver_preload(["torch", "torch.distributed", "paceline", "dated_results"])
+    turns = {backend: partial(measure, context, options.ranks, backend) for backend in BACKENDS}
+    worlds = take_turns(turns, options.rounds)
     results: dict[str, Any] = {"ranks": options.ranks}
-    for backend, rounds in seen.items():
-        results[backend] = {name: round(statistics.median(one[name] for one in rounds), 2) for name in rounds[0]}
+    for backend, rounds in worlds.items():
+        results[backend] = {name: round(statistics.median(world[name] for world in rounds), 2) for name in rounds[0]}
         print(f"{backend:10}" + "".join(f"{name} {value:8.2f}   " for name, value in results[backend].items()))
-    pairs = list(zip(seen["paceline"], seen["gloo"], strict=True))
+    pairs = list(zip(worlds["paceline"], worlds["gloo"], strict=True))
     results["start_ratio"] = round(statistics.median(a["start_ms"] / b["start_ms"] for a, b in pairs), 3)
     for name in ("started_mb", "used_mb"):
         results[f"{name}_beyond"] = round(statistics.median(a[name] - b[name] for a, b in pairs), 2)

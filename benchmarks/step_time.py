@@ -22,19 +22,20 @@ from rich.table import Table
 from torch import nn
 
 import paceline
-from measure import median_ratio, save, take_turns
+from dated_results import save
+from paceline.bench.turns import median_ratio, take_turns, timed
 from paceline.buckets import CAPACITY
 from paceline.comm.c10d.process_group import PacelineProcessGroup
 from workloads import WORKLOADS, Workload
 
 FIXED = ("bare", "bare, zeroed", "copy", "reduction", "torch", "paceline")
-"""What every run times."""
+"""Variants that every run times."""
 
 
 def step_of(
     workload: Workload, wrap: Callable[[nn.Module], nn.Module], *, barrier: bool = False, to_none: bool = True
 ) -> Callable[[], None]:
-    """One training step with fused AdamW, as a function."""
+    """Return a function that trains one step with fused AdamW."""
     torch.manual_seed(0)
     model = wrap(workload.build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -53,21 +54,22 @@ def step_of(
 
 
 def shapes_of(workload: Workload) -> list[torch.Size]:
-    """The shapes of the model's parameters, without the model."""
+    """Return the shapes of the model's parameters, without the model."""
     with torch.device("meta"):
         return [parameter.shape for parameter in workload.build().parameters()]
 
 
 def copy_of_gradients(workload: Workload) -> Callable[[], None]:
-    """Copy as many gradients of the same shapes into one flat tensor, as a function."""
+    """Return a function that copies as many gradients of the same shapes into one flat tensor."""
     gradients = [torch.ones(shape) for shape in shapes_of(workload)]
-    parts = torch.zeros(sum(one.numel() for one in gradients)).split([one.numel() for one in gradients])
-    views = [part.view(one.shape) for part, one in zip(parts, gradients, strict=True)]
+    counts = [gradient.numel() for gradient in gradients]
+    parts = torch.zeros(sum(counts)).split(counts)
+    views = [part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
     return lambda: torch._foreach_copy_(views, gradients)
 
 
 def reduction_of_gradients(workload: Workload) -> Callable[[], None]:
-    """Reduce as many gradients where they lie, in buckets of Paceline's capacity, as a function."""
+    """Return a function that reduces as many gradients where they lie, in buckets of Paceline's capacity."""
     group = dist.distributed_c10d._get_default_group()
     assert isinstance(group, PacelineProcessGroup)
     flat = group.allocate(sum(shape.numel() for shape in shapes_of(workload)), torch.float32)
@@ -81,12 +83,12 @@ def reduction_of_gradients(workload: Workload) -> Callable[[], None]:
 
 
 def torch_ddp(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """torch's wrapper in its fastest setting."""
+    """Wrap with torch's wrapper in its fastest setting."""
     return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, process_group=group)
 
 
 def variants_of(workload: Workload, extra: Sequence[str], capacities: Sequence[float]) -> dict[str, Callable[[], None]]:
-    """What is timed, by name."""
+    """Return the functions to be timed, by name."""
     gloo = dist.new_group(backend="gloo")
     ours = paceline.DistributedDataParallel
     more: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -106,7 +108,7 @@ def variants_of(workload: Workload, extra: Sequence[str], capacities: Sequence[f
 
 
 def summary(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Ratios, each the median over the rounds."""
+    """Return ratios, each the median over the rounds."""
     bare = min(("bare", "bare, zeroed"), key=lambda name: statistics.median(seconds[name]))
     rounds = zip(seconds[bare], seconds["copy"], seconds["reduction"], strict=True)
     reference = [sum(parts) for parts in rounds]
@@ -140,9 +142,11 @@ def main() -> None:
     results = {}
     for name in options.workloads:
         variants = variants_of(WORKLOADS[name], options.also, options.bucket_cap_mb)
-        trial = torch.tensor(take_turns({"bare": variants["bare"]}, 1, 1)["bare"])
+        trial = torch.tensor(take_turns({"bare": partial(timed, variants["bare"], 1)}, 1)["bare"])
         dist.all_reduce(trial, op=dist.ReduceOp.MAX)
-        result = summary(take_turns(variants, options.rounds, max(1, int(options.seconds / float(trial[0])))))
+        repeat = max(1, int(options.seconds / float(trial[0])))
+        turns = {variant: partial(timed, step, repeat) for variant, step in variants.items()}
+        result = summary(take_turns(turns, options.rounds))
         results[name] = {key: round(value, 3) for key, value in result.items()}
         world.print(name, results[name], flush=True)
         shown = ("torch / bare", "paceline / bare", "reference / paceline", "torch / paceline")

@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, width) to the same."""
+        """Map (batch, length, width) to the same."""
         b, t, c = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -53,20 +53,20 @@ class SmallGPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, length) to logits (batch × length, vocabulary)."""
+        """Map (batch, length) to logits (batch × length, vocabulary)."""
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         logits: Tensor = self.head(self.norm(self.blocks(x)))
         return logits.flatten(0, 1)
 
 
 def mlp(width: int, layers: int) -> nn.Module:
-    """`layers` square layers of `width`, and a small head."""
+    """Build `layers` square layers of `width`, and a small head."""
     parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*parts, nn.Linear(width, 10))
 
 
 def cnn() -> nn.Module:
-    """A plain convolutional network of 3 million parameters for 32 × 32 pictures."""
+    """Build a plain convolutional network of 3 million parameters for 32 × 32 pictures."""
     widths = (3, 64, 128, 256, 512)
     parts: list[nn.Module] = []
     for a, b in pairwise(widths):
@@ -76,7 +76,7 @@ def cnn() -> nn.Module:
 
 
 def tiny_layers() -> nn.Module:
-    """200 layers of 16 × 16: hooks and bookkeeping dominate."""
+    """Build 200 layers of 16 × 16: hooks and bookkeeping dominate."""
     return nn.Sequential(*[nn.Linear(16, 16) for _ in range(200)])
 
 
@@ -95,7 +95,7 @@ class ThousandParameters(nn.Module):
         self.head = nn.Linear(256, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 256) to logits (batch, 16)."""
+        """Map (batch, 256) to logits (batch, 16)."""
         logits: Tensor = self.head(x + torch.stack(list(self.parts)).sum(0))
         return logits
 
@@ -105,8 +105,8 @@ def _vectors(rows: int, width: int) -> Callable[[], tuple[Tensor, Tensor]]:
 
 
 WORKLOADS = {
-    one.name: one
-    for one in (
+    workload.name: workload
+    for workload in (
         Workload("mlp-10M", lambda: mlp(1024, 10), _vectors(64, 1024), True),
         Workload("gpt-17M", SmallGPT, lambda: (torch.randint(7000, (2, 64)), torch.randint(7000, (128,))), True),
         Workload("mlp-100M", lambda: mlp(3200, 10), _vectors(32, 3200), True),

@@ -1,25 +1,25 @@
 """The command line: ``paceline run`` starts any script as ranks, ``paceline train`` a recipe of ours, …
 
-A mistake of the user's is one line, ``error: …``, and exit code 2.
+A user's mistake is one line, ``error: …``, and exit code 2.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import sys
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn, get_type_hints
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from paceline import __version__
 from paceline.bench.bench_command import bench
 from paceline.errors import UsageError
 from paceline.explain.explain_command import EXAMPLES, explain
+from paceline.launch.program import start_program
 
-RECIPES = {"digits": ("paceline.recipes.digits", "DigitsConfig")}
 INTERRUPTED = 130
 TIMEOUT_HELP = "How long a collective waits for a rank; 600, which is 10 minutes, by default."
 
@@ -33,23 +33,41 @@ class Verbatim(TyperCommand):
         return []
 
 
+class Recipe(NamedTuple):
+    """A recipe that ``paceline train`` knows. Its module is imported only when its command is needed."""
+
+    module: str
+    config: str
+    """Name of the frozen dataclass in `module` whose fields are the recipe's options."""
+    summary: str
+    """One sentence for ``--help``."""
+
+
+RECIPES = {
+    "digits": Recipe(
+        "paceline.recipes.digits",
+        "DigitsConfig",
+        "Train a small classifier of handwritten digits, in seconds, on CPU or GPU.",
+    )
+}
+
+
 class Recipes(TyperGroup):
-    """The recipes. Their options' defaults are those of the recipe's configuration."""
+    """The commands of ``paceline train``, each made from its recipe's configuration."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the recipes' names."""
+        return list(RECIPES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The recipe's command.
+        """Return the recipe's command.
 
         Raises:
             UsageError: if there is no such recipe.
         """
-        command = super().get_command(ctx, cmd_name)
-        if command is None:
-            raise UsageError(f"unknown recipe {cmd_name!r}; known recipes: {', '.join(self.commands)}")
-        defaults = {field.name: field.default for field in dataclasses.fields(config_class(cmd_name))}
-        for parameter in command.params:
-            if parameter.name in defaults and parameter.default is None:
-                parameter.default = defaults[parameter.name]
-        return command
+        if cmd_name not in RECIPES:
+            raise UsageError(f"unknown recipe {cmd_name!r}; known recipes: {', '.join(RECIPES)}")
+        return recipe_command(cmd_name)
 
 
 app = typer.Typer(
@@ -65,9 +83,8 @@ app.command("explain", epilog=EXAMPLES)(explain)
 
 
 def config_class(recipe: str) -> Any:
-    """The frozen dataclass that configures `recipe`; imported only when it is needed."""
-    module, name = RECIPES[recipe]
-    return getattr(importlib.import_module(module), name)
+    """Import the frozen dataclass that configures `recipe`."""
+    return getattr(importlib.import_module(RECIPES[recipe].module), RECIPES[recipe].config)
 
 
 def _version(wanted: bool) -> None:
@@ -93,51 +110,52 @@ def run(context: typer.Context) -> None:
     raise typer.Exit(start(context.args))
 
 
-@train.command("digits")
-def digits(
-    nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")] = "auto",
-    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=TIMEOUT_HELP)] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the training data.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Global batch: samples per step, all ranks.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Decides initial weights and the order of samples.")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Micro-batches per step and rank.")] = None,
-    checkpoint_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Where checkpoints go.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between two checkpoints.")] = None,
-    resume: Annotated[bool | None, typer.Option("--resume", help="Go on from the newest checkpoint.")] = None,
-    allow_changed_settings: Annotated[
-        bool | None,
-        typer.Option("--allow-changed-settings", help="Resume although settings differ: this run's are taken over."),
-    ] = None,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
-    backend: Annotated[str | None, typer.Option(help="Process group: paceline, gloo, nccl, …")] = None,
-) -> None:
-    """Train a small classifier of handwritten digits, in seconds, on CPU or GPU."""
-    ours = ("nproc", "timeout")
-    options = {name: value for name, value in locals().items() if name not in ("ours", *ours) and value is not None}
-    raise typer.Exit(start_recipe("digits", nproc, options, timeout))
+def recipe_command(recipe: str) -> Any:
+    """Build the command of `recipe`: the options that every recipe has, then one for each field of its configuration.
+
+    Type and default are the field's; :func:`paceline.launch.program.option` has put the help text into its metadata.
+    """
+    config = config_class(recipe)
+
+    def start(nproc: str, timeout: float | None, **options: Any) -> None:
+        raise typer.Exit(start_recipe(recipe, nproc, options, timeout))
+
+    types = get_type_hints(config)
+    parameters = [
+        _option("nproc", str, "auto", typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")),
+        _option("timeout", float | None, None, typer.Option(metavar="SECONDS", help=TIMEOUT_HELP)),
+    ]
+    for field in dataclasses.fields(config):
+        # A switch that is off has no --no-… beside it.
+        names = [f"--{field.name.replace('_', '-')}"] if field.default is False else []
+        option = typer.Option(*names, help=field.metadata.get("help"), metavar=field.metadata.get("metavar"))
+        parameters.append(_option(field.name, types[field.name], field.default, option))
+    start.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    start.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    built = typer.Typer(add_completion=False)
+    built.command(recipe, help=RECIPES[recipe].summary)(start)
+    return untyped_flags(typer.main.get_command(built))
+
+
+def _option(name: str, type_: Any, default: Any, option: Any) -> inspect.Parameter:
+    """Describe an option as typer reads it from a function's signature."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=Annotated[type_, option])
 
 
 def start_recipe(recipe: str, nproc: str, options: dict[str, Any], timeout: float | None = None) -> int:
-    """Check the configuration here, once, then run `recipe` on `nproc` ranks; the exit code.
+    """Check the configuration here, once, then run `recipe` on `nproc` ranks; returns the exit code.
 
     Raises:
         UsageError: for a mistake in `options`, before any rank is started.
     """
-    from paceline.launch.job import Job, launch, resolve_nproc, say, timeout_environment
+    from paceline.launch.job import resolve_nproc, say, timeout_environment
 
     count, note = resolve_nproc(nproc)
     environment = timeout_environment(None if timeout is None else f"{timeout:g}")
     config = config_class(recipe)(**options)
     config.check()
-    if note:
-        say(note)
-    command = [sys.executable, "-u", "-m", "paceline.recipes", recipe, config.to_json()]
-    try:
-        code = launch(Job(command, count, env=environment))
-    finally:
-        # Rank 0's progress bar hides the cursor, and a rank that is killed cannot bring it back.
-        Console(file=sys.stdout).show_cursor()
+    code = start_program(["paceline.recipes", recipe], config, count, sys.stdout, note, environment)
     folder = options.get("checkpoint_dir")
     if code == INTERRUPTED and folder:
         say(f"the checkpoints in {folder} are kept; to continue, give the same command with --resume")
@@ -154,7 +172,7 @@ def env() -> None:
 
 
 def untyped_flags(command: Any) -> Any:
-    """`command`, with no type in the help of options that take no value, here and in its subcommands; returns it."""
+    """Take the type out of the help of options that have no value, in `command` and below it; returns `command`."""
     for parameter in command.get_params(typer.Context(command)):
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""

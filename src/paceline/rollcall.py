@@ -1,4 +1,4 @@
-"""Who did not come: names the ranks that others waited for in vain.
+"""The roll call: finds and names the ranks that others waited for in vain.
 
 After their timeout, Gloo and the store say that somebody did not come, and name nobody. When that happens to a rank in
 a collective, it leaves a mark in the store, and looks for a moment which marks of the other ranks are missing there.
@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -26,15 +27,29 @@ REMEDY = (
     "look for that rank's own error, and see that every rank makes the same calls; if it is only slow, give "
     "paceline.init(timeout=…) or PACELINE_TIMEOUT more seconds"
 )
+CONNECTION_REMEDY = (
+    "look for the first error of another rank; if there is none, name a network interface through which the hosts "
+    "reach each other in GLOO_SOCKET_IFNAME"
+)
+"""For ranks that have come but could not be connected."""
+Value = TypeVar("Value", bound=Hashable)
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """«rank 1», «ranks 0, 2»."""
+    """Name `ranks` in a message: «rank 1», «ranks 0, 2»."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def report(what: str) -> tuple[Store, int]:
-    """Leave a mark that `what` failed on this rank; returns the store and how many failures this rank has had.
+def ranks_by_value(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]]:
+    """Group ranks by what each of them has: pairs of rank and value become the ranks of each value, in their order."""
+    groups: dict[Value, list[int]] = {}
+    for rank, value in values:
+        groups.setdefault(value, []).append(rank)
+    return groups
+
+
+def report(event: str) -> tuple[Store, int]:
+    """Leave a mark that `event` failed on this rank; returns the store and how many failures this rank has had.
 
     Raises:
         RuntimeError: if the store is lost.
@@ -42,11 +57,11 @@ def report(what: str) -> tuple[Store, int]:
     """
     store = PrefixStore("paceline/failed/", dist.distributed_c10d._get_default_store())
     turn = store.add(f"failures/{dist.get_rank()}", 1)
-    store.set(f"{turn}/{dist.get_rank()}", what)
+    store.set(f"{turn}/{dist.get_rank()}", event)
     return store, turn
 
 
-def failed(what: str, ranks: Sequence[int], me: int, error: BaseException) -> CommunicationError:
+def failed(event: str, ranks: Sequence[int], me: int, error: BaseException) -> CommunicationError:
     """Return the error of a collective of `ranks` that failed with torch's `error` on rank `me`.
 
     It names the ranks that did not come. Whoever took part has the same failure within a moment, so a rank that does
@@ -54,18 +69,18 @@ def failed(what: str, ranks: Sequence[int], me: int, error: BaseException) -> Co
     """
     reason = reason_of(error)
     try:
-        store, turn = report(what)
+        store, turn = report(event)
         absent = [ranks[index] for index in missing_from(store, [f"{turn}/{rank}" for rank in ranks], GRACE_S)]
     except (RuntimeError, ValueError):
         others = [rank for rank in ranks if rank != me]
         return CommunicationError(
-            f"rank {me}: the {what} with {named_ranks(others)} failed ({reason}); no store is left that would tell "
+            f"rank {me}: the {event} with {named_ranks(others)} failed ({reason}); no store is left that would tell "
             "which of them ended or did not come, so look for the first error of another rank"
         )
     if not absent:
-        return CommunicationError(f"rank {me}: the {what} failed on {named_ranks(ranks)} alike ({reason}); {REMEDY}")
+        return CommunicationError(f"rank {me}: the {event} failed on {named_ranks(ranks)} alike ({reason}); {REMEDY}")
     return CommunicationError(
-        f"rank {me}: the {what} failed, as {named_ranks(absent)} ended or did not come to it ({reason}); {REMEDY}"
+        f"rank {me}: the {event} failed, as {named_ranks(absent)} ended or did not come to it ({reason}); {REMEDY}"
     ).because_of(absent)
 
 
@@ -74,13 +89,12 @@ def failed_to_connect(me: int, size: int, error: BaseException) -> Communication
     others = named_ranks([rank for rank in range(size) if rank != me] or [me])
     return CommunicationError(
         f"rank {me}: {others} came to make the process group, but could not be connected with ({reason_of(error)}); "
-        "look for the first error of another rank; if there is none, name a network interface through which the hosts "
-        "reach each other in GLOO_SOCKET_IFNAME"
+        f"{CONNECTION_REMEDY}"
     )
 
 
 @contextmanager
-def collective(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def collective(event: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Let the block's collectives on `group` fail with :func:`failed`'s error in place of torch's.
 
     The block must hold nothing else that raises a ``RuntimeError``.
@@ -90,12 +104,12 @@ def collective(what: str, group: dist.ProcessGroup | None = None) -> Iterator[No
     except PacelineError:
         raise
     except RuntimeError as error:
-        raise failed(what, dist.get_process_group_ranks(group), dist.get_rank(), error) from error
+        raise failed(event, dist.get_process_group_ranks(group), dist.get_rank(), error) from error
 
 
 @contextmanager
 def called_by_all(call: str) -> Iterator[None]:
-    """Say in a :class:`CommunicationError` of the block that it came about in `call`, which all ranks have to make."""
+    """Add to a :class:`CommunicationError` of the block that it came about in `call`, which all ranks have to make."""
     try:
         yield
     except CommunicationError as error:
@@ -132,6 +146,30 @@ def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta
             f"{timeout.total_seconds():g} s ({reason_of(error)}); look for the first error of {server}, and see that "
             "address and port are right and not blocked"
         ) from error
+
+
+def read_from(store: Store, key: str, me: int, other: int, timeout: timedelta) -> Any:
+    """Wait until rank `other` has written `key`, and return its value.
+
+    Raises:
+        CommunicationError: if that rank does not come in time, or the store is lost.
+    """
+    try:
+        if missing_from(store, [key], timeout.total_seconds()):  # a FileStore's own wait looks every 10 ms
+            raise late(me, {other}, timeout)
+        return store.get(key)
+    except CommunicationError:
+        raise
+    except RuntimeError as error:
+        raise late(me, {other}, timeout) from error
+
+
+def late(me: int, missing: Iterable[int], timeout: timedelta) -> CommunicationError:
+    """Return rank `me`'s error that the ranks `missing` did not come to make the process group."""
+    ranks = ", ".join(map(str, sorted(missing)))
+    return CommunicationError(
+        f"rank {me}: rank {ranks} did not come to make the process group within {timeout.total_seconds():g} s; {REMEDY}"
+    )
 
 
 def missing_from(store: Store, keys: Sequence[str], seconds: float = 0) -> list[int]:

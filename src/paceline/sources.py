@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline.rng import derive_seed
-from paceline.rollcall import named_ranks
+from paceline.rollcall import named_ranks, ranks_by_value
 from paceline.torch_internals.compile import never_compiled
 
 
@@ -106,9 +106,7 @@ def difference(origins: Mapping[int, Origin]) -> str | None:
 
 def who_has(values: Mapping[int, Any], noun: str) -> str:
     """Return such as «rank 0 has 3, ranks 1, 2 have 2 optimizer steps»."""
-    groups: dict[Any, list[int]] = {}
-    for rank, value in values.items():
-        groups.setdefault(value, []).append(rank)
+    groups = ranks_by_value(values.items())
     parts = [f"{named_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in groups.items()]
     return f"{', '.join(parts)} {noun}"
 

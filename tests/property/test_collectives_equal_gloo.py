@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 from drawn import draws
 from paceline.comm.c10d.work import Handle
-from paceline.comm.shm.collectives import STAGE_BYTES
+from paceline.comm.shm.stage import STAGE_BYTES
 from paceline.errors import UsageError
 from paceline.world import World
 from twins import Pools

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from paceline.bench.config import BACKENDS, OPS, BenchConfig, parse_names, parse
 from paceline.bench.plot import HIGH, TOP, Panel, plot
 from paceline.bench.result_page import table
 from paceline.bench.rows import Row, bus_factor, fitted
+from paceline.bench.turns import take_turns
 from paceline.bench.variants import OURS
 from paceline.comm.algorithms import build
 from paceline.comm.algorithms.cost import Model
@@ -182,6 +184,15 @@ def test_no_column_is_cut_however_narrow_or_unknown_the_window(
         [str(row.nbytes), str(row.count), row.variant, f"{1e6 * row.seconds:.1f}"] for row in rows
     ]
     assert [line[-1] for line in whole] == [f"{2e6 * row.seconds:.1f}" for row in rows]
+
+
+def test_variants_take_turns_and_the_first_round_may_warm_up() -> None:
+    calls: list[str] = []
+    turns = {name: partial(lambda name: (calls.append(name), len(calls))[1], name) for name in "ab"}
+    assert take_turns(turns, 2) == {"a": [3, 5], "b": [4, 6]}
+    assert calls == list("ababab")
+    calls.clear()
+    assert take_turns(turns, 2, warm_up=False) == {"a": [1, 3], "b": [2, 4]}
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {

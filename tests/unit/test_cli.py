@@ -18,6 +18,7 @@ import paceline
 from paceline import cli
 from paceline.errors import UsageError
 from paceline.launch import job as launching
+from paceline.launch.program import option
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,46 @@ def test_train_starts_the_recipe_with_only_what_was_asked(
     assert job.nproc == 2
     assert list(job.command[:-1]) == [sys.executable, "-u", "-m", "paceline.recipes", "digits"]
     assert json.loads(job.command[-1]) == {**asdict(Config()), "batch_size": 32, "resume": True}
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A configuration with kinds of fields that the digits recipe has not."""
+
+    width: int = option(3, "Features a layer.", "FEATURES")
+    rate: float = 0.5
+    name: str = "plain"
+    shuffle: bool = option(True, "Whether samples are shuffled.")
+    quiet: bool = False
+
+    def check(self) -> None:
+        pass
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def test_a_recipes_options_are_the_fields_of_its_configuration(
+    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # They stood in cli.py by hand, so that a new field of a configuration was no option.
+    monkeypatch.setattr(cli, "config_class", lambda recipe: Grown)
+    assert run(monkeypatch, "train", "digits", "--help") == 0
+    out = capsys.readouterr().out
+    for text in ("--width", "FEATURES", "Features a layer. [default: 3]", "--no-shuffle", "--quiet"):
+        assert text in " ".join(out.replace("│", " ").split()), text
+    assert "--epochs" not in out
+    assert "--no-quiet" not in out
+    assert run(monkeypatch, "train", "digits", "--nproc", "1", "--rate", "2", "--no-shuffle", "--quiet") == 0
+    assert json.loads(started[0].command[-1]) == {
+        "width": 3,
+        "rate": 2.0,
+        "name": "plain",
+        "shuffle": False,
+        "quiet": True,
+    }
+    assert run(monkeypatch, "train", "digits", "--width", "2.5") == 2
+    assert "'--width'" in capsys.readouterr().err
 
 
 def test_train_tells_the_ranks_how_long_a_collective_waits(

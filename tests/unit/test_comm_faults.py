@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
 
+from paceline.comm import topology
 from paceline.comm.shm import handshake
 from paceline.comm.shm.arena import Arena
 from paceline.errors import CommunicationError
@@ -320,7 +321,7 @@ def refuse(name: str, what: str, pipe: Any, rank: int, port: int) -> None:
             raise PermissionError(1, f"{name} is forbidden here")
 
         if name == "platform":
-            handshake.sys = type("sys", (), {"platform": "darwin"})  # type: ignore[attr-defined]
+            topology.sys = type("sys", (), {"platform": "darwin"})  # type: ignore[attr-defined]
         else:
             setattr(socket if name == "socket" else os, name, refused)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import paceline
 from forked import Forked
-from paceline.comm.multi_host import Hierarchy, rows_of
+from paceline.comm.multi_host import Hierarchy
 from paceline.comm.shm.collectives import Collectives
-from paceline.comm.shm.handshake import SPLIT
+from paceline.comm.topology import SPLIT, rows_of
 from paceline.world import World
 from ranks import Ranks, run_ranks
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.comm.shm.collectives import STAGE_BYTES
+from paceline.comm.shm.stage import STAGE_BYTES
 from paceline.errors import CommunicationError, DesyncError, UsageError
 from paceline.world import World
 from ranks import Ranks, run_ranks

@@ -1,8 +1,11 @@
 """Measures what collectives take on this machine: ``paceline bench collectives``.
 
-config.py      what was asked for, checked before a rank starts
-variants.py    every way to do a collective: our algorithms, Gloo's own, the shared-memory group's
-measure.py     a rank's work: the variants take turns
-rows.py        what was found: bandwidths, the fitted model beside it, JSON
-report.py      table and plot
+bench_command.py    the command line
+config.py           the options, checked before a rank starts
+turns.py            variants take turns; the benchmarks of the repository use it, too
+variants.py         every way to do a collective: our algorithms, Gloo's own, the shared-memory group's
+measure.py          a rank's work: each variant is checked, then they take turns
+rows.py             the measurements: bandwidths, and the fitted model beside them
+result_page.py      table, JSON and plot
+plot.py             the plot
 """

@@ -6,9 +6,9 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from paceline.bench.config import BACKENDS, OPS, SIZES, BenchConfig, parse_names, parse_sizes
+from paceline.launch.program import start_program
 
 EXAMPLES = """Examples:
 
@@ -46,7 +46,7 @@ def collectives(
 
     Bandwidths are defined as in nccl-tests. Float32, in place, on the CPU.
     """
-    from paceline.launch.job import Job, launch, resolve_nproc, say
+    from paceline.launch.job import resolve_nproc
 
     count, note = resolve_nproc(nproc)
     config = BenchConfig(
@@ -58,11 +58,4 @@ def collectives(
         plot,
     )
     config.check(count)
-    if note:
-        say(note)
-    try:
-        code = launch(Job([sys.executable, "-u", "-m", "paceline.bench", config.to_json()], count))
-    finally:
-        # Rank 0's progress bar hides the cursor, and a rank that is killed cannot bring it back.
-        Console(file=sys.stderr).show_cursor()
-    raise typer.Exit(code)
+    raise typer.Exit(start_program(["paceline.bench"], config, count, sys.stderr, note))

@@ -1,14 +1,14 @@
-"""What ``paceline bench collectives`` was asked for, checked before a rank starts."""
+"""The options of ``paceline bench collectives``, checked before a rank starts."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.launch.program import ProgramConfig
 from paceline.output_files import check_file
 
 OPS = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
@@ -23,7 +23,7 @@ COPIES = 4
 
 
 @dataclass(frozen=True)
-class BenchConfig:
+class BenchConfig(ProgramConfig):
     """The options of ``paceline bench collectives``."""
 
     sizes: list[int]
@@ -54,18 +54,9 @@ class BenchConfig:
         for option, file in (("--json", self.json), ("--plot", self.plot)):
             check_file(option, file)
 
-    def to_json(self) -> str:
-        """For the ranks."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> BenchConfig:
-        """The counterpart of :meth:`to_json`."""
-        return cls(**json.loads(text))
-
 
 def parse_sizes(text: str) -> list[int]:
-    """Bytes, ascending: ``"4K,1M"`` is ``[4096, 1048576]``.
+    """Read sizes in bytes, and return them in ascending order: ``"4K,1M"`` is ``[4096, 1048576]``.
 
     Raises:
         UsageError: for what is no size, or no whole float32.
@@ -85,13 +76,13 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def parse_names(option: str, text: str, known: tuple[str, ...]) -> list[str]:
-    """The names in `text`, separated by commas, each once, in the order of `known`.
+    """Read the names in `text`, separated by commas; returns each once, in the order of `known`.
 
     Raises:
         UsageError: for one that is not among `known`.
     """
-    asked = [part.strip().replace("-", "_") for part in text.split(",")]
-    for name in asked:
+    names = [part.strip().replace("-", "_") for part in text.split(",")]
+    for name in names:
         if name not in known:
             raise UsageError(f"{option}: {name!r} is unknown; choose among {', '.join(known)}")
-    return [name for name in known if name in asked]
+    return [name for name in known if name in names]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from torch import Tensor
 from paceline.bench.config import ELEMENT, BenchConfig
 from paceline.bench.result_page import report
 from paceline.bench.rows import Row, fitted
-from paceline.bench.variants import Variant, own, release, variants
+from paceline.bench.turns import slowest_timed, take_turns
+from paceline.bench.variants import Variant, own_part, release, variants
 from paceline.errors import PacelineError
 from paceline.launch.job import cores
 from paceline.world import World, init
@@ -28,7 +29,7 @@ CALLS = 100
 
 
 def main(config_json: str) -> None:
-    """Measure, and report on rank 0.
+    """Measure on this rank, and report on rank 0.
 
     Raises:
         PacelineError: on rank 0, after the report, if a result was wrong.
@@ -54,38 +55,38 @@ def main(config_json: str) -> None:
 
 
 def elements(op: str, nbytes: int, ranks: int) -> int:
-    """Elements of a tensor of about `nbytes` that ranks can cut into equal parts, where `op` needs that."""
+    """Return the elements of a tensor of about `nbytes` that ranks can cut into equal parts, where `op` needs that."""
     count = nbytes // ELEMENT
     return -(-count // ranks) * ranks if op in ("reduce_scatter", "all_gather") else count
 
 
 def _measure(op: str, count: int, made: Sequence[Variant], rounds: int, ranks: int) -> list[Row]:
-    wrong = [_wrong(op, count, variant) for variant in made]
+    """Check every variant, then measure them; returns a row for each."""
+    wrong = {variant.name: _wrong(op, count, variant) for variant in made}
     calls = max(1, min(CALLS, BYTES_A_TURN // (count * ELEMENT)))
-    seconds: list[list[float]] = [[] for _ in made]
-    for _ in range(rounds):
-        for variant, taken in zip(made, seconds, strict=True):
-            variant.source.zero_()  # just written, as gradients are; and sums of sums stay finite
-            taken.append(timed(variant.run, calls))
+    seconds = take_turns({variant.name: partial(_turn, variant, calls) for variant in made}, rounds, warm_up=False)
     return [
-        Row(op, one.name, one.schedule, ranks, count * ELEMENT, count, statistics.median(taken), bad)
-        for one, taken, bad in zip(made, seconds, wrong, strict=True)
+        Row(
+            op,
+            variant.name,
+            variant.schedule,
+            ranks,
+            count * ELEMENT,
+            count,
+            statistics.median(seconds[variant.name]),
+            wrong[variant.name],
+        )
+        for variant in made
     ]
 
 
-def timed(run: Callable[[], object], calls: int) -> float:
-    """Seconds per call, all ranks starting together; the slowest rank's count."""
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    seconds = torch.tensor((time.perf_counter() - start) / calls, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return float(seconds)
+def _turn(variant: Variant, calls: int) -> float:
+    variant.source.zero_()  # just written, as gradients are; and sums of sums stay finite
+    return slowest_timed(variant.run, calls)
 
 
 def _wrong(op: str, count: int, variant: Variant) -> int:
-    """Elements of all ranks' results that differ from what is right; small whole numbers, which are summed exactly."""
+    """Count the elements of all ranks' results that are wrong, with small whole numbers, which are summed exactly."""
     rank, size = dist.get_rank(), dist.get_world_size()
     variant.load(_values(count, rank))
     variant.run()
@@ -106,12 +107,12 @@ def _right(op: str, count: int, rank: int, size: int) -> Tensor:
     if op == "all_gather":
         return torch.arange(count).remainder(7).add(torch.arange(count) // (count // size)).float()
     total = sum((_values(count, other) for other in range(size)), torch.zeros(count))
-    return total[own(count)] if op == "reduce_scatter" else total
+    return total[own_part(count)] if op == "reduce_scatter" else total
 
 
 @contextmanager
 def _progress(world: World, total: int) -> Iterator[Callable[[str], None]]:
-    """On rank 0 a bar on a terminal, elsewhere a line for each step; on stderr, so that the table can be kept."""
+    """Show progress on rank 0: a bar on a terminal, else a line for each step; on stderr, so the table can be kept."""
     console = Console(file=sys.stderr)
     if not world.is_main:
         yield lambda done: None

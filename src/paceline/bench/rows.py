@@ -1,9 +1,9 @@
-"""What was measured: a row for each size and variant, its bandwidths, and the fitted model's time beside it.
+"""The measurements: a row for each size and variant, its bandwidths, and the fitted model's time beside it.
 
 The bandwidths are those of nccl-tests (its doc/PERFORMANCE.md). Algorithm bandwidth is bytes of the whole tensor by
-time. Bus bandwidth multiplies it with what the collective cannot do without, so that it compares with the speed of the
-links whatever the number of ranks: 2 (p−1)/p for an all-reduce, (p−1)/p for reduce-scatter and all-gather, 1 for
-broadcast and reduce.
+time. Bus bandwidth multiplies it with the share of bytes that the collective must move at least: 2 (p−1)/p for an
+all-reduce, (p−1)/p for reduce-scatter and all-gather, 1 for broadcast and reduce. So it compares with the speed of the
+links, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Row:
     wrong: int
     """Elements with a wrong value, of all ranks."""
     model_seconds: float | None = None
-    """What the fitted model says."""
+    """Time by the fitted model."""
 
     @property
     def algbw(self) -> float:
@@ -55,18 +55,18 @@ class Row:
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Bus bandwidth by algorithm bandwidth."""
+    """Return bus bandwidth over algorithm bandwidth."""
     if op == "all_reduce":
         return 2 * (ranks - 1) / ranks
     return (ranks - 1) / ranks if op in ("reduce_scatter", "all_gather") else 1.0
 
 
 def fitted(rows: Sequence[Row], cores: int) -> tuple[Model | None, list[Row]]:
-    """The model that fits the rows of our algorithms, and the rows with its times; None where there is too little.
+    """Fit the model to the rows of our algorithms; returns it, and the rows with its times. None if they are too few.
 
     Args:
-        rows: what was measured.
-        cores: that the ranks share.
+        rows: the measurements.
+        cores: the cores that the ranks share.
     """
     samples = [
         Sample(build(row.schedule, row.ranks), row.nbytes, row.seconds) for row in rows if row.schedule is not None

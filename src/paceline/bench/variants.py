@@ -34,39 +34,39 @@ class Variant:
     schedule: str | None
     """The name of its schedule, if it is ours, for the model."""
     source: Tensor
-    """What a rank begins with: the whole tensor, or its own part of it."""
+    """The tensor that a rank begins with: the whole one, or its own part of it."""
     run: Callable[[], object]
-    """Does the collective once."""
+    """Carries out the collective once."""
     result: Tensor
-    """Where this rank's result is then: the whole tensor, or its own part of it."""
+    """The tensor that then holds this rank's result: the whole one, or its own part of it."""
 
     def load(self, values: Tensor) -> None:
-        """Begin with `values`, which are those of the whole tensor."""
-        self.source.copy_(values if self.source.numel() == values.numel() else values[own(values.numel())])
+        """Fill :attr:`source` from `values`, which are those of the whole tensor."""
+        self.source.copy_(values if self.source.numel() == values.numel() else values[own_part(values.numel())])
 
 
-def own(count: int) -> slice:
-    """This rank's part of a tensor of `count` elements."""
+def own_part(count: int) -> slice:
+    """Return this rank's part of a tensor of `count` elements."""
     part = count // dist.get_world_size()
     return slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
 
 
 def variants(op: str, count: int, backends: Sequence[str], gloo: Any) -> list[Variant]:
-    """The ways to do `op` on `count` float32; `gloo` is a group beside the world's own, which is ours."""
+    """Return the ways to do `op` on `count` float32; `gloo` is a group beside the world's own, which is ours."""
     made: list[Variant] = []
     if "algorithms" in backends:
         made += [_ours(op, name, torch.zeros(count), gloo) for name in OURS[op]]
     if "gloo" in backends:
-        made.append(_groups_own(op, "gloo", torch.zeros(count), gloo))
+        made.append(_of_group(op, "gloo", torch.zeros(count), gloo))
     if "paceline" in backends:
-        made.append(_groups_own(op, "paceline", torch.zeros(count), None))
+        made.append(_of_group(op, "paceline", torch.zeros(count), None))
         if op == "all_reduce" and (group := _shared_memory()) is not None:
-            made.append(_groups_own(op, ZERO_COPY, group.allocate(count, torch.float32), None))
+            made.append(_of_group(op, ZERO_COPY, group.allocate(count, torch.float32), None))
     return made
 
 
 def release(made: Sequence[Variant]) -> None:
-    """Give shared memory back."""
+    """Give the shared memory of these variants back."""
     for variant in made:
         if variant.name == ZERO_COPY and (group := _shared_memory()) is not None:
             group.free(variant.source)
@@ -80,12 +80,12 @@ def _shared_memory() -> PacelineProcessGroup | None:
 def _ours(op: str, name: str, tensor: Tensor, gloo: Any) -> Variant:
     function = getattr(algorithms, name)
     short = name.removesuffix(f"_{op}").replace("_", "-")
-    result = tensor[own(tensor.numel())] if op == "reduce_scatter" else tensor
+    result = tensor[own_part(tensor.numel())] if op == "reduce_scatter" else tensor
     return Variant(short, name, tensor, lambda: function(tensor, group=gloo, check=False), result)
 
 
-def _groups_own(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
-    """The collective of `group` itself; reduce-scatter and all-gather have a second tensor, for a rank's part."""
+def _of_group(op: str, name: str, tensor: Tensor, group: Any) -> Variant:
+    """Return the collective of `group` itself; reduce-scatter and all-gather have a second tensor for the part."""
     if op == "reduce_scatter":
         part = torch.zeros(tensor.numel() // dist.get_world_size())
         return Variant(name, None, tensor, lambda: dist.reduce_scatter_tensor(part, tensor, group=group), part)

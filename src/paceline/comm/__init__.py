@@ -1,1 +1,1 @@
-"""How bytes move between ranks."""
+"""Communication: the bytes that move between ranks."""

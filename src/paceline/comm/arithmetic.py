@@ -29,7 +29,7 @@ _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
 def supports(op: ReduceOp.RedOpType, dtype: torch.dtype) -> bool:
-    """Whether the reduction is done here; what is not goes to Gloo."""
+    """Tell whether the reduction is done here; others go to Gloo."""
     if op not in _COMBINE:
         return False
     if op in _BITWISE or dtype in _INTEGERS:
@@ -38,12 +38,12 @@ def supports(op: ReduceOp.RedOpType, dtype: torch.dtype) -> bool:
 
 
 def code_of(op: ReduceOp.RedOpType) -> int:
-    """A number for the reduction, the same on every rank."""
+    """Return a number for the reduction, the same on every rank."""
     return list(_COMBINE).index(op)
 
 
 def name_of(code: int) -> str:
-    """The reduction's name, by :func:`code_of` of it."""
+    """Return the name of the reduction with this :func:`code_of`."""
     names = [str(op).rpartition(".")[2] for op in _COMBINE]
     return names[code] if 0 <= code < len(names) else f"reduction {code}"
 
@@ -51,7 +51,7 @@ def name_of(code: int) -> str:
 def reduce_into(
     results: Sequence[Tensor], parts: Sequence[Tensor], op: ReduceOp.RedOpType, scale: float | None = None
 ) -> None:
-    """Combine `parts` in their order, times `scale`, and write what comes out to every one of `results`.
+    """Combine `parts` in their order, times `scale`, and write the result to every one of `results`.
 
     All are flat, of one dtype and length; results may be the parts themselves.
     """
@@ -75,7 +75,7 @@ def reduce_into(
 
 
 def share(count: int, place: int, places: int, align: int = 16) -> slice:
-    """The elements of `count` that the rank in `place` of `places` reduces; whole cache lines but for the last."""
+    """Return the elements of `count` that the rank in `place` of `places` reduces; whole cache lines, but the last."""
     per = -(-count // places)
     per = -(-per // align) * align
     return slice(min(count, place * per), min(count, (place + 1) * per))

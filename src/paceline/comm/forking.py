@@ -1,4 +1,4 @@
-"""Forked children, such as DataLoader workers: they leave what belongs to the rank alone.
+"""Forked children, such as DataLoader workers: they do not touch the groups and the memory of the rank.
 
 A child has copies of the rank's objects but not its threads. Gloo's destructor waits for such a thread for ever, and
 would say goodbye to the peers in the rank's name; so in a child no process group is ever destroyed, whoever lets go of

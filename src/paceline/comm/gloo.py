@@ -1,4 +1,4 @@
-"""A Gloo group among ranks that have all come, with a failure to connect said in our own words."""
+"""A Gloo group among ranks that have all come, whose failures to connect name ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from paceline.comm.gloo_visitors import find_stranger, own_sockets
 from paceline.errors import CommunicationError
 from paceline.rendezvous import is_private
-from paceline.rollcall import GRACE_S, missing_from, named_ranks, reason_of
+from paceline.rollcall import CONNECTION_REMEDY, GRACE_S, missing_from, named_ranks, reason_of
 
 
 def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> ProcessGroupGloo:
@@ -37,19 +37,18 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: 
             absent = [names[index] for index in missing_from(store, [f"connected/{r}" for r in range(size)], GRACE_S)]
         except RuntimeError:
             absent = []  # the store is gone
-        who = named_ranks(absent or [name for name in names if name != names[rank]])
-        why = "ended meanwhile, or is stuck" if absent else "cannot be reached, or failed as well"
+        others = named_ranks(absent or [name for name in names if name != names[rank]])
+        reason = "ended meanwhile, or is stuck" if absent else "cannot be reached, or failed as well"
         raise CommunicationError(
-            f"rank {names[rank]}: Gloo could not connect with {who} within {timeout.total_seconds():g} s, which {why} "
-            f"({reason_of(error)}); look for the first error of another rank; if there is none, name a network "
-            "interface through which the hosts reach each other in GLOO_SOCKET_IFNAME"
+            f"rank {names[rank]}: Gloo could not connect with {others} within {timeout.total_seconds():g} s, which "
+            f"{reason} ({reason_of(error)}); {CONNECTION_REMEDY}"
         ).because_of(absent) from error
 
 
 def _expect_no_stranger(sockets: set[int], name: int) -> None:
-    found = find_stranger(sockets, os.geteuid())
-    if found is not None:
-        port, user = found
+    stranger = find_stranger(sockets, os.geteuid())
+    if stranger is not None:
+        port, user = stranger
         who = f"by user {user}" if user >= 0 else "by a process that has ended"
         raise CommunicationError(
             f"rank {name}: Gloo's port {port} was connected to {who} while the process group was made, and may take it "

@@ -1,7 +1,7 @@
-"""Who has connected to Gloo: on one host the kernel knows whose process is at the other end of a connection.
+"""The processes that have connected to Gloo. On one host the kernel knows who is at the other end of a connection.
 
 Gloo takes anyone for a rank who connects to its port in time and sends the rank's number, which is small. He would
-get what is sent to that rank, and what he sends may be unpickled. So each rank looks, before it uses a new group.
+get the messages for that rank, and his own may be unpickled. So each rank looks, before it uses a new group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Connection:
 
 
 def own_sockets() -> set[int]:
-    """The inodes of this process's sockets."""
+    """Return the inodes of this process's sockets."""
     inodes = set()
     for descriptor in os.scandir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile
@@ -46,7 +46,7 @@ def own_sockets() -> set[int]:
 
 
 def connections(*tables: str) -> list[Connection]:
-    """Every TCP socket of this network namespace that a process has had a hand in lately, from ``tcp``, ``tcp6``."""
+    """Read every TCP socket of this network namespace that a process has held lately, from ``tcp``, ``tcp6``."""
     found = []
     for table in tables or ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # a kernel without IPv6
@@ -57,10 +57,10 @@ def connections(*tables: str) -> list[Connection]:
 
 
 def find_stranger(sockets: set[int], user: int) -> tuple[int, int] | None:
-    """As :func:`stranger`, in the kernel's tables as they are now; reading one takes milliseconds."""
+    """Call :func:`stranger` with the kernel's tables as they are now; reading one takes milliseconds."""
     table = connections("tcp")
     found = stranger(table, sockets, user)
-    if (found is None and any(one.state == _LISTENING and one.inode in sockets for one in table)) or (
+    if (found is None and any(line.state == _LISTENING and line.inode in sockets for line in table)) or (
         found is not None and found[1] >= 0
     ):
         return found
@@ -78,16 +78,16 @@ def stranger(table: list[Connection], sockets: set[int], user: int) -> tuple[int
     Returns:
         The port, and the other end's user, -1 if that has ended; None if there is no such connection.
     """
-    ours = [one for one in table if one.inode in sockets]
-    ports = {one.port for one in ours if one.state == _LISTENING}
-    accepted = [one for one in ours if one.state != _LISTENING and one.port in ports]
+    ours = [line for line in table if line.inode in sockets]
+    ports = {line.port for line in ours if line.state == _LISTENING}
+    accepted = [line for line in ours if line.state != _LISTENING and line.port in ports]
     if not accepted:
         return None
-    other_ends = {(one.local, one.remote): one for one in table}
-    for one in accepted:
-        other = other_ends.get((one.remote, one.local))
+    other_ends = {(line.local, line.remote): line for line in table}
+    for connection in accepted:
+        other = other_ends.get((connection.remote, connection.local))
         if other is None or other.inode == 0:
-            return one.port, -1
+            return connection.port, -1
         if other.user not in (user, _ROOT):
-            return one.port, other.user
+            return connection.port, other.user
     return None

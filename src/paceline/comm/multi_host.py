@@ -12,7 +12,7 @@ an element lies: so results do not depend on the layout of buckets, and all dtyp
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,25 +32,22 @@ _SMALL_BYTES = 64 * 1024
 """Shards up to this size are sent whole to every host: one round trip instead of two."""
 
 
-def rows_of(hosts: Sequence[Hashable]) -> list[list[int]]:
-    """The ranks of each host in ascending order; hosts in the order of their lowest rank."""
-    rows: dict[Hashable, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        rows.setdefault(host, []).append(rank)
-    return list(rows.values())
-
-
 class Hierarchy:
-    """What ranks of several hosts, equally many on each, do together: :class:`Collectives`' interface."""
+    """The collectives of ranks of several hosts, equally many on each, with :class:`Collectives`' interface."""
 
     def __init__(self, inside: Collectives, across: Any, rows: Sequence[Sequence[int]], names: Sequence[int]) -> None:
-        """`rows` are the ranks of each host; `across` is a Gloo group of those with this rank's place, host by host.
+        """Combine the collectives of this host with those of the ranks in this rank's place, host by host.
 
-        Messages call rank r ``names[r]``.
+        Args:
+            inside: the collectives of this host.
+            across: a Gloo group of the ranks in this rank's place on every host.
+            rows: the ranks of each host.
+            names: messages call rank r ``names[r]``.
         """
         self._inside, self._across = inside, across
         self._rows, self._names = rows, names
         self._host = across.rank()
+        """The index of this host in `rows`, which is this rank's place in `across`."""
         self.rank = rows[self._host][inside.place]
         self.size = sum(map(len, rows))
 
@@ -68,7 +65,7 @@ class Hierarchy:
             under_way.popleft()()
 
     def _begin_chunk(self, chunk: Tensor, op: ReduceOp.RedOpType, unit: int) -> Callable[[], None]:
-        """Reduce `chunk` inside and start to send this rank's shard; what is returned does the rest."""
+        """Reduce `chunk` inside and start to send this rank's shard; returns a function that does the rest."""
         places = self._inside.size
         count = chunk.numel()
         padded = chunk
@@ -78,10 +75,10 @@ class Hierarchy:
         pieces = list(padded.view(places, -1))
         shard = torch.empty_like(pieces[0])
         self._inside.reduce_scatter(shard, pieces, _plain(op))
-        exchanged = self._begin_exchange(shard, op)
+        finish_exchange = self._begin_exchange(shard, op)
 
         def finish() -> None:
-            exchanged()
+            finish_exchange()
             self._inside.all_gather(pieces, shard)
             if padded is not chunk:
                 chunk.copy_(padded[:count])
@@ -89,28 +86,30 @@ class Hierarchy:
         return finish
 
     def _begin_exchange(self, shard: Tensor, op: ReduceOp.RedOpType) -> Callable[[], None]:
-        """Start to reduce `shard` over the hosts; what is returned waits for it and adds."""
+        """Start to reduce `shard` over the hosts; returns a function that waits for it and adds."""
         hosts = len(self._rows)
         scale = 1 / self.size if op is ReduceOp.AVG else None
         if hosts == 2 or shard.numel() * shard.element_size() <= _SMALL_BYTES:
             everyone = shard.new_empty(hosts, shard.numel())
-            whole = self._gather_across(everyone, shard)
+            wait = self._gather_across(everyone, shard)
 
             def add() -> None:
-                whole()
+                wait()
                 reduce_into([shard], list(everyone), _plain(op), scale)
 
             return add
 
         parts = torch.empty_like(shard)
         options = AllToAllOptions()
-        sent = self._start("reduction", self._across.alltoall_base, _bytes(parts), _bytes(shard), [], [], options)
+        wait_for_parts = self._start(
+            "reduction", self._across.alltoall_base, _bytes(parts), _bytes(shard), [], [], options
+        )
 
         def add_and_share() -> None:
-            sent()
-            mine = shard.new_empty(shard.numel() // hosts)
-            reduce_into([mine], list(parts.view(hosts, -1)), _plain(op), scale)
-            self._gather_across(shard, mine)()
+            wait_for_parts()
+            total = shard.new_empty(shard.numel() // hosts)
+            reduce_into([total], list(parts.view(hosts, -1)), _plain(op), scale)
+            self._gather_across(shard, total)()
 
         return add_and_share
 
@@ -125,14 +124,14 @@ class Hierarchy:
         self._inside.broadcast(tensor, place)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Every rank's `tensor`, into `outputs` in the order of ranks."""
+        """Copy every rank's `tensor` into `outputs`, in the order of ranks."""
         everyone = tensor.new_empty(len(self._rows), tensor.numel())
         self._gather_across(everyone, tensor)()
-        for row, given in zip(self._rows, everyone, strict=True):
-            self._inside.all_gather([outputs[rank] for rank in row], given)
+        for row, tensors in zip(self._rows, everyone, strict=True):
+            self._inside.all_gather([outputs[rank] for rank in row], tensors)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp.RedOpType) -> None:
-        """The reduction over all ranks of their input number `rank`, into `output`."""
+        """Reduce over all ranks their input number `rank`, into `output`."""
         sums = output.new_empty(len(self._rows), output.numel())
         for row, total in zip(self._rows, sums, strict=True):
             self._inside.reduce_scatter(total, [inputs[rank] for rank in row], _plain(op))
@@ -151,14 +150,14 @@ class Hierarchy:
     # -- across hosts -------------------------------------------------------------------------------------------
 
     def _gather_across(self, everyone: Tensor, tensor: Tensor) -> Callable[[], None]:
-        """Start to collect every host's `tensor`; what is returned waits."""
+        """Start to collect every host's `tensor`; returns a function that waits."""
         if tensor.numel() == 0:
             return lambda: None
         gather = self._across._allgather_base
         return self._start("all-gather", gather, _bytes(everyone), _bytes(tensor), AllgatherOptions())
 
-    def _start(self, what: str, function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
-        """Begin one of Gloo's collectives; what is returned waits for it."""
+    def _start(self, collective: str, function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
+        """Begin one of Gloo's collectives; returns a function that waits for it."""
 
         def guarded(call: Callable[[], Any]) -> Any:
             try:
@@ -166,17 +165,17 @@ class Hierarchy:
             except PacelineError:
                 raise
             except RuntimeError as error:
-                raise failed(f"{what} between hosts", self._names, self._names[self.rank], error) from error
+                raise failed(f"{collective} between hosts", self._names, self._names[self.rank], error) from error
 
         work = guarded(lambda: function(*arguments))
         return lambda: guarded(work.wait)
 
 
 def _plain(op: ReduceOp.RedOpType) -> ReduceOp.RedOpType:
-    """The reduction without what follows it: an average is a sum that is scaled at the very end."""
+    """Return the reduction without its scaling: an average is a sum that is scaled at the very end."""
     return ReduceOp.SUM if op is ReduceOp.AVG else op
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as bytes, which Gloo carries for every dtype."""
+    """View a contiguous tensor as bytes, which Gloo carries for every dtype."""
     return tensor.view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and the collectives that suit it."""
+"""Opens the native collectives of a group, as its ranks lie on hosts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.comm.gloo import connect_gloo
-from paceline.comm.multi_host import Hierarchy, rows_of
+from paceline.comm.multi_host import Hierarchy
 from paceline.comm.shm import descriptors
 from paceline.comm.shm.arena import Arena
 from paceline.comm.shm.collectives import Collectives
 from paceline.comm.shm.engine import Engine
-from paceline.comm.shm.handshake import Refused, agree_on_hosts, connect
+from paceline.comm.shm.handshake import connect
+from paceline.comm.topology import Refused, agree_on_hosts, rows_of
 from paceline.rendezvous import private_store
 
 
 def agree_on_rows(
     store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]
 ) -> list[list[int]] | None:
-    """The ranks of each host; all ranks call this together, before they connect in any other way.
+    """Find the ranks of each host; all ranks call this together, before they connect in any other way.
 
-    None where shared memory cannot be used or would not help; then one warning on rank 0 says why.
+    Returns None where shared memory cannot be used or would not help; then one warning on rank 0 says why.
 
     Raises:
         UsageError: on every rank, if one has too few file descriptors for the group.
@@ -50,14 +51,14 @@ def agree_on_rows(
 def open_collectives(
     store: Store, rank: int, rows: Sequence[Sequence[int]], timeout: timedelta, names: Sequence[int]
 ) -> tuple[Engine, Collectives | Hierarchy]:
-    """This rank's engine with the ranks of its host, and the collectives of all ranks; all call this together.
+    """Open this rank's engine with the ranks of its host, and the collectives of all ranks; all call this together.
 
     Args:
         store: one that only this group uses.
         rank: this one.
         rows: as :func:`agree_on_rows` gave them.
         timeout: of the group.
-        names: what messages call each rank.
+        names: messages call rank r ``names[r]``.
 
     Raises:
         CommunicationError: if a rank ends or does not come.

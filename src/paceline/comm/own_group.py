@@ -20,7 +20,7 @@ from paceline.meeting import meet
 
 
 def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | None) -> Any:
-    """A new process group of the ranks of `group`, in their order; called by all of them together.
+    """Open a process group of the ranks of `group`, in their order; all of them call this together.
 
     Raises:
         CommunicationError: if a rank does not come in time.
@@ -30,17 +30,17 @@ def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | 
     timeout = timeout or c10d._get_default_timeout(dist.Backend(backend))
     number = meet(store, group.rank(), group.size(), timeout, ranks)
     name = f"{group.group_name}/own/{number}"
-    own, _ = c10d._new_process_group_helper(
+    opened, _ = c10d._new_process_group_helper(
         group.size(), group.rank(), ranks, dist.Backend(backend), store, name, timeout=timeout
     )
-    _forget(own, name)
-    keep_in_children(own)
+    _forget(opened, name)
+    keep_in_children(opened)
     keep_in_children(group)  # torch does not know it any more once it is destroyed
-    return own
+    return opened
 
 
 def _forget(group: Any, name: Any) -> None:
-    """Take a new group out of what torch knows."""
+    """Take a new group out of torch's tables."""
     world: Any = dist.distributed_c10d._world
     for table in (world.pg_map, world.pg_names, world.pg_backend_config):
         table.pop(group)
@@ -51,5 +51,5 @@ def _forget(group: Any, name: Any) -> None:
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether `group`, which torch made, has not been destroyed."""
+    """Tell whether `group`, which torch made, has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map

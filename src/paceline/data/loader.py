@@ -13,8 +13,9 @@ import torch
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
+from paceline.data.arguments import find_place
 from paceline.data.fetch import Collate, Failure, Fetch
-from paceline.data.position import Position, find_place
+from paceline.data.position import Position
 from paceline.data.sampler import GlobalBatchSampler
 from paceline.data.stream import End, GlobalBatchStream, Reader
 from paceline.data.workers import lost_worker, watch

@@ -1,4 +1,4 @@
-"""The position of a run in its data: the epoch, and how many of its global batches were consumed.
+"""The place of a run in its data: the epoch, and how many of its global batches were consumed.
 
     begin ──► hand_over, once a batch is asked for ──► finish (epoch + 1, position 0)
       a pass over what is left of the epoch      └──► leave: the pass ended before the epoch did
@@ -11,22 +11,19 @@ last consumed batch, so looking at a batch does not use it up.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from operator import index
-from typing import Any, SupportsIndex
+from typing import Any
 
-import torch.distributed as dist
-
-from paceline import sources, world
+from paceline import sources
+from paceline.data.arguments import at_least, find_place
 from paceline.data.consumption import Consumption
+from paceline.data.epoch_position import EpochPosition
 from paceline.digests import outline_digest
 from paceline.errors import CheckpointMismatch, UsageError
-from paceline.rng import derive_seed
 
 
-class Position:
-    """Epoch and position of a data source, shared by sampler and stream.
+class Position(EpochPosition):
+    """Epoch and position, in global batches, of a sampler or a stream.
 
     Attributes:
         epoch: the pass over the data that the next batch belongs to, from 0.
@@ -38,26 +35,23 @@ class Position:
         self.seed = at_least("seed", seed, 0)
         self.drop_last = drop_last
         self.rank, self.world_size = find_place(*place)
-        self.epoch = 0
-        self.position = 0
+        self._begin_at_the_start()
         self._end: int | None = None  # the epoch's number of global batches, where the position alone tells it
-        self._started = (0, 0)  # epoch and position at which the latest pass began
         self._named = False  # set_epoch named the epoch, and nothing of it was consumed since
         self._reported = False  # batches were handed over, or advance was called, in the latest pass
         self.passes = 0  # begun so far
         self._consumption = Consumption()  # how much of the latest pass the script has used up
-        self.key = sources.key_of_caller() if self.world_size > 1 else -1
         self._origin = sources.Origin()  # of the latest pass, for the other ranks; made when it is first asked for
         self._origin_of = -1  # the pass that it is of
         self._data = -1  # digest of the data set
 
     @property
     def length(self) -> int | None:
-        """The epoch's number of global batches; None for a stream whose end was not seen yet."""
+        """Number of global batches in the epoch; None for a stream whose end was not seen yet."""
         return self._end
 
     def tickets(self) -> Iterator[Any]:
-        """Yield one ticket for each global batch that is left in the pass, for a worker to fetch."""
+        """Yield a ticket to fetch for each global batch that is left in the pass."""
         raise NotImplementedError
 
     def begin(self) -> None:
@@ -134,14 +128,13 @@ class Position:
         self._move(self.epoch + 1, 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass; it wins over the epoch that advances by itself.
+        """Set the epoch that the next pass belongs to; it wins over the epoch that advances by itself.
 
         Another epoch than the current one starts from its beginning. Naming the current one keeps the
         position, so a script that calls this at the top of its loop over epochs resumes in the middle of one.
         Named after its last batch was consumed, the next pass has nothing left to yield.
         """
-        if at_least("epoch", epoch, 0) != self.epoch:
-            self._move(epoch, 0)
+        super().set_epoch(epoch)
         self._named = True
 
     def set_position(self, position: int) -> None:
@@ -158,7 +151,7 @@ class Position:
         self.set_position(0)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Return epoch, position, and the data they refer to; the same on every rank, for any number of ranks.
+        """Return epoch and position, and the settings that they are relative to; the same for any number of ranks.
 
         The position is behind the last batch that an optimizer step followed. Where no step has ever followed a batch
         of this source, it is behind the last one that was handed over.
@@ -167,12 +160,11 @@ class Position:
             consumed: for loaders that do not report what was consumed: how many batches the script has taken
                 since it began the latest pass. None takes the reported position.
         """
-        epoch, position = self.epoch, self.position
-        if consumed is not None:
-            epoch, position = self._started[0], self._started[1] + at_least("consumed", consumed, 0)
-        elif self.position == self._consumption.handed:
-            position = self._consumption.position()
-        return {"epoch": epoch, "position": position, **self._identity(), **self._mark(epoch, position)}
+        state = self._state(consumed)
+        return {**state, **self._mark(state["epoch"], state["position"])}
+
+    def _known_position(self) -> int:
+        return self._consumption.position() if self.position == self._consumption.handed else self.position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken; the number of ranks may differ.
@@ -181,12 +173,7 @@ class Position:
             CheckpointMismatch: if batch size, seed or data differ, so that the position would mean something
                 else.
         """
-        for name, ours in self._identity().items():
-            if (theirs := state.get(name)) != ours:
-                raise CheckpointMismatch(
-                    f"rank {self.rank}: {name} was {theirs!r} when the checkpoint was written but is "
-                    f"{ours!r} now; {REMEDIES[name].format(theirs)}, or start over without the saved position"
-                )
+        self._expect_settings(state, self._identity())
         try:
             epoch, position = at_least("epoch", state["epoch"], 0), at_least("position", state["position"], 0)
         except (KeyError, UsageError) as error:
@@ -203,12 +190,9 @@ class Position:
 
     def origin_in(self, epoch: int | None) -> sources.Origin:
         """Describe the data and, unless `epoch` is None, its order in that epoch."""
-        return sources.Origin(
-            source=self.key,
+        return self._describe_origin(
             samples=self._samples(),
             batch_size=self.batch_size,
-            drop_last=bool(self.drop_last),
-            seed=self.seed if self.seed < sources.LIMIT else sources.short(derive_seed(self.seed)),
             data=self._data,
             order=-1 if epoch is None else self._order_digest(epoch),
             epoch=-1 if epoch is None else epoch,
@@ -228,15 +212,17 @@ class Position:
         return -1
 
     def _identity(self) -> dict[str, Any]:
-        """Return the settings and data that a position refers to; they must be equal when it is loaded."""
         return {"batch_size": self.batch_size, "seed": self.seed, "drop_last": self.drop_last}
 
+    def _remedy(self, name: str, theirs: Any) -> str:
+        return f"{REMEDIES[name].format(theirs)}, or start over without the saved position"
+
     def _mark(self, epoch: int, position: int) -> dict[str, Any]:
-        """Return further facts about this position."""
+        """Return further facts about this position, to be saved with it."""
         return {}
 
     def _move(self, epoch: int, position: int, length: int | None = None) -> None:
-        self.epoch, self.position = epoch, position
+        super()._move(epoch, position)
         self._end = length
         self._named = False
         self._consumption.moved()
@@ -249,34 +235,3 @@ REMEDIES = {
     "size": "the data has changed, so resume with the same {} samples",
     "shuffle": "another order makes the position meaningless, so use shuffle={}",
 }
-
-
-def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return rank and world size: the arguments, else the process group's, else one rank alone.
-
-    Raises:
-        UsageError: if they contradict each other, or a launcher started several ranks but no process group
-            exists.
-    """
-    if rank is None or world_size is None:
-        here = (0, 1)
-        if dist.is_available() and dist.is_initialized():
-            current = world.current()
-            here = (current.rank, current.size)
-        elif os.environ.get("WORLD_SIZE", "1") != "1":
-            raise UsageError(
-                f"WORLD_SIZE={os.environ['WORLD_SIZE']} but there is no process group yet, so the data "
-                "cannot be split; call paceline.init() first, or give rank= and world_size="
-            )
-        rank, world_size = here[0] if rank is None else rank, here[1] if world_size is None else world_size
-    at_least("world_size", world_size, 1)
-    if at_least("rank", rank, 0) >= world_size:
-        raise UsageError(f"rank {rank} is not below world_size {world_size}; give a rank in 0..{world_size - 1}")
-    return rank, world_size
-
-
-def at_least(name: str, value: int, least: int) -> int:
-    """Return `value` if it is a whole number and not below `least`."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < least:
-        raise UsageError(f"{name} must be a whole number >= {least}, not {value!r}")
-    return index(value)

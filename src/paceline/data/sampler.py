@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import Sampler
 
 from paceline import sources
+from paceline.data.arguments import size_of
 from paceline.data.partition import batch_bounds, batch_count, slice_bounds
-from paceline.data.position import Position, at_least
+from paceline.data.position import Position
 from paceline.digests import quick_digest
 from paceline.errors import CheckpointMismatch, UsageError
 from paceline.rng import derive_seed, preserved, sow
@@ -77,7 +78,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         world_size: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, drop_last, (rank, world_size))
-        self.size = _size(dataset)
+        self.size = size_of(dataset)
         if not isinstance(dataset, int):
             self.describe(dataset)
         self.shuffle = shuffle
@@ -106,7 +107,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         return callable(self._order)
 
     def length_of(self, epoch: int) -> int:
-        """Global batches in `epoch`; of the user's order only that epoch's is asked for."""
+        """Return the number of global batches in `epoch`; of the user's order only that epoch's is asked for."""
         count = self.size if self._order is None else len(self._make_order(epoch))
         return batch_count(count, self.batch_size, self.drop_last)
 
@@ -123,7 +124,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         return len(self) - self.position
 
     def tickets(self) -> Iterator[Slice]:
-        """This rank's slice of each global batch that is left in the pass."""
+        """Yield this rank's slice of each global batch that is left in the pass."""
         epoch, start = self._started
         order = self._order_of(epoch)
         for number in range(start, batch_count(len(order), self.batch_size, self.drop_last)):
@@ -133,10 +134,10 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.begin()
-        for share in self.tickets():
+        for indices in self.tickets():
             self._fetched += 1
             sources.hand_over(self)
-            yield share
+            yield indices
         self._fetched = 0
         if not self._reported and (self.epoch, self.position) == self._started:
             self.finish()
@@ -154,7 +155,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         super().advance(batches)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Epoch and position, and what they are relative to; the same on every rank, for any number of ranks.
+        """Return epoch and position, and the settings that they are relative to; the same for any number of ranks.
 
         Args:
             consumed: for loaders that do not report what was consumed: how many batches the script has taken
@@ -208,7 +209,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         return {"order": self._digest(epoch) if position else None}
 
     def _digest(self, epoch: int) -> str | None:
-        """A fingerprint of the epoch's order where the user gave it; (seed, epoch) decides the others."""
+        """Return a fingerprint of the epoch's order where the user gave it; (seed, epoch) decides the others."""
         if self._order is None:
             return None
         return hashlib.sha256(self._order_of(epoch).numpy().tobytes()).hexdigest()[:16]
@@ -222,21 +223,21 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         return self.size if self._order is None else len(self._order_of(self.epoch))
 
     def _order_of(self, epoch: int) -> torch.Tensor:
-        """The indices of an epoch, shape (samples,), int64."""
+        """Return the indices of an epoch, shape (samples,), int64."""
         if self._cached is None or self._cached[0] != epoch:
             self._cached = (epoch, self._make_order(epoch))
         return self._cached[1]
 
     def _make_order(self, epoch: int) -> torch.Tensor:
         if self._order is not None:
-            return _checked(self._given_order(epoch), self.size, epoch)
+            return _checked(self._users_order(epoch), self.size, epoch)
         if self.shuffle:
             generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
             return torch.randperm(self.size, generator=generator)
         return torch.arange(self.size)
 
-    def _given_order(self, epoch: int) -> Any:
-        """The user's order; what it draws from the global generators is the same on every rank and after a resume."""
+    def _users_order(self, epoch: int) -> Any:
+        """Return the user's order. It draws the same from the global generators on every rank and after a resume."""
         if not callable(self._order):
             return self._order
         with preserved():
@@ -244,16 +245,16 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             return self._order(epoch)
 
 
-def _checked(given: Any, size: int, epoch: int) -> torch.Tensor:
-    """The order that the user gave, as int64 indices in range."""
-    if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+def _checked(users_order: Any, size: int, epoch: int) -> torch.Tensor:
+    """Return the user's order as int64 indices in range."""
+    if not (hasattr(users_order, "__len__") and hasattr(users_order, "__getitem__")):
         raise UsageError(
             f"order must be a sequence of indices, or a function of the epoch that returns one, not a "
-            f"{type(given).__name__}; for a sampler give a function, such as lambda epoch: list(sampler)"
+            f"{type(users_order).__name__}; for a sampler give a function, such as lambda epoch: list(sampler)"
         )
-    if len(given) == 0:
+    if len(users_order) == 0:
         raise UsageError(f"the order of epoch {epoch} is empty; give at least one index")
-    order = torch.as_tensor(given)
+    order = torch.as_tensor(users_order)
     if order.dim() != 1 or order.is_floating_point() or order.dtype == torch.bool:
         raise UsageError(
             f"the order of epoch {epoch} has dtype {order.dtype} and shape {tuple(order.shape)}; give whole numbers"
@@ -265,16 +266,3 @@ def _checked(given: Any, size: int, epoch: int) -> torch.Tensor:
             f"samples; give indices in 0..{size - 1}"
         )
     return order.to(torch.int64)
-
-
-def _size(dataset: Sized | int) -> int:
-    if isinstance(dataset, int):
-        return at_least("the number of samples", dataset, 1)
-    name = type(dataset).__name__
-    try:
-        size = len(dataset)
-    except TypeError:
-        raise UsageError(f"{name} has no length; for an IterableDataset use paceline.data.GlobalBatchStream") from None
-    if size < 1:
-        raise UsageError(f"{name} has no samples; give a data set with at least one")
-    return size

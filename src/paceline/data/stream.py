@@ -16,10 +16,10 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import Dataset, get_worker_info
 
+from paceline.data.arguments import iterable_anew
 from paceline.data.fetch import Collate, Failure, own_streams
 from paceline.data.partition import slice_bounds
 from paceline.data.position import Position
-from paceline.errors import UsageError
 from paceline.rng import derive_seed, sow
 
 
@@ -58,19 +58,11 @@ class GlobalBatchStream(Position):
         world_size: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, drop_last, (rank, world_size))
-        name = type(dataset).__name__
-        if isinstance(dataset, Iterator):
-            raise UsageError(
-                f"{name} is an iterator, which can be read only once and so neither split nor resumed; give "
-                "an IterableDataset whose __iter__ begins anew"
-            )
-        if not isinstance(dataset, Iterable):
-            raise UsageError(f"{name} cannot be iterated; give an IterableDataset")
-        self.dataset = dataset
+        self.dataset = iterable_anew(dataset)
         self.describe(dataset)
 
     def tickets(self) -> Iterator[Ticket]:
-        """One ticket for each global batch that is left, and without end: only reading tells where it is."""
+        """Yield a ticket for each global batch that is left, without end: only reading tells where it is."""
         epoch, start = self._started
         if start != self.length:
             yield from (Ticket(epoch, number) for number in count(start))
@@ -85,7 +77,7 @@ class GlobalBatchStream(Position):
 
 @dataclass(frozen=True)
 class Ticket:
-    """Which global batch of which epoch to read."""
+    """A global batch of an epoch, to be read."""
 
     epoch: int
     number: int
@@ -93,7 +85,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class End:
-    """The stream has no such batch."""
+    """Stands for a batch beyond the end of the stream."""
 
 
 class Reader(Dataset[Any]):
@@ -110,14 +102,14 @@ class Reader(Dataset[Any]):
         self._seen = 0  # samples read
 
     def __getitem__(self, ticket: Ticket) -> Any:
-        where = f"batch {ticket.number} of epoch {ticket.epoch}"
+        batch_name = f"batch {ticket.number} of epoch {ticket.epoch}"
         with own_streams():
             try:
                 with undivided():
                     batch = self._read(ticket)
             except Exception as error:
                 self._samples = None
-                return Failure.of(error, self.rank, f"sample {self._seen} of the stream ({where} was due)")
+                return Failure.of(error, self.rank, f"sample {self._seen} of the stream ({batch_name} was due)")
             if not batch or (self.drop_last and len(batch) < self.batch_size):
                 return End()
             low, high = slice_bounds(len(batch), self.rank, self.world_size)
@@ -128,11 +120,11 @@ class Reader(Dataset[Any]):
                 return self.collate_fn(batch[low:high])
             except Exception as error:
                 first = ticket.number * self.batch_size
-                what = f"samples {first + low} to {first + high - 1} of the stream ({where})"
-                return Failure.of(error, self.rank, what)
+                samples = f"samples {first + low} to {first + high - 1} of the stream ({batch_name})"
+                return Failure.of(error, self.rank, samples)
 
     def _read(self, ticket: Ticket) -> list[Any]:
-        """The whole global batch, short or empty at the stream's end."""
+        """Read the whole global batch; it is short or empty at the stream's end."""
         if self._samples is None or self._epoch != ticket.epoch or self._next > ticket.number:
             self._samples, self._epoch, self._next, self._seen = None, ticket.epoch, 0, 0
         while True:

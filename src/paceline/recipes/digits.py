@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -18,8 +17,9 @@ from torch.utils.data import TensorDataset
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CheckpointError, MissingExtra, UsageError
+from paceline.launch.program import ProgramConfig, option
 from paceline.output_files import check_file, write_file
-from paceline.recipes.recipe_report import Report, print_report, report_of
+from paceline.recipes.recipe_report import Report, gather_report, print_report
 from paceline.rng import set_seed
 from paceline.train import Evaluation, Result, TrainConfig, Trainer
 from paceline.world import World, init
@@ -29,20 +29,20 @@ LABEL_SMOOTHING = 0.1  # 1,437 images are learnt by heart otherwise: 0.97 instea
 
 
 @dataclass(frozen=True)
-class DigitsConfig:
+class DigitsConfig(ProgramConfig):
     """The options of ``paceline train digits``."""
 
-    epochs: int = 20
-    batch_size: int = 32
-    lr: float = 0.1
-    seed: int = 0
-    accumulate: int = 1
-    checkpoint_dir: str | None = None
-    checkpoint_every: int | None = None
-    resume: bool = False
-    allow_changed_settings: bool = False
-    json: str | None = None
-    backend: str | None = None
+    epochs: int = option(20, "Passes over the training data.")
+    batch_size: int = option(32, "Global batch: samples per step, all ranks.")
+    lr: float = option(0.1, "Learning rate.")
+    seed: int = option(0, "Decides initial weights and the order of samples.")
+    accumulate: int = option(1, "Micro-batches per step and rank.")
+    checkpoint_dir: str | None = option(None, "Where checkpoints go.", "DIR")
+    checkpoint_every: int | None = option(None, "Steps between two checkpoints.")
+    resume: bool = option(False, "Go on from the newest checkpoint.")
+    allow_changed_settings: bool = option(False, "Resume although settings differ: this run's are taken over.")
+    json: str | None = option(None, "Write the results there as JSON.", "FILE")
+    backend: str | None = option(None, "Process group: paceline, gloo, nccl, …")
 
     def check(self) -> None:
         """Refuse what cannot work, before any rank starts.
@@ -77,15 +77,6 @@ class DigitsConfig:
         if find_spec("sklearn") is None:
             raise MissingExtra("scikit-learn", "digits", "the digits recipe")
 
-    def to_json(self) -> str:
-        """The options as one argument for the ranks."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> DigitsConfig:
-        """What :meth:`to_json` made."""
-        return cls(**json.loads(text))
-
 
 class DigitsNet(nn.Sequential):
     """Three convolutions and a linear layer, 30,634 parameters: (batch, 1, 8, 8) to (batch, 10) logits.
@@ -108,7 +99,7 @@ class DigitsNet(nn.Sequential):
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
-    """Training and held-out images: (n, 1, 8, 8) float32 in 0..1, and labels (n,) int64; the split never changes."""
+    """Load training and held-out images, (n, 1, 8, 8) float32 in 0..1, and labels, (n,) int64; always split alike."""
     from sklearn.datasets import load_digits as bundled
     from sklearn.model_selection import train_test_split
 
@@ -120,14 +111,14 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
-    """Summed cross-entropy of a batch, with smoothed labels, and its number of samples."""
+    """Return the summed cross-entropy of a batch, with smoothed labels, and its number of samples."""
     images, labels = _on_device_of(model, batch)
     loss = F.cross_entropy(model(images), labels, reduction="sum", label_smoothing=LABEL_SMOOTHING)
     return loss, len(labels)
 
 
 def summed_metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], int]:
-    """How many of a batch are right, and their summed loss."""
+    """Count how many of a batch are right, and sum their loss."""
     images, labels = _on_device_of(model, batch)
     logits = model(images)
     right = (logits.argmax(1) == labels).sum()
@@ -161,11 +152,11 @@ def train_digits(config: DigitsConfig, world: World) -> tuple[Report, Result]:
     )
     evaluation = Evaluation(held_out, summed_metrics, ("accuracy", "test_loss"))
     result = Trainer(model, optimizer, summed_loss, loader, settings, evaluation).fit()
-    return report_of(model, result, world), result
+    return gather_report(model, result, world), result
 
 
 def main(text: str) -> None:
-    """A rank's work: train, and on rank 0 print the report.
+    """Train on this rank, and print the report on rank 0.
 
     Raises:
         CheckpointError: at the end, if what was trained could not be saved.
@@ -174,8 +165,8 @@ def main(text: str) -> None:
     with init(config.backend) as world:
         report, result = train_digits(config, world)
         if world.is_main:
-            print_report("digits", report)
-            write_file("--json", config.json, json.dumps(asdict(report), indent=2) + "\n")
+            print_report("digits", report, ("accuracy",))
+            write_file("--json", config.json, report.to_json())
         if result.steps in result.failed_saves:
             raise CheckpointError(
                 f"training has ended at step {result.steps}, but that step is not saved in {config.checkpoint_dir}; "

@@ -1,8 +1,10 @@
-"""What a recipe ends with: a table for people, and the same as JSON for programs."""
+"""The outcome of a recipe's run: a table for people, and the same as JSON for programs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 from rich.table import Table
@@ -19,10 +21,8 @@ from paceline.world import World
 class Report:
     """The outcome of a recipe's run."""
 
-    accuracy: float
-    """Share of the held-out samples that are right, 0..1."""
-    test_loss: float
-    """Mean loss over the held-out samples."""
+    metrics: Mapping[str, float]
+    """Means over the held-out samples, by the names that the recipe gives its :class:`~paceline.train.Evaluation`."""
     steps: int
     """Optimizer steps since the very beginning."""
     seconds: float
@@ -42,15 +42,19 @@ class Report:
     resumed_from_step: int | None
     """Step of the checkpoint that this run went on from; None for a fresh start."""
 
+    def to_json(self) -> str:
+        """Return the report as text, with the metrics beside the other figures."""
+        figures = asdict(self)
+        return json.dumps({**figures.pop("metrics"), **figures}, indent=2) + "\n"
 
-def report_of(model: DistributedDataParallel, result: Result, world: World) -> Report:
-    """Gather the report; collective, the same on every rank but for the times."""
+
+def gather_report(model: DistributedDataParallel, result: Result, world: World) -> Report:
+    """Gather the report; all ranks call it together. It is the same on every rank but for the times."""
     hashes = [""] * world.size
     with collective("comparison of weights"):
         dist.all_gather_object(hashes, weights_sha256(model))
     return Report(
-        accuracy=result.metrics["accuracy"],
-        test_loss=result.metrics["test_loss"],
+        metrics=dict(result.metrics),
         steps=result.steps,
         seconds=result.seconds,
         samples_per_second=result.samples_per_second,
@@ -63,12 +67,13 @@ def report_of(model: DistributedDataParallel, result: Result, world: World) -> R
     )
 
 
-def print_report(recipe: str, report: Report) -> None:
-    """Print the table."""
+def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
+    """Print the table, in which `metrics` come first."""
     table = Table(title=f"{recipe}, {report.world_size} rank{'s' if report.world_size > 1 else ''}", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right", overflow="fold")
-    table.add_row("accuracy", f"{report.accuracy:.4f}")
+    for name in metrics:
+        table.add_row(name.replace("_", " "), f"{report.metrics[name]:.4f}")
     table.add_row("steps", f"{report.steps:,}")
     if report.resumed_from_step is not None:
         table.add_row("resumed from step", f"{report.resumed_from_step:,}")

@@ -1,9 +1,9 @@
 """Collectives from first principles: each one a schedule of messages, over send and receive of any process group.
 
-schedule.py     what a schedule is, and who holds what after each step
+schedule.py     the schedule, and the chunks that each rank holds after each step
 linear.py  tree.py  scatter.py  ring.py  halving.py  hierarchical.py      the algorithms: pure, each with its law
 schedules.py    all of them by name
-members.py      the ranks of a group: messages between them, and their agreement before the first one
+participants.py the ranks of a group: messages between them, and their agreement before the first one
 execute.py      a schedule run on a tensor
 functions.py    the collectives, as called
 """

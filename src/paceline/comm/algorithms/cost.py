@@ -1,4 +1,4 @@
-"""What an algorithm costs: the alpha-beta-gamma model, counted from its schedule; its fit; and the choice it allows.
+"""The cost of an algorithm: the alpha-beta-gamma model, counted from its schedule; its fit; and the choice it allows.
 
 A message costs alpha seconds, and beta for each byte; to reduce a byte costs gamma. Hockney, "The communication
 challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20 (1994); with gamma as in Thakur, Rabenseifner &
@@ -22,10 +22,10 @@ Two things of the real world change that:
 - Ranks that share a host's `cores` copy every byte twice, once to send and once to receive it, and that is work of the
   CPU. A step moves no faster than all its copies and sums, divided by the cores. With 2 ranks on 2 cores the ring then
   takes as long as the tree: what matters is the work of all ranks together, not how evenly it is spread.
-  Measured over Gloo on 2 cores by ``benchmarks/algorithms.py``, from 64 KB to 25 MB: with 2 ranks the fitted model is
-  off by 10 % in the median and 28 % at most (34 of 44 times within 20 %), with 4 ranks by 13 % and 38 % (35 of 44).
-  Without `cores` it is off by 19 % and 41 % in the median. With 2 ranks
-  ring, halving-doubling and hierarchy send the very same messages, and their times differ by up to 25 %.
+  Measured over Gloo on 2 cores, from 64 KB to 25 MB (2026-11-20, kept in ``benchmarks/results``): with 2 ranks the
+  fitted model is off by 10 % in the median and 28 % at most (34 of 44 times within 20 %), with 4 ranks by 13 % and 38 %
+  (35 of 44). Without `cores` it is off by 19 % and 41 % in the median. With 2 ranks ring, halving-doubling and
+  hierarchy send the very same messages, and their times differ by up to 25 %.
 - Between hosts messages cost `across`, and all ranks of a host share its way out.
 """
 
@@ -46,7 +46,7 @@ LARGEST = 2**40
 
 
 class Link(NamedTuple):
-    """Between hosts."""
+    """The cost of messages between hosts."""
 
     alpha: float
     """Seconds for a message."""
@@ -55,7 +55,7 @@ class Link(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What messages and sums cost."""
+    """The costs of messages and sums."""
 
     alpha: float
     """Seconds for a message."""
@@ -69,58 +69,58 @@ class Model(NamedTuple):
     """Messages between hosts, if they cost something else."""
 
     def seconds(self, schedule: Schedule, nbytes: float, hosts: Sequence[Hashable] | None = None) -> float:
-        """The time that `schedule` takes for a tensor of `nbytes`, with the ranks on `hosts`, by default on one."""
+        """Return the seconds of `schedule` for a tensor of `nbytes`, with the ranks on `hosts`, by default on one."""
         if self.across is None or hosts is None:
             messages, moved, reduced = features(schedule, nbytes, self.cores)
             return self.alpha * messages + self.beta * moved + self.gamma * reduced
         return sum(self._step(schedule, step, nbytes, hosts) for step in schedule.steps)
 
     def _step(self, schedule: Schedule, step: Step, nbytes: float, hosts: Sequence[Hashable]) -> float:
-        """Messages inside hosts and across travel at the same time; the sums come after."""
+        """Return a step's seconds. Messages inside hosts and across travel at the same time; the sums come after."""
         assert self.across is not None
         per_chunk = nbytes / schedule.chunks
         inside, out, into = 0.0, dict.fromkeys(hosts, 0.0), dict.fromkeys(hosts, 0.0)
         for host in out:
-            local = tuple(one for one in step if hosts[one.src] == hosts[one.dst] == host)
+            local = tuple(transfer for transfer in step if hosts[transfer.src] == hosts[transfer.dst] == host)
             messages, moved, _ = _count(local, per_chunk, self.cores)
             inside = max(inside, self.alpha * messages + self.beta * moved)
-        for one in step:
-            if hosts[one.src] != hosts[one.dst]:
-                out[hosts[one.src]] += per_chunk * len(one.chunks)
-                into[hosts[one.dst]] += per_chunk * len(one.chunks)
+        crossing = [transfer for transfer in step if hosts[transfer.src] != hosts[transfer.dst]]
+        for transfer in crossing:
+            out[hosts[transfer.src]] += per_chunk * len(transfer.chunks)
+            into[hosts[transfer.dst]] += per_chunk * len(transfer.chunks)
         widest = max(*out.values(), *into.values())
-        crosses = any(hosts[one.src] != hosts[one.dst] for one in step)
-        outside = self.across.alpha + self.across.beta * widest if crosses else 0.0
-        reduced = max(
-            _count(tuple(one for one in step if hosts[one.dst] == host), per_chunk, self.cores)[2] for host in out
-        )
+        outside = self.across.alpha + self.across.beta * widest if crossing else 0.0
+        reduced = 0.0
+        for host in out:
+            arriving = tuple(transfer for transfer in step if hosts[transfer.dst] == host)
+            reduced = max(reduced, _count(arriving, per_chunk, self.cores)[2])
         return max(inside, outside) + self.gamma * reduced
 
 
 Features = tuple[float, float, float]
-"""What alpha, beta and gamma are multiplied with."""
+"""The numbers that alpha, beta and gamma are multiplied with."""
 
 
 def features(schedule: Schedule, nbytes: float, cores: int | None = None) -> Features:
-    """Messages one after the other, bytes moved and bytes reduced, that a schedule takes for a tensor of `nbytes`."""
+    """Count the messages one after the other, the bytes moved and the bytes reduced, for a tensor of `nbytes`."""
     counts = [_count(step, nbytes / schedule.chunks, cores) for step in schedule.steps]
     messages, moved, reduced = (sum(column) for column in zip(*counts, strict=True)) if counts else (0.0, 0.0, 0.0)
     return messages, moved, reduced
 
 
 def _count(step: Step, per_chunk: float, cores: int | None) -> Features:
-    """The same of one step: what the busiest rank does, or what all do together, divided by the cores."""
+    """Count the same of one step: the busiest rank's work, or the work of all together, divided by the cores."""
     if not step:
         return 0.0, 0.0, 0.0
     sent: dict[int, float] = {}
     received: dict[int, float] = {}
     reduced: dict[int, float] = {}
-    for one in step:
-        size = per_chunk * len(one.chunks)
-        sent[one.src] = sent.get(one.src, 0.0) + size
-        received[one.dst] = received.get(one.dst, 0.0) + size
-        if one.reduce:
-            reduced[one.dst] = reduced.get(one.dst, 0.0) + size
+    for transfer in step:
+        size = per_chunk * len(transfer.chunks)
+        sent[transfer.src] = sent.get(transfer.src, 0.0) + size
+        received[transfer.dst] = received.get(transfer.dst, 0.0) + size
+        if transfer.reduce:
+            reduced[transfer.dst] = reduced.get(transfer.dst, 0.0) + size
     port = max(*sent.values(), *received.values())
     adder = max(reduced.values(), default=0.0)
     if cores is None:
@@ -139,19 +139,21 @@ class Sample(NamedTuple):
 
 
 def fit(samples: Sequence[Sample], cores: int | None = None) -> Model:
-    """The model with the least squares of relative errors, of which no cost is negative.
+    """Return the model with the least squares of relative errors, of which no cost is negative.
 
     Relative, so that a sample of 64 KB counts as much as one of 25 MB.
 
     Raises:
         UsageError: if there is no sample with a message in it, or a time is not positive.
     """
-    if any(one.seconds <= 0 for one in samples):
+    if any(sample.seconds <= 0 for sample in samples):
         raise UsageError("a measured time is not positive; measure again")
-    told = [(features(one.schedule, one.nbytes, cores), one.seconds) for one in samples if one.schedule.steps]
-    if not told:
+    measured = [
+        (features(sample.schedule, sample.nbytes, cores), sample.seconds) for sample in samples if sample.schedule.steps
+    ]
+    if not measured:
         raise UsageError("there is nothing to fit: measure an algorithm with 2 ranks or more")
-    rows = torch.tensor([[part / took for part in counted] for counted, took in told], dtype=torch.float64)
+    rows = torch.tensor([[part / seconds for part in counts] for counts, seconds in measured], dtype=torch.float64)
     best, least = [0.0, 0.0, 0.0], float("inf")
     for kept in (chosen for many in (1, 2, 3) for chosen in combinations(range(3), many)):
         part = rows[:, list(kept)]
@@ -174,7 +176,7 @@ def select(
     result: Result = "all-reduce",
     hosts: Sequence[Hashable] | None = None,
 ) -> str:
-    """The name of the algorithm that gives `result` for a tensor of `nbytes` in the least time.
+    """Return the name of the algorithm that gives `result` for a tensor of `nbytes` in the least time.
 
     Of equally fast ones, the first in the order of :data:`~paceline.comm.algorithms.NAMES`.
     """
@@ -184,7 +186,7 @@ def select(
 def crossovers(
     size: int, model: Model, *, result: Result = "all-reduce", hosts: Sequence[Hashable] | None = None
 ) -> list[tuple[int, str]]:
-    """Where the best algorithm changes: ``[(0, "tree_all_reduce"), (81920, "ring_all_reduce")]``, in bytes.
+    """Find where the best algorithm changes: ``[(0, "tree_all_reduce"), (81920, "ring_all_reduce")]``, in bytes.
 
     Costs are linear in the bytes (with `across`, nearly so), so the best of both ends of a range is the best within.
     """
@@ -206,12 +208,12 @@ def crossovers(
 
 
 def _chooser(size: int, model: Model, result: Result, hosts: Sequence[Hashable] | None) -> Callable[[float], str]:
-    """:func:`select` as a function of bytes alone, with the schedules built once."""
+    """Return :func:`select` as a function of bytes alone, with the schedules built once."""
     schedules = [
-        schedule for name in NAMES if (schedule := build(name, size, hosts=_given(name, hosts))).result == result
+        schedule for name in NAMES if (schedule := build(name, size, hosts=_hosts_for(name, hosts))).result == result
     ]
-    return lambda nbytes: min(schedules, key=lambda one: model.seconds(one, nbytes, hosts)).name
+    return lambda nbytes: min(schedules, key=lambda schedule: model.seconds(schedule, nbytes, hosts)).name
 
 
-def _given(name: str, hosts: Sequence[Hashable] | None) -> Sequence[Hashable] | None:
+def _hosts_for(name: str, hosts: Sequence[Hashable] | None) -> Sequence[Hashable] | None:
     return hosts if name == "hierarchical_all_reduce" else None

@@ -1,6 +1,6 @@
 """The algorithms as functions, like those of torch.distributed: in place, called on every rank of the group together.
 
-Before anything of a tensor is sent, the ranks exchange what they were called with (algorithm, number of elements,
+Before anything of a tensor is sent, the ranks exchange their arguments (algorithm, number of elements,
 dtype, reduction, root), so that a mismatch is an error on every rank and never a hang. That costs one small all-gather;
 where tensors are known to be alike, ``check=False`` leaves it out.
 
@@ -22,42 +22,43 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from paceline.comm.algorithms.execute import execute
-from paceline.comm.algorithms.members import Call, Members, host_number
+from paceline.comm.algorithms.participants import Call, Members
 from paceline.comm.algorithms.schedule import bounds
 from paceline.comm.algorithms.schedules import NAMES, build
 from paceline.comm.arithmetic import code_of, supports
 from paceline.comm.shm.header import DTYPES
+from paceline.comm.topology import host_number
 from paceline.errors import UsageError
 
 SUM = ReduceOp.SUM
 
 
 def linear_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None, check: bool = True) -> None:
-    """Rank `src`'s tensor to every rank, one by one: p−1 steps of n bytes. `src` is a rank of the world."""
+    """Copy rank `src`'s tensor to every rank, one by one: p−1 steps of n bytes. `src` is a rank of the world."""
     _run("linear_broadcast", tensor, group, check, root=("src", src))
 
 
 def tree_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None, check: bool = True) -> None:
-    """Rank `src`'s tensor to every rank down a binomial tree: ⌈log₂ p⌉ steps of n bytes."""
+    """Copy rank `src`'s tensor to every rank down a binomial tree: ⌈log₂ p⌉ steps of n bytes."""
     _run("tree_broadcast", tensor, group, check, root=("src", src))
 
 
 def scatter_all_gather_broadcast(tensor: Tensor, *, src: int = 0, group: Any = None, check: bool = True) -> None:
-    """Rank `src`'s tensor to every rank in pieces: ⌈log₂ p⌉ + p−1 steps, less than 2 n bytes; van de Geijn's."""
+    """Copy rank `src`'s tensor to every rank in pieces: ⌈log₂ p⌉ + p−1 steps, under 2 n bytes; van de Geijn's."""
     _run("scatter_all_gather_broadcast", tensor, group, check, root=("src", src))
 
 
 def linear_reduce(
     tensor: Tensor, *, dst: int = 0, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True
 ) -> None:
-    """The reduction of all tensors into rank `dst`'s, one by one: p−1 steps of n bytes; the others keep theirs."""
+    """Reduce all tensors into rank `dst`'s, one by one: p−1 steps of n bytes; the others keep theirs."""
     _run("linear_reduce", tensor, group, check, op, root=("dst", dst))
 
 
 def tree_reduce(
     tensor: Tensor, *, dst: int = 0, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True
 ) -> None:
-    """The reduction of all tensors into rank `dst`'s up a binomial tree: ⌈log₂ p⌉ steps of n bytes.
+    """Reduce all tensors into rank `dst`'s up a binomial tree: ⌈log₂ p⌉ steps of n bytes.
 
     The other ranks' tensors hold partial sums afterwards.
     """
@@ -67,7 +68,7 @@ def tree_reduce(
 def ring_reduce_scatter(
     tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True
 ) -> Tensor:
-    """The reduction of all tensors, of which this rank gets its own chunk: p−1 steps, (p−1)/p · n bytes.
+    """Reduce all tensors, and leave this rank its own chunk of the result: p−1 steps, (p−1)/p · n bytes.
 
     Returns:
         That chunk, a flat view of `tensor`: with the rank's place r in the group, elements ``n·r // p`` up to
@@ -77,24 +78,24 @@ def ring_reduce_scatter(
 
 
 def ring_all_gather(tensor: Tensor, *, group: Any = None, check: bool = True) -> None:
-    """Every rank's own chunk, as :func:`ring_reduce_scatter` leaves it, to every rank: p−1 steps, (p−1)/p · n bytes."""
+    """Copy every rank's chunk, as :func:`ring_reduce_scatter` leaves it, to all: p−1 steps, (p−1)/p · n bytes."""
     _run("ring_all_gather", tensor, group, check)
 
 
 def ring_all_reduce(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True) -> None:
-    """The reduction of all tensors on every rank: 2 (p−1) steps, 2 (p−1)/p · n bytes; Patarasuk & Yuan 2009."""
+    """Reduce all tensors, on every rank: 2 (p−1) steps, 2 (p−1)/p · n bytes; Patarasuk & Yuan 2009."""
     _run("ring_all_reduce", tensor, group, check, op)
 
 
 def tree_all_reduce(tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True) -> None:
-    """The reduction of all tensors on every rank: to the first rank and back, 2 ⌈log₂ p⌉ steps of n bytes."""
+    """Reduce all tensors, on every rank: to the first rank and back, 2 ⌈log₂ p⌉ steps of n bytes."""
     _run("tree_all_reduce", tensor, group, check, op)
 
 
 def halving_doubling_all_reduce(
     tensor: Tensor, *, op: ReduceOp.RedOpType = SUM, group: Any = None, check: bool = True
 ) -> None:
-    """The reduction of all tensors on every rank: about 2 log₂ p steps, 2 (p−1)/p · n bytes; Rabenseifner 2004."""
+    """Reduce all tensors, on every rank: about 2 log₂ p steps, 2 (p−1)/p · n bytes; Rabenseifner 2004."""
     _run("halving_doubling_all_reduce", tensor, group, check, op)
 
 
@@ -106,7 +107,7 @@ def hierarchical_all_reduce(
     hosts: Sequence[Hashable] | None = None,
     check: bool = True,
 ) -> None:
-    """The reduction of all tensors on every rank: rings inside hosts, across them, and inside again.
+    """Reduce all tensors, on every rank: rings inside hosts, across them, and inside again.
 
     Args:
         hosts: the host of each rank of the group. By default the ranks tell each other, which `check` has to be on for.
@@ -124,7 +125,7 @@ def _run(
     root: tuple[str, int] | None = None,
     hosts: Sequence[Hashable] | None = None,
 ) -> Tensor:
-    """Check, build the schedule, execute it; returns what of the tensor is the result."""
+    """Check, build the schedule, execute it; returns the part of the tensor that holds the result."""
     members = Members(group)
     place, problem = 0, _problem(name, tensor, op, members)
     if root is not None:
@@ -154,7 +155,7 @@ def _run(
 def _call(
     name: str, tensor: Tensor, op: ReduceOp.RedOpType, place: int, members: Members, problem: UsageError | None
 ) -> Call:
-    """What this rank tells the others."""
+    """Describe the call to the other ranks."""
     host = host_number(members.rank, members.size) if name == "hierarchical_all_reduce" else 0
     if problem is not None:
         return Call(0, 0, 0, 0, 0, host, refused=1)
@@ -162,7 +163,7 @@ def _call(
 
 
 def _problem(name: str, tensor: Tensor, op: ReduceOp.RedOpType, members: Members) -> UsageError | None:
-    """What is wrong with the arguments on this rank alone."""
+    """Find a mistake in the arguments that this rank sees by itself."""
     where = f"{name} on {members.name}"
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         return UsageError(

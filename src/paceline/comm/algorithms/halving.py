@@ -3,7 +3,7 @@
 Rabenseifner, "Optimization of collective reduction operations", ICCS 2004; Thakur, Rabenseifner & Gropp, IJHPCA 19
 (2005). As few bytes as the ring, 2 (p−1)/p · n, in only 2 log₂ p steps, where p is a power of two.
 
-Four ranks, chunks A B C D. Partners exchange halves of what they still care for, and add ::
+Four ranks, chunks A B C D. Partners exchange halves of the chunks that they still care for, and add ::
 
     halving     step 1    0 ↔ 2, 1 ↔ 3    0 and 1 keep A B,  2 and 3 keep C D
                 step 2    0 ↔ 1, 2 ↔ 3    0 keeps A,  1 keeps B,  2 keeps C,  3 keeps D:  each a whole sum
@@ -21,7 +21,10 @@ from paceline.comm.algorithms.schedule import Schedule, Step, Transfer, backward
 
 
 def all_reduce(size: int) -> Schedule:
-    """2 log₂ p steps, 2 (p−1)/p · n bytes sent by every rank; two steps and 2 n bytes more if p is no power of two."""
+    """Build the all-reduce: 2 log₂ p steps, 2 (p−1)/p · n bytes sent by every rank.
+
+    If p is no power of two, two steps and 2 n bytes more.
+    """
     core = 1 << (size.bit_length() - 1)
     extra: Step = tuple(Transfer(core + rank, rank, range(core), reduce=True) for rank in range(size - core))
     steps = ([extra] if extra else []) + halving_steps(core)
@@ -29,7 +32,7 @@ def all_reduce(size: int) -> Schedule:
 
 
 def halving_steps(size: int) -> list[Step]:
-    """Among `size` ranks, a power of two: rank r ends with the sum of chunk r."""
+    """Build the halving among `size` ranks, a power of two: rank r ends with the sum of chunk r."""
     steps: list[Step] = []
     distance = size // 2
     while distance > 0:

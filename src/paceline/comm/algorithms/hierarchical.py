@@ -21,11 +21,11 @@ from collections.abc import Hashable, Sequence
 
 from paceline.comm.algorithms.ring import all_gather_steps, reduce_scatter_steps
 from paceline.comm.algorithms.schedule import Schedule, Step, Transfer, backwards, together
-from paceline.comm.multi_host import rows_of
+from paceline.comm.topology import rows_of
 
 
 def all_reduce(hosts: Sequence[Hashable]) -> Schedule:
-    """With `hosts` of the ranks: 2 (m−1) + 2 (h−1) steps, 2 (p−1)/p · n bytes sent by every rank, p = h · m."""
+    """Build the all-reduce: 2 (m−1) + 2 (h−1) steps, 2 (p−1)/p · n bytes sent by every rank, p = h · m."""
     rows = rows_of(hosts)
     places, size = min(map(len, rows)), len(hosts)
     parts = len(rows)
@@ -45,7 +45,7 @@ def all_reduce(hosts: Sequence[Hashable]) -> Schedule:
 
 
 def _fold(rows: Sequence[Sequence[int]], places: int, chunks: int) -> list[Step]:
-    """The ranks beyond the first `places` of a host send all they have to one of these, round by round."""
+    """Let the ranks beyond the first `places` of a host send all they have to one of these, round by round."""
     rounds: list[Step] = []
     for start in range(places, max(map(len, rows)), places):
         rounds.append(

@@ -1,6 +1,6 @@
 """Point to point: the root serves the others one by one, in p−1 steps of n bytes.
 
-What everything else is compared with; and the best there is for two ranks ::
+Everything else is compared with it; for two ranks it is the best there is ::
 
     broadcast from rank 1 of 4            reduction to rank 1 of 4
     step 1    1 → 2                       step 1    2 → 1    adds
@@ -16,12 +16,12 @@ _WHOLE = range(1)
 
 
 def broadcast(size: int, root: int = 0) -> Schedule:
-    """p−1 steps; the root sends (p−1) · n bytes, one message at a time."""
+    """Build the broadcast: p−1 steps; the root sends (p−1) · n bytes, one message at a time."""
     steps = tuple((Transfer(root, (root + place) % size, _WHOLE, reduce=False),) for place in range(1, size))
     return Schedule("linear_broadcast", "broadcast", size, 1, steps, root)
 
 
 def reduce(size: int, root: int = 0) -> Schedule:
-    """p−1 steps; the root receives (p−1) · n bytes and adds them in the order in which the ranks follow it."""
+    """Build the reduction: p−1 steps; the root receives (p−1) · n bytes, added in the order of the ranks after it."""
     steps = tuple((Transfer((root + place) % size, root, _WHOLE, reduce=True),) for place in range(1, size))
     return Schedule("linear_reduce", "reduce", size, 1, steps, root)

@@ -3,7 +3,7 @@
 Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009). No all-reduce
 can do with less than 2 (p−1)/p · n bytes sent by every rank, and the ring does with that. It pays with 2 (p−1) steps.
 
-Reduce-scatter with 3 ranks, chunks A B C; what each holds of them (a small letter: its own, AB: the sum so far) ::
+Reduce-scatter with 3 ranks, chunks A B C; each rank holds of them (a small letter: its own, AB: the sum so far) ::
 
               rank 0        rank 1        rank 2
     start     a  b  c       a  b  c       a  b  c
@@ -28,7 +28,7 @@ from paceline.comm.algorithms.schedule import Schedule, Step, Transfer
 
 
 def reduce_scatter_steps(members: Sequence[int], blocks: Sequence[range]) -> list[Step]:
-    """Among `members`, of whom the one in place i ends with the sum of ``blocks[i]``."""
+    """Build the steps among `members`, of whom the one in place i ends with the sum of ``blocks[i]``."""
     size = len(members)
     return [
         tuple(
@@ -40,7 +40,7 @@ def reduce_scatter_steps(members: Sequence[int], blocks: Sequence[range]) -> lis
 
 
 def all_gather_steps(members: Sequence[int], blocks: Sequence[range]) -> list[Step]:
-    """Among `members`, of whom the one in place i begins with ``blocks[i]``."""
+    """Build the steps among `members`, of whom the one in place i begins with ``blocks[i]``."""
     size = len(members)
     return [
         tuple(
@@ -52,19 +52,19 @@ def all_gather_steps(members: Sequence[int], blocks: Sequence[range]) -> list[St
 
 
 def reduce_scatter(size: int) -> Schedule:
-    """Rank r ends with the sum of chunk r. p−1 steps, (p−1)/p · n bytes sent by every rank."""
+    """Build the reduce-scatter: rank r ends with the sum of chunk r. p−1 steps, (p−1)/p · n bytes from every rank."""
     steps = reduce_scatter_steps(range(size), _one_each(size))
     return Schedule("ring_reduce_scatter", "reduce-scatter", size, size, tuple(steps))
 
 
 def all_gather(size: int) -> Schedule:
-    """Rank r's chunk r goes to all. p−1 steps, (p−1)/p · n bytes sent by every rank."""
+    """Build the all-gather: rank r's chunk r goes to all. p−1 steps, (p−1)/p · n bytes sent by every rank."""
     steps = all_gather_steps(range(size), _one_each(size))
     return Schedule("ring_all_gather", "all-gather", size, size, tuple(steps))
 
 
 def all_reduce(size: int) -> Schedule:
-    """Reduce-scatter, then all-gather. 2 (p−1) steps, 2 (p−1)/p · n bytes sent by every rank."""
+    """Build the all-reduce: reduce-scatter, then all-gather. 2 (p−1) steps, 2 (p−1)/p · n bytes sent by every rank."""
     blocks = _one_each(size)
     steps = reduce_scatter_steps(range(size), blocks) + all_gather_steps(range(size), blocks)
     return Schedule("ring_all_reduce", "all-reduce", size, size, tuple(steps))

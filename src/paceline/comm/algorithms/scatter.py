@@ -22,14 +22,14 @@ from paceline.comm.algorithms.schedule import Schedule, Step, Transfer
 
 
 def broadcast(size: int, root: int = 0) -> Schedule:
-    """⌈log₂ p⌉ + p−1 steps; every rank receives at most 2 (p−1)/p · n bytes, which is less than 2 n."""
+    """Build the broadcast: ⌈log₂ p⌉ + p−1 steps; every rank receives 2 (p−1)/p · n bytes at most, less than 2 n."""
     members = [(root + place) % size for place in range(size)]
-    steps = scatter_steps(size, root) + all_gather_steps(members, [range(one, one + 1) for one in range(size)])
+    steps = scatter_steps(size, root) + all_gather_steps(members, [range(chunk, chunk + 1) for chunk in range(size)])
     return Schedule("scatter_all_gather_broadcast", "broadcast", size, size, tuple(steps), root)
 
 
 def scatter_steps(size: int, root: int) -> list[Step]:
-    """Down the binomial tree: who forwards sends the chunks of the whole subtree."""
+    """Build the steps down the binomial tree: who forwards sends the chunks of the whole subtree."""
     distance = 1
     while distance < size:
         distance *= 2

@@ -1,7 +1,7 @@
 """The schedule: who sends which chunks to whom in which step, and whether the receiver adds or replaces.
 
 An algorithm is written once, as a pure function that returns a :class:`Schedule`; that one value is executed
-(``execute.py``), costed (``comm/cost.py``), drawn (``paceline explain``) and tested.
+(``execute.py``), costed (``cost.py``), drawn (``paceline explain``) and tested.
 
 The rules that give a schedule its meaning:
 
@@ -47,7 +47,7 @@ class Schedule:
     name: str
     """That of the public function: ``"ring_all_reduce"``."""
     result: Result
-    """What it achieves, by the name of the collective."""
+    """The collective that it carries out."""
     size: int
     """Ranks, numbered from 0 as in the group."""
     chunks: int
@@ -57,7 +57,7 @@ class Schedule:
     """The rank that a broadcast starts from, or that a reduction ends at; None where all ranks are alike."""
 
     def of(self, rank: int) -> Iterator[tuple[list[Transfer], list[Transfer]]]:
-        """What `rank` sends and what it receives, in each step that it takes part in."""
+        """Yield the messages that `rank` sends and those that it receives, in each step that it takes part in."""
         for step in self.steps:
             sent = [transfer for transfer in step if transfer.src == rank]
             received = [transfer for transfer in step if transfer.dst == rank]
@@ -66,23 +66,23 @@ class Schedule:
 
 
 def bounds(count: int, chunks: int, first: int, last: int | None = None) -> slice:
-    """The elements of `count` in chunk `first`, or in chunks `first` up to and without `last`."""
+    """Return the elements of `count` in chunk `first`, or in chunks `first` up to and without `last`."""
     last = first + 1 if last is None else last
     return slice(count * first // chunks, count * last // chunks)
 
 
 def elements(schedule: Schedule, transfer: Transfer, count: int) -> int:
-    """How many of a tensor's `count` elements a transfer carries."""
+    """Return how many of a tensor's `count` elements a transfer carries."""
     part = bounds(count, schedule.chunks, transfer.chunks.start, transfer.chunks.stop)
     return int(part.stop - part.start)
 
 
 Terms = tuple[int, ...]
-"""Whose contributions a chunk is the reduction of, ascending; one that is counted twice appears twice."""
+"""The ranks whose contributions a chunk is the reduction of, ascending; one that is counted twice appears twice."""
 
 
 def holdings(schedule: Schedule) -> list[list[list[Terms]]]:
-    """Who holds what: ``holdings(s)[k][rank][chunk]`` after k steps; number 0 is the start, where all hold their own.
+    """Follow who holds what: ``holdings(s)[k][rank][chunk]`` after k steps; at first all hold their own.
 
     After an all-reduce every entry is ``(0, 1, …, size - 1)``, after a broadcast ``(root,)``.
     """
@@ -92,21 +92,21 @@ def holdings(schedule: Schedule) -> list[list[list[Terms]]]:
         after = [list(chunks) for chunks in now]
         for transfer in step:
             for chunk in transfer.chunks:
-                came = now[transfer.src][chunk]
+                arriving = now[transfer.src][chunk]
                 held = now[transfer.dst][chunk]
-                after[transfer.dst][chunk] = tuple(sorted(held + came)) if transfer.reduce else came
+                after[transfer.dst][chunk] = tuple(sorted(held + arriving)) if transfer.reduce else arriving
         now = after
         history.append(now)
     return history
 
 
 def together(*phases: Sequence[Step]) -> list[Step]:
-    """Phases that run at the same time, among ranks of which none is in two of them."""
+    """Merge phases that run at the same time, among ranks of which none is in two of them."""
     return [sum(steps, ()) for steps in zip_longest(*phases, fillvalue=())]
 
 
 def backwards(steps: Iterable[Step]) -> list[Step]:
-    """A reduction run backwards, which is a broadcast: the last message first, every receiver the sender, copied."""
+    """Run a reduction backwards, which is a broadcast: the last message first, every receiver the sender, copied."""
     return [
         tuple(Transfer(sent.dst, sent.src, sent.chunks, reduce=False) for sent in step)
         for step in reversed(list(steps))

@@ -27,7 +27,7 @@ NAMES = (*_ROOTED, *_ROOTLESS, "hierarchical_all_reduce")
 
 
 def build(name: str, size: int, root: int = 0, hosts: Sequence[Hashable] | None = None) -> Schedule:
-    """The schedule `name` for `size` ranks.
+    """Build the schedule `name` for `size` ranks.
 
     Args:
         name: one of :data:`NAMES`.

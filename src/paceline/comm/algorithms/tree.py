@@ -22,7 +22,7 @@ _WHOLE = range(1)
 
 
 def reduce_steps(size: int, root: int = 0) -> list[Step]:
-    """Towards `root`; the rank in place v after it sends in the step of v's lowest set bit."""
+    """Build the steps towards `root`; the rank in place v after it sends in the step of v's lowest set bit."""
     steps = []
     distance = 1
     while distance < size:
@@ -38,16 +38,16 @@ def reduce_steps(size: int, root: int = 0) -> list[Step]:
 
 
 def reduce(size: int, root: int = 0) -> Schedule:
-    """⌈log₂ p⌉ steps; every rank but the root sends n bytes once, the root receives ⌈log₂ p⌉ · n."""
+    """Build the reduction: ⌈log₂ p⌉ steps; every rank but the root sends n bytes, the root receives ⌈log₂ p⌉ · n."""
     return Schedule("tree_reduce", "reduce", size, 1, tuple(reduce_steps(size, root)), root)
 
 
 def broadcast(size: int, root: int = 0) -> Schedule:
-    """⌈log₂ p⌉ steps; every rank but the root receives n bytes once, the root sends ⌈log₂ p⌉ · n."""
+    """Build the broadcast: ⌈log₂ p⌉ steps; every rank but the root receives n bytes, the root sends ⌈log₂ p⌉ · n."""
     return Schedule("tree_broadcast", "broadcast", size, 1, tuple(backwards(reduce_steps(size, root))), root)
 
 
 def all_reduce(size: int) -> Schedule:
-    """Reduction to rank 0, then broadcast from it. 2 ⌈log₂ p⌉ steps of n bytes."""
+    """Build the all-reduce: reduction to rank 0, then broadcast from it. 2 ⌈log₂ p⌉ steps of n bytes."""
     steps = reduce_steps(size)
     return Schedule("tree_all_reduce", "all-reduce", size, 1, tuple(steps + backwards(steps)))

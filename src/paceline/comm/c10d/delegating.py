@@ -1,4 +1,4 @@
-"""What a process group leaves to Gloo, and to NCCL for CUDA tensors."""
+"""The collectives that a process group leaves to Gloo, and to NCCL for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -54,69 +54,69 @@ class Delegating(dist.ProcessGroup):
             self._engine.timeout = timeout
 
     def allreduce(self, *arguments: Any, **options: Any) -> Any:
-        """Of CUDA, sparse and other tensors that are not native."""
+        """Delegate the all-reduce of CUDA, sparse and other tensors that are not native."""
         self._runner.drain()
         return super().allreduce(*arguments, **options)
 
     def allreduce_coalesced(self, *arguments: Any, **options: Any) -> Any:
-        """As :meth:`allreduce`."""
+        """Delegate, as :meth:`allreduce` does."""
         self._runner.drain()
         return super().allreduce_coalesced(*arguments, **options)
 
     def broadcast(self, *arguments: Any, **options: Any) -> Any:
-        """As :meth:`allreduce`."""
+        """Delegate, as :meth:`allreduce` does."""
         self._runner.drain()
         return super().broadcast(*arguments, **options)
 
     def allgather(self, *arguments: Any, **options: Any) -> Any:
-        """As :meth:`allreduce`."""
+        """Delegate, as :meth:`allreduce` does."""
         self._runner.drain()
         return super().allgather(*arguments, **options)
 
     def _allgather_base(self, *arguments: Any, **options: Any) -> Any:
-        """As :meth:`allreduce`."""
+        """Delegate, as :meth:`allreduce` does."""
         self._runner.drain()
         return super()._allgather_base(*arguments, **options)
 
     def allgather_coalesced(self, *arguments: Any, **options: Any) -> Any:
-        """Never native."""
+        """Delegate always: it is never native."""
         self._runner.drain()
         return super().allgather_coalesced(*arguments, **options)
 
     def reduce_scatter(self, *arguments: Any, **options: Any) -> Any:
-        """As :meth:`allreduce`."""
+        """Delegate, as :meth:`allreduce` does."""
         self._runner.drain()
         return super().reduce_scatter(*arguments, **options)
 
     def _reduce_scatter_base(self, *arguments: Any, **options: Any) -> Any:
-        """As :meth:`allreduce`."""
+        """Delegate, as :meth:`allreduce` does."""
         self._runner.drain()
         return super()._reduce_scatter_base(*arguments, **options)
 
     def reduce(self, *arguments: Any, **options: Any) -> Any:
-        """Never native."""
+        """Delegate always: it is never native."""
         self._runner.drain()
         return super().reduce(*arguments, **options)
 
     def gather(self, *arguments: Any, **options: Any) -> Any:
-        """Never native."""
+        """Delegate always: it is never native."""
         self._runner.drain()
         return super().gather(*arguments, **options)
 
     def scatter(self, *arguments: Any, **options: Any) -> Any:
-        """Never native."""
+        """Delegate always: it is never native."""
         self._runner.drain()
         return super().scatter(*arguments, **options)
 
     def alltoall(self, *arguments: Any, **options: Any) -> Any:
-        """Never native."""
+        """Delegate always: it is never native."""
         self._runner.drain()
         return super().alltoall(*arguments, **options)
 
     def alltoall_base(  # type: ignore[override]
         self, output: Any, tensor: Any, *arguments: Any, **options: Any
     ) -> Any:
-        """``all_to_all_single``; never native."""
+        """Delegate ``all_to_all_single`` always: it is never native."""
         # Straight to the backend: torch 2.13 looks for an override under the new name when called by the old one.
         self._runner.drain()
         backend: Any = self._get_backend(tensor.device)
@@ -160,13 +160,13 @@ class Delegating(dist.ProcessGroup):
     register_post_hook = register_pre_hook
 
     def monitored_barrier(self, *arguments: Any, **options: Any) -> Any:
-        """Gloo's; ``dist.monitored_barrier`` itself refuses every backend whose name is not ``gloo``."""
+        """Delegate to Gloo; ``dist.monitored_barrier`` itself refuses every backend whose name is not ``gloo``."""
         self._runner.drain()
         return super().monitored_barrier(  # type: ignore[misc]
             *arguments, **options
         )
 
     def barrier(self, *arguments: Any, **options: Any) -> Any:
-        """With a device named, or without shared memory."""
+        """Wait for all ranks, where a device is named or there is no shared memory."""
         self._runner.drain()
         return super().barrier(*arguments, **options)

@@ -1,4 +1,4 @@
-"""What c10d hands to a process group, in the forms that collectives take."""
+"""The arguments that c10d hands to a process group, in the forms that collectives take."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ class Flat:
             self.write_back()
 
 
-def options_of(kind: Any, given: Any, *, reduce: bool = False) -> Any:
-    """c10d's options object; callers in C++ and Python give it, an operation, or nothing."""
-    if isinstance(given, kind):
-        return given
-    options = kind()
-    if reduce and given is not None:
-        options.reduceOp = given
+def options_of(options_class: Any, argument: Any, *, reduce: bool = False) -> Any:
+    """Return c10d's options object; callers in C++ and Python pass it, an operation, or nothing."""
+    if isinstance(argument, options_class):
+        return argument
+    options = options_class()
+    if reduce and argument is not None:
+        options.reduceOp = argument
     options.asyncOp = True
     return options
 
 
 def reduction_of(op: Any) -> ReduceOp.RedOpType | None:
-    """The plain reduction in c10d's object; None for one with a factor."""
-    for kind in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
-        if op == kind:
-            return kind
-    for kind in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
-        if op == kind:
-            return kind
+    """Return the plain reduction in c10d's object; None for one with a factor."""
+    for plain in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
+        if op == plain:
+            return plain
+    for plain in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
+        if op == plain:
+            return plain
     return None

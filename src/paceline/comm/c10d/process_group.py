@@ -28,12 +28,13 @@ from torch.distributed import ReduceOp
 from paceline.comm.arithmetic import supports
 from paceline.comm.c10d.operands import Flat, options_of, reduction_of
 from paceline.comm.c10d.rooted import Exchanging
-from paceline.comm.c10d.work import Handle
+from paceline.comm.c10d.work import Handle, last_of
 from paceline.comm.multi_host import Hierarchy
 from paceline.comm.open_native import agree_on_rows, open_collectives
 from paceline.comm.shm.collectives import Collectives
-from paceline.comm.shm.engine import Engine, Operation
+from paceline.comm.shm.engine import Engine
 from paceline.comm.shm.header import DTYPES, Note
+from paceline.comm.shm.operation import Operation
 from paceline.errors import UsageError
 from paceline.rendezvous import store_of_group
 from paceline.torch_internals.compile import class_never_compiled
@@ -52,17 +53,17 @@ class PacelineProcessGroup(Exchanging):
     def __init__(
         self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int] | None = None
     ) -> None:
-        """Messages call rank r of the group ``names[r]``, by default r."""
-        names, ours = names or range(size), PrefixStore("paceline/", store)
+        """Connect the ranks; messages call rank r of the group ``names[r]``, by default r."""
+        names, native_store = names or range(size), PrefixStore("paceline/", store)
         # Before Gloo, which names nobody when a rank does not come or lacks descriptors.
-        rows = agree_on_rows(ours, rank, size, timeout, names)
+        rows = agree_on_rows(native_store, rank, size, timeout, names)
         super().__init__(store, rank, size, timeout, names)
         self._engine: Engine | None = None
         self._collectives: Collectives | Hierarchy | None = None
         self._why_gloo = "this group does not use shared memory; a warning said why"
         """Why there is no engine, if there is none."""
         if rows is not None:
-            self._engine, self._collectives = open_collectives(ours, rank, rows, timeout, names)
+            self._engine, self._collectives = open_collectives(native_store, rank, rows, timeout, names)
 
     @property
     def native(self) -> bool:
@@ -70,13 +71,13 @@ class PacelineProcessGroup(Exchanging):
         return isinstance(self._collectives, Collectives)
 
     def getBackendName(self) -> str:
-        """The backend's name, as torch asks for it."""
+        """Return the backend's name, as torch asks for it."""
         return NAME
 
     # -- shared memory, for the reducer -------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A zeroed flat tensor of `numel` elements in shared memory, which collectives use where it lies.
+        """Allocate a zeroed flat tensor of `numel` elements in shared memory, which collectives use where it lies.
 
         Raises:
             UsageError: if the host has not that much memory, or the group does not use shared memory.
@@ -84,11 +85,11 @@ class PacelineProcessGroup(Exchanging):
         return self._whole_engine().arena.allocate(numel, dtype)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in this rank's shared memory."""
+        """Tell whether `tensor` lies in this rank's shared memory."""
         return self._whole_engine().arena.offset_of(tensor) is not None
 
     def free(self, tensor: Tensor) -> None:
-        """Give back what :meth:`allocate` gave."""
+        """Give back a tensor that :meth:`allocate` returned."""
         self._whole_engine().arena.free(tensor)
 
     def launch_all_reduce(
@@ -117,7 +118,7 @@ class PacelineProcessGroup(Exchanging):
     # -- c10d ---------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        """Native for one CPU tensor and the reductions that :func:`arithmetic.supports` names."""
+        """All-reduce; native for one CPU tensor and the reductions that :func:`arithmetic.supports` names."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         options = options_of(AllreduceOptions, opts, reduce=True)
         op = reduction_of(options.reduceOp)
@@ -132,10 +133,10 @@ class PacelineProcessGroup(Exchanging):
         return self._submit(run, tensors, options)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """Several all-reduces, one after the other."""
+        """All-reduce several tensors, one after the other."""
         options = options_of(AllreduceCoalescedOptions, opts)
         op = reduction_of(options.reduceOp)
-        if op is None or not all(self._is_native([one]) and supports(op, one.dtype) for one in tensors):
+        if op is None or not all(self._is_native([tensor]) and supports(op, tensor.dtype) for tensor in tensors):
             return super().allreduce_coalesced(tensors, options)
         plain = AllreduceOptions()
         plain.reduceOp, plain.asyncOp = options.reduceOp, options.asyncOp
@@ -144,7 +145,7 @@ class PacelineProcessGroup(Exchanging):
     def broadcast(  # type: ignore[override]
         self, tensors: Any, opts: Any = None, root: int | None = None
     ) -> Any:
-        """Native for CPU tensors."""
+        """Broadcast; native for CPU tensors."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         options = options_of(BroadcastOptions, opts)
         if root is not None:
@@ -164,40 +165,40 @@ class PacelineProcessGroup(Exchanging):
         return self._submit(run, tensors, options)
 
     def allgather(self, outputs: Any, tensors: Any = None, opts: Any = None) -> Any:
-        """Native for CPU tensors; uneven ones, which Gloo refuses, are a broadcast from every rank."""
+        """All-gather; native for CPU tensors. Uneven ones, which Gloo refuses, are a broadcast from every rank."""
         options = options_of(AllgatherOptions, opts)
-        given, wanted = tensors[0], outputs[0]
-        if not self._is_native([given, *wanted]) or any(output.dtype != given.dtype for output in wanted):
+        tensor, targets = tensors[0], outputs[0]
+        if not self._is_native([tensor, *targets]) or any(output.dtype != tensor.dtype for output in targets):
             return super().allgather(outputs, tensors, options)
-        if len(wanted) != self.size() or wanted[self.rank()].numel() != given.numel():
+        if len(targets) != self.size() or targets[self.rank()].numel() != tensor.numel():
             raise UsageError(
-                f"rank {self.rank()}: all_gather of a tensor of {given.numel()} elements into tensors of "
-                f"{[output.numel() for output in wanted]}; give {self.size()}, each like the tensor of its rank"
+                f"rank {self.rank()}: all_gather of a tensor of {tensor.numel()} elements into tensors of "
+                f"{[output.numel() for output in targets]}; give {self.size()}, each like the tensor of its rank"
             )
-        if any(output.numel() != given.numel() for output in wanted):
-            return self._allgather_uneven(wanted, given, options)
+        if any(output.numel() != tensor.numel() for output in targets):
+            return self._allgather_uneven(targets, tensor, options)
 
         def run() -> None:
-            flats = [Flat(output, read=False) for output in wanted]
-            self._native.all_gather([flat.flat for flat in flats], given.contiguous().view(-1))
+            flats = [Flat(output, read=False) for output in targets]
+            self._native.all_gather([flat.flat for flat in flats], tensor.contiguous().view(-1))
             for flat in flats:
                 flat.write_back()
 
-        handle = self._submit(run, wanted, options)
-        handle.value = lambda: [torch.stack(wanted)]  # NCCL's, which torch's quantization hooks count on; not Gloo's
+        handle = self._submit(run, targets, options)
+        handle.value = lambda: [torch.stack(targets)]  # NCCL's, which torch's quantization hooks count on; not Gloo's
         return handle
 
-    def _allgather_uneven(self, wanted: Sequence[Tensor], given: Tensor, options: Any) -> Handle:
+    def _allgather_uneven(self, targets: Sequence[Tensor], tensor: Tensor, options: Any) -> Handle:
         def run() -> None:
-            wanted[self.rank()].copy_(given.view_as(wanted[self.rank()]))
-            for root, output in enumerate(wanted):
+            targets[self.rank()].copy_(tensor.view_as(targets[self.rank()]))
+            for root, output in enumerate(targets):
                 with Flat(output) as flat:
                     self._native.broadcast(flat, root)
 
-        return self._submit(run, wanted, options)
+        return self._submit(run, targets, options)
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
-        """``all_gather_into_tensor``."""
+        """All-gather into one tensor: ``all_gather_into_tensor``."""
         options = options_of(AllgatherOptions, opts)
         even = output.numel() == tensor.numel() * self.size() and output.dtype == tensor.dtype
         if not even or not self._is_native([tensor, output]):
@@ -210,24 +211,24 @@ class PacelineProcessGroup(Exchanging):
         return self._submit(run, [output], options)
 
     def reduce_scatter(self, outputs: Any, inputs: Any = None, opts: Any = None) -> Any:  # type: ignore[override]
-        """Native for equal CPU tensors."""
+        """Reduce-scatter; native for equal CPU tensors."""
         options = options_of(ReduceScatterOptions, opts)
-        output, given = outputs[0], inputs[0]
+        output, parts = outputs[0], inputs[0]
         op = reduction_of(options.reduceOp)
-        even = len(given) == self.size() and all(
-            one.numel() == output.numel() and one.dtype == output.dtype for one in given
+        even = len(parts) == self.size() and all(
+            part.numel() == output.numel() and part.dtype == output.dtype for part in parts
         )
-        if not even or not self._is_native([output, *given]) or op is None or not supports(op, output.dtype):
+        if not even or not self._is_native([output, *parts]) or op is None or not supports(op, output.dtype):
             return super().reduce_scatter(outputs, inputs, options)
 
         def run() -> None:
             with Flat(output, read=False) as flat:
-                self._native.reduce_scatter(flat, [one.contiguous().view(-1) for one in given], op)
+                self._native.reduce_scatter(flat, [part.contiguous().view(-1) for part in parts], op)
 
         return self._submit(run, outputs, options)
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
-        """``reduce_scatter_tensor``."""
+        """Reduce-scatter of one tensor: ``reduce_scatter_tensor``."""
         options = options_of(ReduceScatterOptions, opts)
         op = reduction_of(options.reduceOp)
         even = tensor.numel() == output.numel() * self.size() and tensor.dtype == output.dtype
@@ -236,12 +237,14 @@ class PacelineProcessGroup(Exchanging):
         return self.reduce_scatter([output], [list(tensor.contiguous().view(-1).chunk(self.size()))], options)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Several ``all_gather_into_tensor``, one after the other."""
-        return _last([self._allgather_base(out, given, opts) for out, given in zip(outputs, inputs, strict=True)])
+        """All-gather into several tensors, one after the other."""
+        pairs = zip(outputs, inputs, strict=True)
+        return last_of([self._allgather_base(output, tensor, opts) for output, tensor in pairs])
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Several ``reduce_scatter_tensor``, one after the other."""
-        return _last([self._reduce_scatter_base(out, given, opts) for out, given in zip(outputs, inputs, strict=True)])
+        """Reduce-scatter several tensors, one after the other."""
+        pairs = zip(outputs, inputs, strict=True)
+        return last_of([self._reduce_scatter_base(output, tensor, opts) for output, tensor in pairs])
 
     # torch 2.13's names for the same
     all_gather_single = _allgather_base  # type: ignore[assignment]
@@ -250,7 +253,7 @@ class PacelineProcessGroup(Exchanging):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
     def barrier(self, opts: Any = None) -> Any:
-        """Native unless a device is named."""
+        """Wait for all ranks; native unless a device is named."""
         options = options_of(BarrierOptions, opts)
         on_device = options.device_ids or (options.device is not None and options.device.type != "cpu")
         if self._collectives is None or on_device:
@@ -258,7 +261,7 @@ class PacelineProcessGroup(Exchanging):
         return self._submit(self._native.barrier, [], options)
 
     def shutdown(self) -> None:
-        """Called when the group is destroyed; does nothing in a forked child, which let go of all this at the fork."""
+        """Close the group, which is being destroyed. Does nothing in a forked child, which let go of it at the fork."""
         if not self._runner.is_ours:
             return
         self._runner.close()
@@ -289,7 +292,7 @@ class PacelineProcessGroup(Exchanging):
 
     def _submit(self, run: Any, result: Sequence[Tensor], options: Any) -> Handle:
         # Written to outside of inference mode, inference tensors raise.
-        inference = any(one.is_inference() for one in result if isinstance(one, Tensor))
+        inference = any(tensor.is_inference() for tensor in result if isinstance(tensor, Tensor))
         mode = torch.inference_mode() if inference else torch.no_grad()
 
         def run_in_mode() -> None:
@@ -299,16 +302,8 @@ class PacelineProcessGroup(Exchanging):
         return self._runner.submit(run_in_mode, result, asynchronous=options.asyncOp)
 
 
-def _last(works: Sequence[Any]) -> Any:
-    """The last of several works; ours end in their order, so only others' have to be waited for."""
-    for work in works[:-1]:
-        if not isinstance(work, Handle):
-            work.wait()
-    return works[-1]
-
-
 def _create(options: Any, _backend_options: Any = None) -> PacelineProcessGroup:
-    """What torch calls for ``init_process_group("paceline")`` and ``new_group``."""
+    """Make the group for ``init_process_group("paceline")`` and ``new_group``; torch calls this."""
     names = options.global_ranks_in_group or range(options.group_size)
     place = options.group_rank, options.group_size, options.timeout
     return PacelineProcessGroup(store_of_group(options.store, *place, names), *place, names)

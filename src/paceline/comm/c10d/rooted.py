@@ -27,7 +27,7 @@ class Exchanging(Delegating):
     _collectives: Collectives | Hierarchy | None
 
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
-        """Native for one CPU tensor and the reductions that :func:`arithmetic.supports` names."""
+        """Reduce; native for one CPU tensor and the reductions that :func:`arithmetic.supports` names."""
         options = options_of(ReduceOptions, opts)
         op, host = reduction_of(options.reduceOp), self._host_for(tensors)
         if host is None or op is None or not supports(op, tensors[0].dtype):
@@ -41,38 +41,38 @@ class Exchanging(Delegating):
         return self._submit(run, tensors, options)
 
     def gather(self, outputs: Any, tensors: Any, opts: Any = None, *rest: Any) -> Any:
-        """Native for CPU tensors of equal shape."""
+        """Gather; native for CPU tensors of equal shape."""
         options = options_of(GatherOptions, opts)
         root = self._root(options)
-        wanted = list(outputs[0]) if outputs and self.rank() == root else []
-        host = self._host_for([*tensors, *wanted])
+        targets = list(outputs[0]) if outputs and self.rank() == root else []
+        host = self._host_for([*tensors, *targets])
         if host is None:
             return super().gather(outputs, tensors, options, *rest)
         if self.rank() == root:
-            self._expect_equal("gather", wanted, tensors[0])
+            self._expect_equal("gather", targets, tensors[0])
 
         def run() -> None:
-            flats = [Flat(output, read=False) for output in wanted]
+            flats = [Flat(output, read=False) for output in targets]
             host.gather([flat.flat for flat in flats], tensors[0].contiguous().view(-1), root)
             for flat in flats:
                 flat.write_back()
 
-        return self._submit(run, wanted or tensors, options)
+        return self._submit(run, targets or tensors, options)
 
     def scatter(self, outputs: Any, tensors: Any, opts: Any = None, *rest: Any) -> Any:
-        """Native for CPU tensors of equal shape."""
+        """Scatter; native for CPU tensors of equal shape."""
         options = options_of(ScatterOptions, opts)
         root = self._root(options)
-        given = list(tensors[0]) if tensors and self.rank() == root else []
-        host = self._host_for([*outputs, *given])
+        parts = list(tensors[0]) if tensors and self.rank() == root else []
+        host = self._host_for([*outputs, *parts])
         if host is None:
             return super().scatter(outputs, tensors, options, *rest)
         if self.rank() == root:
-            self._expect_equal("scatter", given, outputs[0])
+            self._expect_equal("scatter", parts, outputs[0])
 
         def run() -> None:
             with Flat(outputs[0], read=False) as flat:
-                host.scatter(flat, [one.contiguous().view(-1) for one in given], root)
+                host.scatter(flat, [part.contiguous().view(-1) for part in parts], root)
 
         return self._submit(run, outputs, options)
 
@@ -90,7 +90,7 @@ class Exchanging(Delegating):
 
         def run() -> None:
             flats = [Flat(output, read=False) for output in outputs]
-            host.all_to_all([flat.flat for flat in flats], [one.contiguous().view(-1) for one in tensors])
+            host.all_to_all([flat.flat for flat in flats], [tensor.contiguous().view(-1) for tensor in tensors])
             for flat in flats:
                 flat.write_back()
 
@@ -123,7 +123,7 @@ class Exchanging(Delegating):
         raise NotImplementedError
 
     def _host_for(self, tensors: Sequence[Tensor]) -> Collectives | None:
-        """The collectives of this host if they are all there is, and take these tensors."""
+        """Return the collectives of this host, if there is no other and they take these tensors."""
         if not isinstance(self._collectives, Collectives) or not tensors or not self._is_native(tensors):
             return None
         return self._collectives if len({tensor.dtype for tensor in tensors}) == 1 else None
@@ -137,28 +137,28 @@ class Exchanging(Delegating):
             )
         return root
 
-    def _expect_equal(self, what: str, several: Sequence[Tensor], one: Tensor) -> None:
-        if len(several) != self.size() or any(other.numel() != one.numel() for other in several):
-            counts = [other.numel() for other in several]
+    def _expect_equal(self, name: str, at_root: Sequence[Tensor], single: Tensor) -> None:
+        counts = [tensor.numel() for tensor in at_root]
+        if counts != [single.numel()] * self.size():
             raise UsageError(
-                f"rank {self.rank()}: {what} with tensors of {counts} elements at the root and one of {one.numel()}; "
-                f"give {self.size()} tensors of equal shape"
+                f"rank {self.rank()}: {name} with tensors of {counts} elements at the root and one of "
+                f"{single.numel()}; give {self.size()} tensors of equal shape"
             )
 
-    def _cut(self, tensor: Tensor, splits: Sequence[int] | None, which: str) -> list[int]:
-        """Elements of each rank's part of `tensor`."""
+    def _cut(self, tensor: Tensor, splits: Sequence[int] | None, side: str) -> list[int]:
+        """Return the number of elements in each rank's part of `tensor`."""
         rows = tensor.shape[0] if tensor.dim() else tensor.numel()
         row = tensor.numel() // rows if rows else 0
         if not splits:
             if rows % self.size():
                 raise UsageError(
-                    f"rank {self.rank()}: the {which} of all_to_all_single has {rows} rows, which {self.size()} ranks "
-                    f"cannot share equally; give {which}_split_sizes"
+                    f"rank {self.rank()}: the {side} of all_to_all_single has {rows} rows, which {self.size()} ranks "
+                    f"cannot share equally; give {side}_split_sizes"
                 )
             return [rows // self.size() * row] * self.size()
         if len(splits) != self.size() or sum(splits) != rows or min(splits) < 0:
             raise UsageError(
-                f"rank {self.rank()}: {which}_split_sizes {list(splits)} do not cut {rows} rows into {self.size()} "
+                f"rank {self.rank()}: {side}_split_sizes {list(splits)} do not cut {rows} rows into {self.size()} "
                 "parts; give one size for each rank"
             )
         return [split * row for split in splits]

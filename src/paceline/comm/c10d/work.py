@@ -1,4 +1,4 @@
-"""Handles for what a process group has begun, and the thread that completes what nobody waits for in Python."""
+"""Handles of operations that a process group has begun, and the thread that runs those nobody waits for at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Handle(dist.Work):
     """A ``Work``: finished when its function has run, with that function's error if it raised."""
 
     value: Callable[[], Any] | None = None
-    """What the future is to hold, if not the operation's tensors."""
+    """Makes the value of the future, if that is not the operation's tensors."""
 
     def __init__(self, result: Sequence[Tensor]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Handle(dist.Work):
         return True
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait until finished, `seconds` at most, without raising what the operation raised; whether it is."""
+        """Wait until finished, `seconds` at most; returns whether it is. Never raises the operation's error."""
         if not self._finished:
             expect_own_process(self._process)  # in a forked child nobody would finish it
         with self._lock:
@@ -78,7 +78,7 @@ class Handle(dist.Work):
         return event.wait(seconds)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the operation's tensors."""
+        """Return a future of the operation's tensors."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -89,24 +89,32 @@ class Handle(dist.Work):
         return future
 
     def is_completed(self) -> bool:
-        """Whether it is finished."""
+        """Tell whether it is finished."""
         return self._finished
 
     def is_success(self) -> bool:
-        """Whether it is finished without an error."""
+        """Tell whether it is finished without an error."""
         return self._finished and self._error is None
 
     def exception(self) -> Any:
-        """The error, if there was one."""
+        """Return the error, if there was one."""
         return self._error
 
     def synchronize(self) -> None:
-        """The same as :meth:`wait`."""
+        """Wait, as :meth:`wait` does."""
         self.wait()
 
     def result(self) -> list[Tensor]:
-        """The operation's tensors."""
+        """Return the operation's tensors."""
         return self._result
+
+
+def last_of(works: Sequence[Any]) -> Any:
+    """Return the last of several works. Ours end in their order, so only others' have to be waited for."""
+    for work in works[:-1]:
+        if not isinstance(work, Handle):
+            work.wait()
+    return works[-1]
 
 
 class Runner:
@@ -115,21 +123,24 @@ class Runner:
     def __init__(self, name: str) -> None:
         self._name = name
         self._queue: queue.SimpleQueue[tuple[Handle, Callable[[], None]] | None] = queue.SimpleQueue()
+        """Operations for the thread, in their order; None ends it."""
         self._thread: threading.Thread | None = None
+        """Started when it is first needed."""
         self._queued: Handle | None = None
         """The last one for the thread, until it is finished."""
         self._turn = threading.RLock()
+        """Held by whoever begins an operation, so that all ranks' operations keep their order."""
         self._process = os.getpid()
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process made it, and not one that this one was forked from."""
+        """Whether this process made it, and not its parent before a fork."""
         return os.getpid() == self._process
 
     def submit(self, function: Callable[[], None], result: Sequence[Tensor], *, asynchronous: bool) -> Handle:
         """Run `function` now, or after those before it in the thread; returns its handle.
 
-        What a callback of a finished operation begins in the thread runs there and then, whatever is queued already:
+        An operation that a callback of a finished one begins in the thread runs there and then, whatever is queued:
         so it comes right after that operation on every rank, and the callback may wait for it.
         """
         handle = Handle(result)
@@ -164,7 +175,7 @@ class Runner:
             del item, handle, function  # or the tensors would live until the next operation
 
     def close(self) -> None:
-        """Let the thread end after what is queued."""
+        """Let the thread end after the queued operations."""
         if self._thread is not None:
             self._queue.put(None)
             if self._thread is not threading.current_thread():

@@ -44,13 +44,13 @@ class Segment:
             self.address = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """`count` elements of `dtype` at `offset` bytes; its storage is just these, so that copies stay small."""
+        """Return `count` elements of `dtype` at `offset` bytes; their storage holds no more, so copies stay small."""
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Where a contiguous tensor lies in this memory; None if elsewhere. An empty one lies anywhere."""
+        """Return the offset of a contiguous tensor in this memory; None if it lies elsewhere, 0 if it is empty."""
         if tensor.numel() == 0:
             return 0
         offset = tensor.data_ptr() - self.address
@@ -78,9 +78,12 @@ class Arena(Segment):
         self.close.atexit = False
         os.ftruncate(self.descriptor, size)
         super().__init__(self.descriptor)
-        self._used: dict[int, int] = {}  # offset → bytes, in pages
-        self._free: list[tuple[int, int]] = [(HEADER_BYTES, size - HEADER_BYTES)]  # (offset, bytes), no two adjacent
+        self._used: dict[int, int] = {}
+        """Bytes of each allocated piece by its offset; both are whole pages."""
+        self._free: list[tuple[int, int]] = [(HEADER_BYTES, size - HEADER_BYTES)]
+        """Offset and bytes of each free piece, in the order of offsets; no two are adjacent."""
         self._lock = threading.Lock()
+        """Held by the thread that changes either of them."""
         self._is_ours = True
         """Whether this process made it; False in children that were forked from it."""
 
@@ -96,7 +99,7 @@ class Arena(Segment):
             self.close()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A zeroed flat tensor of `numel` elements in shared memory.
+        """Allocate a zeroed flat tensor of `numel` elements in shared memory.
 
         Raises:
             UsageError: if the host has not that much memory.
@@ -118,9 +121,10 @@ class Arena(Segment):
             return self.tensor(offset, numel, dtype)
 
     def _take(self, length: int) -> int:
-        for at, (offset, held) in enumerate(self._free):
+        """Take `length` bytes out of the first free piece that is long enough; returns their offset."""
+        for index, (offset, held) in enumerate(self._free):
             if held >= length:
-                self._free[at : at + 1] = [(offset + length, held - length)] if held > length else []
+                self._free[index : index + 1] = [(offset + length, held - length)] if held > length else []
                 self._used[offset] = length
                 return offset
         raise UsageError(
@@ -129,7 +133,7 @@ class Arena(Segment):
         )
 
     def free(self, tensor: Tensor) -> None:
-        """Give a tensor's memory back to the host. It must not be used any more.
+        """Give a tensor's memory back to the host. Do not use the tensor afterwards.
 
         Raises:
             UsageError: if it was not allocated here, or has been freed before.
@@ -143,15 +147,15 @@ class Arena(Segment):
                 raise UsageError("this tensor is none that allocate() gave, or it was freed before; free each once")
             if self._is_ours:
                 self.memory.madvise(_MADV_REMOVE, offset, length)
-            at = bisect.bisect(self._free, (offset, 0))
-            after = self._free[at : at + 1]
-            if after and after[0][0] == offset + length:
-                length += self._free.pop(at)[1]
-            if at and sum(self._free[at - 1]) == offset:
-                start, held = self._free.pop(at - 1)
-                self._free.insert(at - 1, (start, held + length))
+            index = bisect.bisect(self._free, (offset, 0))
+            following = self._free[index : index + 1]
+            if following and following[0][0] == offset + length:
+                length += self._free.pop(index)[1]
+            if index and sum(self._free[index - 1]) == offset:
+                start, held = self._free.pop(index - 1)
+                self._free.insert(index - 1, (start, held + length))
             else:
-                self._free.insert(at, (offset, length))
+                self._free.insert(index, (offset, length))
 
 
 def _map_privately(address: int, size: int, descriptor: int) -> None:
@@ -166,7 +170,7 @@ def _map_privately(address: int, size: int, descriptor: int) -> None:
 
 
 def available_memory() -> int:
-    """Bytes that can be had now: of the host, or of the container where that has less."""
+    """Return the bytes that can be allocated now: of the host, or of the container where that has less."""
     available = 1 << 62
     with open("/proc/meminfo") as lines:
         for line in lines:

@@ -28,21 +28,21 @@ def tell(store: Store, rank: int) -> None:
 
 
 def expect_enough(store: Store, rank: int, local: Sequence[int], names: Sequence[int]) -> None:
-    """Refuse, on every rank alike, to make a group for which a rank has too few; all of them have told.
+    """Refuse, on every rank alike, to make a group for which a rank has too few. All ranks have called :func:`tell`.
 
     Args:
-        store: the one of :func:`tell`.
-        rank: this one.
+        store: the store that :func:`tell` wrote to.
+        rank: this rank.
         local: how many ranks of the group are on the host of each one.
-        names: what messages call each rank.
+        names: messages call rank r ``names[r]``.
 
     Raises:
         UsageError: names the first rank that has too few.
     """
     size = len(names)
     keys = [f"descriptors/{other}" for other in range(size)]
-    told = [store.get(key) for key in keys]
-    for other, text in enumerate(told):
+    entries = [store.get(key) for key in keys]
+    for other, text in enumerate(entries):
         limit, free, most = map(int, text.split())
         count = needed(size, local[other])
         if free < count:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from paceline.comm.shm.introduction import Peer
 
 _DONE = 32
-"""In what a ring adds, the number of operations done begins at this bit; below is the number of those posted."""
+"""The value of a ring has the number of operations done from this bit on, and the number of those posted below."""
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Signals:
     """This rank's bells: those that it rings for its peers, and those that they ring for it."""
 
     progress: dict[int, Progress]
-    """By the peer's rank."""
+    """Of each peer, by its rank."""
     ended: set[int]
     """Ranks whose process is known to have ended; all that they rang before has been heard."""
 
@@ -33,56 +33,57 @@ class Signals:
         self._peers = list(peers)
         self.progress = {peer.rank: Progress() for peer in peers}
         self.ended = set()
-        self._unsaid = 0
+        self._untold = 0
+        """The value of the next ring; 0: there is nothing to tell."""
         self._interrupt = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         for descriptor in self._alarms():
             self._poll.register(descriptor, select.POLLIN)
 
     def tell(self, posted: int = 0, done: int = 0) -> None:
-        """Have the next ring say that so many operations more were posted and done."""
-        self._unsaid += posted + (done << _DONE)
+        """Let the next ring tell of so many more operations posted and done."""
+        self._untold += posted + (done << _DONE)
 
     def ring(self) -> None:
         """Tell everybody what there is to tell, if anything."""
-        if self._unsaid:
-            said, self._unsaid = self._unsaid, 0
+        if self._untold:
+            value, self._untold = self._untold, 0
             for peer in self._peers:
-                os.eventfd_write(peer.bell, said)
+                os.eventfd_write(peer.bell, value)
 
     def listen(self) -> None:
         """Note how far those peers are that rang."""
         for peer in self._peers:
             try:
-                said = os.eventfd_read(peer.ringing)
+                value = os.eventfd_read(peer.ringing)
             except BlockingIOError:
                 continue
             progress = self.progress[peer.rank]
-            progress.posted += said & ((1 << _DONE) - 1)
-            progress.done += said >> _DONE
+            progress.posted += value & ((1 << _DONE) - 1)
+            progress.done += value >> _DONE
 
-    def posted(self, mine: int) -> int:
-        """How many operations everybody has posted; `mine` if nobody else is there."""
-        return min((peer.posted for peer in self.progress.values()), default=mine)
+    def posted(self, ours: int) -> int:
+        """Return how many operations all peers have posted; `ours`, this rank's number, if there are none."""
+        return min((peer.posted for peer in self.progress.values()), default=ours)
 
-    def done(self, mine: int) -> int:
-        """How many operations everybody is done with; `mine` if nobody else is there."""
-        return min((peer.done for peer in self.progress.values()), default=mine)
+    def done(self, ours: int) -> int:
+        """Return how many operations all peers are done with; `ours`, this rank's number, if there are none."""
+        return min((peer.done for peer in self.progress.values()), default=ours)
 
     def sleep(self, seconds: float, others: Sequence[Signals]) -> bool:
-        """Sleep until somebody rings here or for one of `others`, or ends; whether that was so."""
+        """Sleep until somebody rings here or for one of `others`, or ends; returns whether that was so."""
         ready = {descriptor for descriptor, _ in self._poll_with(others).poll(seconds * 1000)}
         self.listen()
         for peer in self._peers:
-            if peer.alive in ready:  # what it did before it ended counts, and has been heard now
+            if peer.alive in ready:  # its rings before it ended count, and have been heard now
                 self._poll.unregister(peer.alive)
                 self.ended.add(peer.rank)
         return bool(ready)
 
     def _poll_with(self, others: Sequence[Signals]) -> select.poll:
-        """What wakes us while `others` have operations under way, too.
+        """Return the poll that wakes us while `others` have operations under way, too.
 
-        Ranks may wait for two groups in different order; then each has to do its part of what it does not wait for.
+        Ranks may wait for two groups in different order; then each has to do its part of the one it does not wait for.
         """
         if not others:
             return self._poll
@@ -93,7 +94,7 @@ class Signals:
         return poll
 
     def _alarms(self) -> list[int]:
-        """The descriptors that concern us: those that ring, and those of peers not yet known to have ended."""
+        """Return the descriptors that concern us: those that ring, and those of peers not yet known to have ended."""
         alive = [peer.alive for peer in self._peers if peer.rank not in self.ended]
         return [self._interrupt, *(peer.ringing for peer in self._peers), *alive]
 
@@ -103,6 +104,6 @@ class Signals:
 
     def close(self) -> None:
         """Give the descriptors back."""
-        for descriptor in (self._interrupt, *(one for peer in self._peers for one in peer.descriptors())):
+        for descriptor in (self._interrupt, *(held for peer in self._peers for held in peer.descriptors())):
             os.close(descriptor)
         self._peers = []

@@ -28,11 +28,14 @@ from datetime import timedelta
 from functools import cache
 from typing import NoReturn
 
+from torch import Tensor
+
 from paceline.comm.shm.arena import Arena, Segment
 from paceline.comm.shm.doorbells import Signals
-from paceline.comm.shm.header import ROOTS, SLOTS, Header
+from paceline.comm.shm.header import SLOTS, Header
 from paceline.comm.shm.introduction import Peer, world_rank
-from paceline.errors import CommunicationError, DesyncError
+from paceline.comm.shm.operation import Operation, is_computed, is_finished, mismatch
+from paceline.errors import CommunicationError
 from paceline.rollcall import report
 
 _SPINS = 20
@@ -40,42 +43,44 @@ _NAP_S = 1.0
 """Longest sleep in one piece. Time in which this process itself stood still counts as no more than that."""
 
 
-class Operation:
-    """One operation under way on this rank."""
-
-    __slots__ = ("compute", "computed", "error", "finished", "header", "number")
-
-    def __init__(self, number: int, header: Header, compute: Callable[[list[Header]], None]) -> None:
-        self.number, self.header = number, header
-        self.compute = compute
-        """Called with every local rank's header, in the order of ranks, once all are there."""
-        self.computed = self.finished = False
-        self.error: Exception | None = None
-
-
 class Engine:
     """Runs operations with the other ranks of this host. Threads may share it; they take turns.
 
-    ``members`` are the group ranks on this host in ascending order, this rank's own included; ``rank`` is ours.
+    ``members`` are the group ranks on this host in ascending order, this rank's own included; ``rank`` is this one.
     """
 
     def __init__(self, arena: Arena, peers: Sequence[Peer], rank: int, timeout: timedelta) -> None:
-        self.arena, self.peers, self.rank, self.timeout = arena, list(peers), rank, timeout
-        self._name = world_rank(rank)
+        self.arena, self.rank = arena, rank
+        self.peers = list(peers)
+        """The other ranks of this host; empty once the engine is closed."""
+        self.timeout = timeout
+        """How long a wait for peers may last before they count as absent."""
         self.signals = Signals(peers)
         self.members = sorted([rank, *(peer.rank for peer in peers)])
+        self.place = self.members.index(rank)
+        """This rank's index in `members`, `names` and `memories`."""
+        self._name = world_rank(rank)
         self._names = {peer.rank: peer.name for peer in peers} | {rank: self._name}
         self.names = [self._names[member] for member in self.members]
-        """What messages call the members: their ranks in the world."""
+        """The members as messages call them: their ranks in the world."""
         self._segments: dict[int, Segment] = {peer.rank: peer.memory for peer in peers} | {rank: arena}
         self.memories = [self._segments[member] for member in self.members]
-        self._posted = self._done = 0
+        self._posted = 0
+        """Operations that this rank has posted: the number of the next one."""
+        self._done = 0
+        """Operations whose part this rank has done. They are done in the order of their numbers."""
         self._under_way: deque[Operation] = deque()
-        self._broken, self._blamed = "", list[int]()
+        """Operations posted and not finished, in the order of their numbers, at most ``SLOTS - 1``."""
+        self._broken = ""
+        """Why the group cannot be used any more; set once, and nothing is computed after that."""
+        self._blamed: list[int] = []
+        """The ranks that `_broken` names, by their ranks in the world."""
         self.reports_failures = False
         """Whether ranks of other hosts may wait for us over Gloo: then they have to learn that we came, and failed."""
         self._lock = threading.RLock()
+        """Held by the thread that changes anything above."""
         self._spins = _SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
+        """How often a wait looks for rings before it sleeps."""
         self._close_descriptors = weakref.finalize(self, self.signals.close)
         self._close_descriptors.atexit = False
         _register(self)
@@ -91,7 +96,7 @@ class Engine:
         with self._lock:
             self._expect_whole()
             while len(self._under_way) >= SLOTS - 1:
-                self._wait_until(self._under_way[0], _is_finished)
+                self._wait_until(self._under_way[0], is_finished)
             operation = Operation(self._posted, header, compute)
             header.write(self.arena, operation.number)
             self._posted += 1
@@ -121,7 +126,7 @@ class Engine:
         """
         if not operation.finished:
             with self._lock:
-                self._wait_until(operation, _is_finished)
+                self._wait_until(operation, is_finished)
         if operation.error is not None:
             raise operation.error
 
@@ -129,13 +134,18 @@ class Engine:
         """Wait until everybody has posted `operation`, and the same one. Raises what :meth:`wait` raises."""
         if not operation.computed:
             with self._lock:
-                self._wait_until(operation, _is_computed)
+                self._wait_until(operation, is_computed)
         if operation.error is not None:
             self.wait(operation)
 
     def run(self, header: Header, compute: Callable[[list[Header]], None]) -> None:
         """Post an operation and wait for it."""
         self.wait(self.post(header, compute))
+
+    def operands(self, headers: Sequence[Header]) -> list[Tensor]:
+        """Return every member's operand as its header describes it, where it lies in that member's memory."""
+        pairs = zip(self.memories, headers, strict=True)
+        return [memory.tensor(header.offset, header.ready, header.dtype) for memory, header in pairs]
 
     def _wait_until(self, operation: Operation, is_over: Callable[[Operation], bool]) -> None:
         spins, left = self._spins, self.timeout.total_seconds()
@@ -153,7 +163,7 @@ class Engine:
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
-        """What must not be left in the middle: a lost ring, or a part not done, is what the others wait for."""
+        """Mark the group as broken if the block is left in the middle: others wait for its ring, or for its part."""
         try:
             yield
         except CommunicationError:
@@ -179,7 +189,7 @@ class Engine:
         if self._broken:
             return
         headers = [self._header(rank, operation) for rank in self.members]
-        operation.error = self._mismatch(operation.number, headers)
+        operation.error = mismatch(operation.number, headers, self.names, self._name)
         if operation.error is None:
             try:
                 operation.compute(headers)
@@ -200,26 +210,10 @@ class Engine:
             self._fail(f"rank {self._names[rank]} shows another operation", operation)
         return header
 
-    def _mismatch(self, number: int, headers: Sequence[Header]) -> DesyncError | None:
-        """The same verdict on every rank, before any byte of anyone's data is used."""
-        if all(header.same_as(headers[0]) for header in headers):
-            return None
-        said: dict[str, list[str]] = {}
-        for rank, header in zip(self.members, headers, strict=True):
-            text = str(header)
-            if header.kind in ROOTS and 0 <= header.root < len(self.members):
-                text += f" {ROOTS[header.kind]} rank {self.names[header.root]}"
-            said.setdefault(text, []).append(str(self._names[rank]))
-        parts = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in said.items())
-        return DesyncError(
-            f"rank {self._name}: ranks are out of step in operation {number} of this group ({parts}); "
-            "call the same collectives in the same order, with equal shapes and dtypes, on every rank"
-        )
-
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _block(self, operation: Operation, left: float) -> float:
-        """Sleep until somebody rings or ends, a second at most; returns what is left of the time."""
+        """Sleep until somebody rings or ends, a second at most; returns how much of the time `left` is left."""
         missing = [peer for peer in self.peers if self.signals.progress[peer.rank].done <= operation.number]
         for peer in missing:
             if peer.rank in self.signals.ended:
@@ -244,8 +238,8 @@ class Engine:
 
     # -- failure and the end ------------------------------------------------------------------------------------
 
-    def _fail(self, what: str, operation: Operation, blamed: Sequence[Peer] = ()) -> NoReturn:
-        self._broken = f"{what} in {operation.header}, operation {operation.number} of this group"
+    def _fail(self, event: str, operation: Operation, blamed: Sequence[Peer] = ()) -> NoReturn:
+        self._broken = f"{event} in {operation.header}, operation {operation.number} of this group"
         if self.reports_failures:
             with suppress(RuntimeError, ValueError):
                 report(self._broken)
@@ -285,15 +279,7 @@ _REMEDY = "look for that rank's own error, and start again from the last checkpo
 
 
 def _nothing(_: list[Header]) -> None:
-    """What is left to compute of an operation that was."""
-
-
-def _is_finished(operation: Operation) -> bool:
-    return operation.finished
-
-
-def _is_computed(operation: Operation) -> bool:
-    return operation.computed
+    """Take the place of a function that has computed its operation."""
 
 
 _registry: tuple[weakref.ref[Engine], ...] = ()
@@ -301,13 +287,13 @@ _registry: tuple[weakref.ref[Engine], ...] = ()
 
 
 def _registered() -> list[Engine]:
-    return [engine for one in _registry if (engine := one()) is not None]
+    return [engine for reference in _registry if (engine := reference()) is not None]
 
 
 def _register(engine: Engine) -> None:
     global _registry
     _let_go_after_fork()
-    _registry = (*(one for one in _registry if one() is not None), weakref.ref(engine))
+    _registry = (*(reference for reference in _registry if reference() is not None), weakref.ref(engine))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""How the ranks of one host find each other and exchange the descriptors of their memory and signals.
+"""The handshake: the ranks of one host find each other and exchange the descriptors of their memory and signals.
 
 Each rank listens on an abstract Unix socket, for the time of the handshake only. The sockets' names and the group's
 secret are in a private store (:mod:`paceline.rendezvous`), where no other user can read or write them.
@@ -13,72 +13,17 @@ import secrets
 import select
 import socket
 import struct
-import sys
 import time
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from paceline.comm.shm.arena import Arena
 from paceline.comm.shm.introduction import Introduction, Peer, Rejected, credentials
 from paceline.errors import CommunicationError
-from paceline.rollcall import REMEDY, missing_from
+from paceline.rollcall import late, read_from
 
-SPLIT = "PACELINE_HOSTS"
-"""Environment variable that makes one host count as several, for tests: ranks are dealt to so many in blocks."""
 _SECRET_BYTES = 32
-
-
-class Refused(Exception):
-    """Shared memory cannot be used here; the message says why."""
-
-
-def host_identity(rank: int, size: int) -> str:
-    """What ranks have in common exactly if they can share memory: kernel, network and process namespaces, and user.
-
-    Raises:
-        Refused: where the system lacks what is needed.
-    """
-    if sys.platform != "linux":
-        raise Refused(f"shared memory between ranks needs Linux, this is {sys.platform}")
-    for name in ("memfd_create", "eventfd", "pidfd_open"):
-        if not hasattr(os, name):
-            raise Refused(f"this Python has no os.{name}")
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = "/".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid"))
-        for trial in (os.eventfd(0), os.pidfd_open(os.getpid())):
-            os.close(trial)
-        Arena().close()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
-            link.bind(f"\0paceline/{secrets.token_hex(16)}")
-    except (OSError, ValueError) as error:
-        raise Refused(f"the system refuses it: {error}") from error
-    parts = int(os.environ.get(SPLIT, "1"))
-    return f"{boot}/{spaces}/{os.geteuid()}/{rank * parts // size}"
-
-
-def agree_on_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> list[str]:
-    """Every rank's host identity, in the order of ranks.
-
-    Raises:
-        Refused: on every rank, if one of them cannot share memory; names it and the reason.
-        CommunicationError: if a rank does not come in time.
-    """
-    try:
-        mine = {"host": host_identity(rank, size)}
-    except Refused as refused:
-        mine = {"refused": str(refused)}
-    store.set(f"host/{rank}", json.dumps(mine))
-    everyone: list[dict[str, str]] = []
-    for other in range(size):
-        everyone.append(json.loads(_get(store, f"host/{other}", rank, other, timeout)))
-    for other, said in enumerate(everyone):
-        if "refused" in said:
-            raise Refused(f"rank {other}: {said['refused']}")
-    return [said["host"] for said in everyone]
 
 
 def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: timedelta) -> list[Peer]:
@@ -91,7 +36,7 @@ def connect(store: Store, rank: int, peers: list[int], arena: Arena, timeout: ti
     try:
         _connect(store, rank, peers, arena, timeout, found)
     except BaseException as error:
-        for descriptor in [one for peer in found.values() for one in peer.descriptors()]:
+        for descriptor in [held for peer in found.values() for held in peer.descriptors()]:
             os.close(descriptor)
         if isinstance(error, OSError):
             raise CommunicationError(
@@ -120,16 +65,16 @@ def _connect(
         poll = select.poll()
         poll.register(listener, select.POLLIN)
         for other in sorted(peer for peer in peers if peer < rank):
-            where, token = json.loads(_get(store, f"socket/{other}", rank, other, timeout))
+            address_there, token = json.loads(read_from(store, f"socket/{other}", rank, other, timeout))
             if other == min(peers):  # the group's secret is its lowest rank's
                 secret = bytes.fromhex(token)
-            link = _reach(where, rank, other, deadline, timeout)
+            link = _reach(address_there, rank, other, deadline, timeout)
             links[link.fileno()] = Introduction(link, secret, rank, arena, other)
             poll.register(link, select.POLLIN)
         while missing:
             ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
             if not ready or time.monotonic() > deadline:
-                raise _late(rank, missing, timeout)
+                raise late(rank, missing, timeout)
             for descriptor, _ in ready:
                 if descriptor == listener.fileno():
                     if (visitor := _accept(listener)) is not None:
@@ -146,7 +91,7 @@ def _close(links: dict[int, Introduction]) -> None:
 
 
 def _advance(link: Introduction, rank: int, missing: set[int], found: dict[int, Peer]) -> bool:
-    """Take the next step of `link`; whether more are to come.
+    """Take the next step of `link`; returns whether more are to come.
 
     Raises:
         CommunicationError: if one of the `missing` ranks turns out to have ended.
@@ -180,7 +125,7 @@ def _reach(address: str, rank: int, other: int, deadline: float, timeout: timede
     except BaseException as error:
         link.close()
         if isinstance(error, BlockingIOError):
-            raise _late(rank, {other}, timeout) from error
+            raise late(rank, {other}, timeout) from error
         if isinstance(error, ConnectionError):
             raise _gone(rank, other) from error
         raise
@@ -196,24 +141,6 @@ def _accept(listener: socket.socket) -> socket.socket | None:
         link.close()
         return None
     return link
-
-
-def _get(store: Store, key: str, rank: int, other: int, timeout: timedelta) -> Any:
-    try:
-        if missing_from(store, [key], timeout.total_seconds()):  # a FileStore's own wait looks every 10 ms
-            raise _late(rank, {other}, timeout)
-        return store.get(key)
-    except CommunicationError:
-        raise
-    except RuntimeError as error:
-        raise _late(rank, {other}, timeout) from error
-
-
-def _late(rank: int, missing: set[int], timeout: timedelta) -> CommunicationError:
-    who = ", ".join(map(str, sorted(missing)))
-    return CommunicationError(
-        f"rank {rank}: rank {who} did not come to make the process group within {timeout.total_seconds():g} s; {REMEDY}"
-    )
 
 
 def _gone(rank: int, other: int) -> CommunicationError:

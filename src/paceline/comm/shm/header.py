@@ -1,4 +1,4 @@
-"""The header: what a rank says of an operation, in a slot of its shared memory."""
+"""The header: a rank's description of an operation, in a slot of its shared memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from paceline.comm.arithmetic import name_of
 from paceline.comm.shm.arena import Segment
@@ -35,7 +36,7 @@ DTYPES = (
 
 
 class Kind(IntEnum):
-    """What an operation does; ranks that post different kinds under one number are out of step."""
+    """The collective that an operation belongs to; ranks that post different kinds under one number are out of step."""
 
     all_reduce = 1
     broadcast = 2
@@ -55,38 +56,56 @@ ROOTS = {Kind.broadcast: "from", Kind.scatter: "from", Kind.reduce: "to", Kind.g
 
 
 class Header(NamedTuple):
-    """What a rank says of an operation. The first six must be equal on every rank."""
+    """A rank's description of an operation. The first six fields must be equal on every rank."""
 
     kind: Kind
     dtype: torch.dtype = torch.uint8
     total: int = 0
     """Elements of the whole collective, of this rank's part where ranks have parts."""
     start: int = 0
-    """Where in these the operation begins."""
+    """Index of the first of these that the operation is about."""
     reduce: int = 0
     """Which reduction, as :func:`arithmetic.code_of` counts."""
     root: int = 0
     ready: int = 0
     """Elements that this rank has ready for it. May differ where some ranks stage a tensor and others share it."""
     offset: int = -1
-    """Where the operand lies in the rank's memory, in bytes."""
+    """Offset of the operand in the rank's memory, in bytes."""
     note: Note = (0.0, 0.0)
 
+    @classmethod
+    def of(
+        cls,
+        kind: Kind,
+        segment: Segment,
+        operand: Tensor,
+        tensor: Tensor,
+        start: int,
+        *,
+        reduce: int = 0,
+        root: int = 0,
+        note: Note = (0.0, 0.0),
+    ) -> Header:
+        """Describe an operation on `tensor` from element `start`, whose `operand` lies in this rank's `segment`."""
+        ready = operand.numel()
+        offset = operand.data_ptr() - segment.address if ready else 0
+        return cls(kind, tensor.dtype, tensor.numel(), start, reduce, root, ready, offset, note)
+
     def write(self, segment: Segment, number: int) -> None:
-        """Put it into the slot of operation `number`."""
+        """Write the header into the slot of operation `number`."""
         kind, dtype, *numbers, note = self
         _HEADER.pack_into(segment.memory, _slot(number), number, kind, DTYPES.index(dtype), *numbers, *note)
 
     @classmethod
     def read(cls, segment: Segment, number: int) -> Header | None:
-        """The header of operation `number`; None if another one lies in its place."""
-        found, kind, code, *rest, first, second = _HEADER.unpack_from(segment.memory, _slot(number))
-        if found != number:
+        """Return the header of operation `number`; None if another one lies in its place."""
+        written, kind, dtype, *numbers, first, second = _HEADER.unpack_from(segment.memory, _slot(number))
+        if written != number:
             return None
-        return cls._make((Kind(kind), DTYPES[code], *rest, (first, second)))
+        return cls._make((Kind(kind), DTYPES[dtype], *numbers, (first, second)))
 
     def same_as(self, other: Header) -> bool:
-        """Whether both describe the same operation."""
+        """Tell whether both describe the same operation."""
         return self[:6] == other[:6]
 
     def __str__(self) -> str:

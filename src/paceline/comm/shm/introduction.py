@@ -38,7 +38,7 @@ class Peer:
     rank: int
     """In the group."""
     name: int
-    """In the world: what messages call it."""
+    """In the world: messages call it so."""
     pid: int
     alive: int
     """pidfd: readable once the process has ended."""
@@ -49,7 +49,7 @@ class Peer:
     """eventfd that we ring for the peer."""
 
     def descriptors(self) -> tuple[int, ...]:
-        """All descriptors held for this peer."""
+        """Return all descriptors held for this peer."""
         return self.alive, self.ringing, self.bell
 
 
@@ -75,7 +75,7 @@ class Introduction:
             link.send(self._hello(expected))
 
     def advance(self, missing: Container[int]) -> Peer | None:
-        """Take the next step, for which something is there to read; the peer when it was the last one.
+        """Take the next step, for which something is there to read; returns the peer when it was the last one.
 
         Raises:
             Rejected: if the other end is none of the ranks `missing`, or has ended.
@@ -125,7 +125,7 @@ class Introduction:
         return self._proof(who, other) + who
 
     def _read(self, text: bytes) -> tuple[int, int]:
-        """The sender's rank in the group and in the world.
+        """Read the sender's rank in the group and in the world.
 
         Raises:
             Rejected: if it has not proved that it knows the secret.
@@ -137,7 +137,7 @@ class Introduction:
         return rank, name
 
     def _proof(self, who: bytes, other: int) -> bytes:
-        """What shows rank `other` that the sender `who` knows the secret."""
+        """Return the proof for rank `other` that the sender `who` knows the secret."""
         return hmac.digest(self._secret, who + _WHO.pack(other, 0), "sha256")
 
     def _send(self, text: bytes) -> None:
@@ -154,12 +154,12 @@ class Introduction:
 
 
 def world_rank(rank: int) -> int:
-    """What messages call this process: its rank in the world, which in a sub-group is not its `rank` there."""
+    """Return the number that messages give this process: its rank in the world, not its `rank` in a sub-group."""
     return dist.get_rank() if dist.is_initialized() else rank
 
 
 def credentials(link: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group of the other side, as the kernel knows them."""
+    """Return process, user and group of the other side, as the kernel knows them."""
     raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, gid = struct.unpack("3i", raw)
     return pid, uid, gid

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from paceline.buckets import Bucket
 from paceline.comm import algorithms
-from paceline.comm.algorithms.members import host_number
 from paceline.comm.shm.header import Note
+from paceline.comm.topology import host_number
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weighting import scale_of

@@ -1,12 +1,8 @@
-"""The ranks that take part: sends and receives among them, and their agreement on what they are about to do."""
+"""The ranks that take part: messages among them, and their agreement on a collective before its first message."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import socket
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,17 +11,16 @@ from torch import Tensor
 
 from paceline.comm.algorithms.schedules import NAMES
 from paceline.comm.arithmetic import name_of
-from paceline.comm.shm.handshake import SPLIT
 from paceline.comm.shm.header import DTYPES
 from paceline.errors import DesyncError, PacelineError, UsageError, WorldError
-from paceline.rollcall import failed, named_ranks
+from paceline.rollcall import failed, named_ranks, ranks_by_value
 
 TAG = 5202
 """Keeps our messages apart from sends of the user's own on the same group."""
 
 
 class Call(NamedTuple):
-    """What a rank says of a collective before it; all but the last two must be equal everywhere."""
+    """A rank's description of a collective before it; all but the last two must be equal everywhere."""
 
     algorithm: int
     numel: int
@@ -33,7 +28,7 @@ class Call(NamedTuple):
     op: int
     root: int
     host: int = 0
-    """Ranks that say the same number share a host."""
+    """Ranks with the same number share a host."""
     refused: int = 0
     """1: this rank was called with something that it cannot take, and raises."""
 
@@ -68,28 +63,28 @@ class Members:
         self.size: int = group.size()
         known = group in dist.distributed_c10d._world.pg_map  # a bare ProcessGroupGloo is not
         self.world_ranks: list[int] = dist.get_process_group_ranks(group) if known else list(range(self.size))
-        """What messages to people call the members."""
+        """The members as messages to people call them."""
 
     @property
     def name(self) -> str:
-        """This rank, for messages."""
+        """Name this rank, for messages."""
         return f"rank {self.world_ranks[self.rank]}"
 
-    def place_of(self, world_rank: int, what: str) -> int:
-        """The place of a rank of the world in the group.
+    def place_of(self, world_rank: int, argument: str) -> int:
+        """Return the place in the group of a rank of the world.
 
         Raises:
-            UsageError: if it is not in the group; calls it `what`.
+            UsageError: if it is not in the group; names the `argument` that holds it.
         """
         if world_rank not in self.world_ranks:
             raise UsageError(
-                f"{what}={world_rank} is no rank of the group, which has {named_ranks(self.world_ranks)}; name one of "
-                "these"
+                f"{argument}={world_rank} is no rank of the group, which has {named_ranks(self.world_ranks)}; name "
+                "one of these"
             )
         return self.world_ranks.index(world_rank)
 
     def carries(self, device: torch.device) -> bool:
-        """Whether the group can send tensors on `device`; Gloo sends those of the CPU alone."""
+        """Tell whether the group can send tensors on `device`; Gloo sends those of the CPU alone."""
         try:
             backend = self._group._get_backend(device) if hasattr(self._group, "_get_backend") else self._group
         except RuntimeError:
@@ -97,11 +92,11 @@ class Members:
         return device.type == "cpu" or not isinstance(backend, dist.ProcessGroupGloo)
 
     def start(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> tuple[Any, Any]:
-        """Begin all these messages at once, each to or from a place; returns what waits for receives, and for sends."""
+        """Begin all these messages, each to or from a place, at once; returns the works of receives and of sends."""
         if any(not tensor.is_cpu for tensor, _ in (*sends, *receives)):
             # NCCL has to be given messages in both directions as one batch, or two ranks wait for each other.
-            batch = [self._operation(dist.irecv, *one) for one in receives]
-            batch += [self._operation(dist.isend, *one) for one in sends]
+            batch = [self._operation(dist.irecv, tensor, place) for tensor, place in receives]
+            batch += [self._operation(dist.isend, tensor, place) for tensor, place in sends]
             works = dist.batch_isend_irecv(batch)
             return works, ()
         incoming = [self._group.recv([tensor], place, TAG) for tensor, place in receives]
@@ -111,39 +106,37 @@ class Members:
         return dist.P2POp(verb, tensor, group=self._group, tag=TAG, group_peer=place)
 
     def agree(self, call: Call, device: torch.device) -> list[Call]:
-        """Every member's call; all of them come here before anything of the tensor is sent.
+        """Exchange calls; returns every member's. All of them call this before anything of the tensor is sent.
 
         Raises:
             DesyncError: if they differ in what must be equal, or another member refused its own call.
         """
         if self.size == 1:
             return [call]
-        mine = torch.tensor(call, dtype=torch.int64, device=device)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        self.guard("agreement", lambda: self._group.allgather([everyone], [mine]).wait())
-        calls = [Call(*one.tolist()) for one in everyone]
+        sent = torch.tensor(call, dtype=torch.int64, device=device)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        self.guard("agreement", lambda: self._group.allgather([received], [sent]).wait())
+        calls = [Call(*fields.tolist()) for fields in received]
         if call.refused:
             return calls
-        if refusing := [rank for rank, one in zip(self.world_ranks, calls, strict=True) if one.refused]:
+        if refusing := [rank for rank, other in zip(self.world_ranks, calls, strict=True) if other.refused]:
             raise DesyncError(
                 f"{named_ranks(refusing)} refused its tensor or argument; see the error there"
             ).because_of(refusing)
         for field in _EQUAL:
-            values = [getattr(one, field) for one in calls]
+            values = [getattr(other, field) for other in calls]
             if len(set(values)) > 1:
                 raise DesyncError(self._difference(field, values))
         return calls
 
     def _difference(self, field: str, values: Sequence[int]) -> str:
-        ranks: dict[int, list[int]] = {}
-        for rank, value in zip(self.world_ranks, values, strict=True):
-            ranks.setdefault(value, []).append(rank)
-        say = _FIELDS.get(field, str) if field != "root" else lambda place: f"rank {self.world_ranks[place]}"
-        found = ", ".join(f"{say(value)} on {named_ranks(who)}" for value, who in ranks.items())
-        return f"ranks call a collective with different {_WORDS[field]}: {found}; call it alike on every rank"
+        groups = ranks_by_value(zip(self.world_ranks, values, strict=True))
+        text_of = _FIELDS.get(field, str) if field != "root" else lambda place: f"rank {self.world_ranks[place]}"
+        parts = ", ".join(f"{text_of(value)} on {named_ranks(ranks)}" for value, ranks in groups.items())
+        return f"ranks call a collective with different {_WORDS[field]}: {parts}; call it alike on every rank"
 
-    def guard(self, what: str, function: Callable[[], Any]) -> Any:
-        """Call `function`, with a failure of the backend turned into an error that says what this rank was doing.
+    def guard(self, event: str, function: Callable[[], Any]) -> Any:
+        """Call `function`, with a failure of the backend turned into an error that names the `event`.
 
         Raises:
             CommunicationError: if it fails.
@@ -153,14 +146,4 @@ class Members:
         except PacelineError:
             raise
         except RuntimeError as error:
-            raise failed(what, self.world_ranks, self.world_ranks[self.rank], error) from error
-
-
-def host_number(rank: int, size: int) -> int:
-    """A number that ranks on one host have in common; those that count as several hosts for tests do not."""
-    try:
-        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        host = socket.gethostname()
-    part = rank * int(os.environ.get(SPLIT, "1")) // size
-    return int.from_bytes(hashlib.sha256(f"{host}/{part}".encode()).digest()[:7], "big")
+            raise failed(event, self.world_ranks, self.world_ranks[self.rank], error) from error

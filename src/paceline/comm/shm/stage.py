@@ -1,0 +1,69 @@
+"""The stage: memory through which a rank shows the others tensors that do not lie in its shared memory.
+
+It has two halves. While the others work on the chunk in one of them, the next chunk is copied into the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paceline.comm.shm.engine import Engine
+from paceline.comm.shm.header import Header
+from paceline.comm.shm.operation import Operation
+
+STAGE_BYTES = 4 * 2**20
+"""Bytes of one half of the stage; measured in ``benchmarks/collectives.py``."""
+HALVES = 2
+Begun = tuple[Header, Callable[[list[Header]], None]]
+"""An operation that is ready to be posted: its header, and the function that computes it."""
+
+
+class Stage:
+    """The stage of one rank in one group."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._memory: Tensor | None = None
+        """Both halves, as bytes; allocated when the stage is first used."""
+
+    def half(self, dtype: torch.dtype, turn: int = 0) -> Tensor:
+        """Return the half for chunk number `turn`, as elements of `dtype`."""
+        if self._memory is None:
+            self._memory = self._engine.arena.allocate(HALVES * STAGE_BYTES, torch.uint8)
+        start = turn % HALVES * STAGE_BYTES
+        return self._memory[start : start + STAGE_BYTES].view(dtype)
+
+    def stream(
+        self,
+        total: int,
+        length: int,
+        begin: Callable[[int, int, int], Begun],
+        end: Callable[[int, int, int], None] | None = None,
+    ) -> None:
+        """Send `total` elements through the stage in chunks of `length`, each of them one operation.
+
+        ``begin(turn, start, count)`` fills the half of the stage and describes the operation, ``end`` with the same
+        arguments follows when it is finished.
+        """
+        under_way: deque[tuple[Operation, tuple[int, int, int]]] = deque()
+
+        def finish() -> None:
+            operation, chunk = under_way.popleft()
+            self._engine.wait(operation)
+            if end is not None:
+                end(*chunk)
+
+        for turn, start in enumerate(range(0, max(1, total), length)):
+            if len(under_way) == HALVES:
+                finish()
+            chunk = (turn, start, min(length, total - start))
+            header, compute = begin(*chunk)
+            if turn == 1:  # if ranks differ in what they do, all of them stop before the second operation
+                self._engine.agree(under_way[0][0])
+            under_way.append((self._engine.post(header, compute), chunk))
+        while under_way:
+            finish()

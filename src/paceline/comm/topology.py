@@ -1,0 +1,97 @@
+"""The hosts of a group's ranks: the identity of this host, and the ranks' agreement on theirs before they connect."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Hashable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from torch._C._distributed_c10d import Store
+
+from paceline.comm.shm.arena import Arena
+from paceline.rollcall import ranks_by_value, read_from
+
+SPLIT = "PACELINE_HOSTS"
+"""Environment variable that makes one host count as several, for tests: ranks are dealt to so many in blocks."""
+
+
+class Refused(Exception):
+    """Shared memory cannot be used here; the message says why."""
+
+
+def host_number(rank: int, size: int) -> int:
+    """Return a number that ranks on one host have in common; those that count as several hosts for tests do not."""
+    try:
+        host = _kernel()
+    except OSError:
+        host = socket.gethostname()
+    digest = hashlib.sha256(f"{host}/{_part(rank, size)}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
+def memory_identity(rank: int, size: int) -> str:
+    """Return a text that is equal on ranks exactly if they can share memory.
+
+    It names the kernel, the network and process namespaces, and the user.
+
+    Raises:
+        Refused: where the system lacks what is needed.
+    """
+    if sys.platform != "linux":
+        raise Refused(f"shared memory between ranks needs Linux, this is {sys.platform}")
+    for name in ("memfd_create", "eventfd", "pidfd_open"):
+        if not hasattr(os, name):
+            raise Refused(f"this Python has no os.{name}")
+    try:
+        kernel = _kernel()
+        spaces = "/".join(os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid"))
+        for trial in (os.eventfd(0), os.pidfd_open(os.getpid())):
+            os.close(trial)
+        Arena().close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+            link.bind(f"\0paceline/{secrets.token_hex(16)}")
+    except (OSError, ValueError) as error:
+        raise Refused(f"the system refuses it: {error}") from error
+    return f"{kernel}/{spaces}/{os.geteuid()}/{_part(rank, size)}"
+
+
+def agree_on_hosts(store: Store, rank: int, size: int, timeout: timedelta) -> list[str]:
+    """Exchange memory identities; returns every rank's, in the order of ranks.
+
+    Raises:
+        Refused: on every rank, if one of them cannot share memory; names it and the reason.
+        CommunicationError: if a rank does not come in time.
+    """
+    try:
+        entry = {"host": memory_identity(rank, size)}
+    except Refused as refused:
+        entry = {"refused": str(refused)}
+    store.set(f"host/{rank}", json.dumps(entry))
+    entries: list[dict[str, str]] = []
+    for other in range(size):
+        entries.append(json.loads(read_from(store, f"host/{other}", rank, other, timeout)))
+    for other, entry in enumerate(entries):
+        if "refused" in entry:
+            raise Refused(f"rank {other}: {entry['refused']}")
+    return [entry["host"] for entry in entries]
+
+
+def rows_of(hosts: Sequence[Hashable]) -> list[list[int]]:
+    """Return the ranks of each host in ascending order; hosts in the order of their lowest rank."""
+    return list(ranks_by_value(enumerate(hosts)).values())
+
+
+def _kernel() -> str:
+    """Return the id that the running kernel drew when it booted."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _part(rank: int, size: int) -> int:
+    """Return which of the hosts that this one counts as `rank` is on."""
+    return rank * int(os.environ.get(SPLIT, "1")) // size

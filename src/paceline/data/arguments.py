@@ -1,0 +1,83 @@
+"""Checks of the arguments that samplers and streams have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sized
+from operator import index
+from typing import Any, SupportsIndex
+
+import torch.distributed as dist
+
+from paceline import world
+from paceline.errors import UsageError
+
+
+def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return rank and world size: the arguments, else the process group's, else one rank alone.
+
+    Raises:
+        UsageError: if they contradict each other, or a launcher started several ranks but no process group
+            exists.
+    """
+    if rank is None or world_size is None:
+        here = (0, 1)
+        if dist.is_available() and dist.is_initialized():
+            current = world.current()
+            here = (current.rank, current.size)
+        elif os.environ.get("WORLD_SIZE", "1") != "1":
+            raise UsageError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} but there is no process group yet, so the data "
+                "cannot be split; call paceline.init() first, or give rank= and world_size="
+            )
+        rank, world_size = here[0] if rank is None else rank, here[1] if world_size is None else world_size
+    at_least("world_size", world_size, 1)
+    if at_least("rank", rank, 0) >= world_size:
+        raise UsageError(f"rank {rank} is not below world_size {world_size}; give a rank in 0..{world_size - 1}")
+    return rank, world_size
+
+
+def at_least(name: str, value: int, least: int) -> int:
+    """Return `value`, if it is a whole number and not below `least`.
+
+    Raises:
+        UsageError: if it is not; calls it `name`.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < least:
+        raise UsageError(f"{name} must be a whole number >= {least}, not {value!r}")
+    return index(value)
+
+
+def size_of(dataset: Sized | int) -> int:
+    """Return the number of samples of a data set, which may be that number itself.
+
+    Raises:
+        UsageError: if it has no length, or no samples.
+    """
+    if isinstance(dataset, int):
+        return at_least("the number of samples", dataset, 1)
+    name = type(dataset).__name__
+    try:
+        size = len(dataset)
+    except TypeError:
+        raise UsageError(f"{name} has no length; for an IterableDataset use paceline.data.GlobalBatchStream") from None
+    if size < 1:
+        raise UsageError(f"{name} has no samples; give a data set with at least one")
+    return size
+
+
+def iterable_anew(dataset: Any) -> Iterable[Any]:
+    """Return `dataset`, if each ``iter()`` of it begins anew.
+
+    Raises:
+        UsageError: if it cannot be iterated, or only once.
+    """
+    name = type(dataset).__name__
+    if isinstance(dataset, Iterator):
+        raise UsageError(
+            f"{name} is an iterator, which can be read only once and so neither split nor resumed; give "
+            "an IterableDataset whose __iter__ begins anew"
+        )
+    if not isinstance(dataset, Iterable):
+        raise UsageError(f"{name} cannot be iterated; give an IterableDataset")
+    return dataset

@@ -1,0 +1,68 @@
+"""Programs that come with Paceline, as ranks: the command checks their configuration, ranks get it as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TextIO, TypeVar
+
+from rich.console import Console
+
+Config = TypeVar("Config", bound="ProgramConfig")
+
+
+@dataclass(frozen=True)
+class ProgramConfig:
+    """Base of the dataclasses that configure a program. Their values are such as JSON knows."""
+
+    def to_json(self) -> str:
+        """Return the settings as one argument for the ranks."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls: type[Config], text: str) -> Config:
+        """Return the settings that :meth:`to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+def option(default: Any, help: str, metavar: str | None = None) -> Any:
+    """Declare a field of a configuration that is an option of the command line, too.
+
+    Args:
+        default: its value where the user gives none.
+        help: one sentence for ``--help``.
+        metavar: the word that stands for the value in ``--help``; by default the field's type.
+    """
+    return field(default=default, metadata={"help": help, "metavar": metavar})
+
+
+def start_program(
+    program: Sequence[str],
+    config: ProgramConfig,
+    nproc: int,
+    screen: TextIO,
+    note: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Run ``python -m program… CONFIG`` on `nproc` ranks, and return the exit code.
+
+    Args:
+        program: the module, and arguments in front of the configuration.
+        config: checked already.
+        nproc: the number of ranks.
+        screen: the stream on which rank 0 shows its progress.
+        note: a remark for the user, before the ranks start.
+        env: added to the ranks' environment.
+    """
+    from paceline.launch import job  # imports torchelastic, which the help can do without
+
+    if note:
+        job.say(note)
+    command = [sys.executable, "-u", "-m", *program, config.to_json()]
+    try:
+        return job.launch(job.Job(command, nproc, env=env or {}))
+    finally:
+        # Rank 0's progress bar hides the cursor, and a rank that is killed cannot bring it back.
+        Console(file=screen).show_cursor()
