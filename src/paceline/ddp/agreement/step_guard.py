@@ -35,12 +35,12 @@ class StepGuard:
     ) -> None:
         self._ledger, self._local_gradient, self._recorder = ledger, local_gradient, recorder
         self._stepped: Callable[[], None] = lambda: None  # ends the span of the step under way
-        self.watch(parameters)
+        self.guard(parameters)
         self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._outermost: tuple[int, int] | None = None
         _guards().add(self)
 
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+    def guard(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take `parameters` for those that are averaged."""
         self._ours = {id(parameter) for parameter in parameters}
 
