@@ -1,4 +1,4 @@
-"""What a plain training loop needs beside the wrapper: accumulation and clipping."""
+"""Gradient accumulation and clipping, for a plain training loop over the wrapper."""
 
 from __future__ import annotations
 
