@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check bench bench-mpi pictures clean
+.PHONY: help install train test test-long test-torch check wheel-check bench bench-mpi pictures clean
 
 help:  ## show this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -30,14 +30,33 @@ install: $(VENV)/.digits  ## install Paceline into .venv
 train: $(VENV)/.digits  ## train a digit classifier with two ranks, in seconds
 	$(BIN)/paceline train digits --nproc 2 $(ARGS)
 
+# Each worker takes tests that stand together, so that they share their ranks; byte code is kept for the many processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal -q
+
 test: $(VENV)/.dev  ## run the whole test suite
-	$(BIN)/python -m pytest -n 2 -q $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-long: $(VENV)/.dev  ## the same, with ten times as many drawn cases
+	PACELINE_LONG_TESTS=1 $(PYTEST) $(ARGS)
+
+# A torch of its own, and so an environment of its own, of several GB; what else is pinned stays so.
+TORCH = .venv-torch-$(VERSION)
+test-torch:  ## run the whole test suite with another torch: make test-torch VERSION=2.15.0
+	@test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.15.0"; exit 2; }
+	$(PYTHON) -m venv $(TORCH)
+	grep -v '^torch==' constraints.txt > $(TORCH)/constraints.txt
+	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TORCH)/constraints.txt \
+		-e '.[test]' torch==$(VERSION)
+	PYTHONDONTWRITEBYTECODE= $(TORCH)/bin/python -m pytest -n 2 --dist worksteal -q $(ARGS)
 
 check: $(VENV)/.dev  ## lint, format, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+wheel-check: $(VENV)/.dev  ## build sdist and wheel, install the wheel elsewhere, and train there
+	$(BIN)/python scripts/wheel_check.py
 
 bench: $(VENV)/.dev  ## run the benchmarks; dated results go to benchmarks/results
 	$(BIN)/python benchmarks/run.py
@@ -52,4 +71,4 @@ pictures: $(VENV)/.digits  ## draw the pictures of docs/collectives.md again
 		$(BIN)/paceline explain $$what --ranks 4 --out docs/pictures/$$what.svg || exit 1; done
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build src/*.egg-info
+	rm -rf $(VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist src/*.egg-info

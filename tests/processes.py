@@ -4,7 +4,10 @@
     with Running(folder, "run", …) as job:                           while it runs
         job.wait_for("ready-0", "ready-1")
 
-Commands run in `folder` with a temporary directory of their own, which has to be empty when they are done.
+Commands run in `folder` with a temporary directory of their own, which has to be empty when they are done. What is a
+copy of an interpreter that has loaded torch (:mod:`forked`) instead of one that loads it: with ``fork="launcher"`` the
+command itself, with ``fork="all"`` its ranks, too, with ``fork="nothing"`` neither. A `program` other than the command
+is a real one.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-TIMEOUT_S = 90.0
+from forked import Forked
+
+TIMEOUT_S = 300.0  # only a command that hangs needs so long, or a very busy machine
 
 
 def script(folder: Path, text: str, name: str = "script.py") -> str:
@@ -28,10 +33,10 @@ def script(folder: Path, text: str, name: str = "script.py") -> str:
 
 
 def paceline(
-    folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "paceline"), **environment: str
+    folder: Path, *arguments: str, program: tuple[str, ...] = (), fork: str = "launcher", **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the command to its end; checks that it left no temporary file."""
-    with Running(folder, *arguments, program=program, **environment) as job:
+    with Running(folder, *arguments, program=program, fork=fork, **environment) as job:
         code = job.wait()
         return subprocess.CompletedProcess(arguments, code, job.stdout, job.stderr)
 
@@ -40,22 +45,30 @@ class Running:
     """A `paceline` command that runs until the block ends."""
 
     def __init__(
-        self, folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "paceline"), **environment: str
+        self, folder: Path, *arguments: str, program: tuple[str, ...] = (), fork: str = "launcher", **environment: str
     ) -> None:
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
         self.torchs = folder / "torch"  # torch makes it when the first optimizer is made, by default in TMPDIR
-        self._out, self._err = (folder / "stdout").open("w+"), (folder / "stderr").open("w+")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PET_"))}
-        self.process = subprocess.Popen(
-            [sys.executable, *program, *arguments],
-            cwd=folder,
-            env={**clean, "TMPDIR": str(self.temporary), "TORCHINDUCTOR_CACHE_DIR": str(self.torchs), **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=self._out,
-            stderr=self._err,
-        )
+        clean |= {"TMPDIR": str(self.temporary), "TORCHINDUCTOR_CACHE_DIR": str(self.torchs), **environment}
+        files = [folder / "stdout", folder / "stderr"]
+        for file in files:
+            file.write_text("")
+        self.process: Forked | subprocess.Popen[bytes]
+        if fork != "nothing" and not program:
+            self.process = Forked(["-m", "paceline", *arguments], folder, clean, *files, ranks=fork == "all")
+            return
+        with files[0].open("a") as out, files[1].open("a") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, *(program or ("-m", "paceline")), *arguments],
+                cwd=folder,
+                env=clean,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
 
     @property
     def stdout(self) -> str:
@@ -96,12 +109,10 @@ class Running:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for pid in reversed(self.family()):
+        for pid in reversed(self.family()) if self.process.poll() is None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
-        self._out.close()
-        self._err.close()
 
 
 def descendants(parent: int) -> list[int]:

@@ -36,6 +36,8 @@ TIMEOUT_S = 120.0
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo: torch's optimizers import it, which takes every rank a second and more.
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "paceline", "paceline.train", "hypothesis", "pytest"]
+_PRELOADED += ["torch._inductor.compile_fx", "torch._dynamo.backends.inductor"]  # which torch.compile loads
+_PRELOADED += ["paceline.cli", "paceline.launch.agent", "paceline.recipes.digits", "sklearn.datasets"]  # for forked.py
 _context.set_forkserver_preload(_PRELOADED)
 
 
@@ -143,6 +145,11 @@ def run_ranks(
         return ranks.run(function, *arguments)
 
 
+def plain_start_method() -> None:
+    """Let DataLoader workers start as in any script, not from a fork server of this child of ours."""
+    multiprocessing.set_start_method(None, force=True)
+
+
 def _serve(rank: int, size: int, port: int, backend: str | None, timeout: float, folder: str, pipe: Connection) -> None:
     """A rank's life: join the world, answer calls until the pipe closes."""
     os.environ.update(
@@ -159,6 +166,8 @@ def _serve(rank: int, size: int, port: int, backend: str | None, timeout: float,
     stack = Path(folder, str(rank)).open("w")  # noqa: SIM115  # as long as the rank lives
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     warnings.simplefilter("error")
+    plain_start_method()
+    warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)  # Python 3.12
     torch.set_num_threads(1)
     world: World | None = None
     try:

@@ -3,6 +3,11 @@
 Importing it makes the process group backend ``"paceline"`` known to torch.distributed; nothing else happens.
 """
 
+from paceline.supported import warn_if_untested as _warn_if_untested
+
+_warn_if_untested()  # before imports that may need what another torch does not have
+
+# isort: split
 from paceline import checkpoint, compression, data, ddp, errors, nn, train
 from paceline.checkpoint import Checkpointer, load_weights
 from paceline.comm.c10d.process_group import register as _register

@@ -25,7 +25,7 @@ CAPACITY = 25 * MIB
 def assign(
     sizes: Sequence[int], kinds: Sequence[Hashable], order: Sequence[int], capacities: Sequence[int]
 ) -> list[list[int]]:
-    """Cut `order` into buckets of one kind each.
+    """Split the parameters in `order` into buckets that each hold one dtype on one device.
 
     Args:
         sizes: bytes of each parameter's gradient.
@@ -49,30 +49,30 @@ def assign(
         if filled[kind] >= capacities[min(len(buckets), len(capacities) - 1)]:
             buckets.append(open_buckets.pop(kind))
             del filled[kind]
-    position = {index: at for at, index in enumerate(order)}
+    position = {index: place for place, index in enumerate(order)}
     return buckets + sorted(open_buckets.values(), key=lambda bucket: position[bucket[-1]])
 
 
 def arrival_order(observed: Sequence[int], count: int) -> list[int]:
-    """All `count` parameters in the `observed` order of arrival; those never seen follow, in reverse order.
+    """Return all `count` parameters in the `observed` order of arrival, those never seen last, in reverse order.
 
     A parameter that arrived more than once (reentrant checkpointing) counts where it came last.
     """
-    last = {index: at for at, index in enumerate(observed)}
+    last = {index: place for place, index in enumerate(observed)}
     seen = sorted(last, key=last.__getitem__)
     return seen + [index for index in reversed(range(count)) if index not in last]
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """When things happen in a backward, in seconds from its start, one entry a bucket in the order of launch."""
+    """Timeline of one backward: seconds from its start, one entry per bucket in the order of launch."""
 
     full: tuple[float, ...]
-    """All of the bucket's gradients are there."""
+    """Time at which all of the bucket's gradients are there."""
     begin: tuple[float, ...]
-    """Its all-reduce begins."""
+    """Time at which its all-reduce begins."""
     end: tuple[float, ...]
-    """Its all-reduce ends."""
+    """Time at which its all-reduce ends."""
 
     @property
     def exposed(self) -> float:
@@ -81,7 +81,7 @@ class Overlap:
 
 
 def overlap(backward: Sequence[float], reduce: Sequence[float], launch_when_full: bool = True) -> Overlap:
-    """The timeline of a backward whose buckets are reduced one after the other.
+    """Return the timeline of a backward whose buckets are reduced one after the other.
 
     Args:
         backward: seconds in which backward fills each bucket, in the order of launch; one or more.
@@ -116,7 +116,7 @@ class Bucket:
         allocate: Callable[..., Tensor] = torch.zeros,
         dtype: torch.dtype | None = None,
     ) -> Bucket:
-        """A zeroed bucket of `dtype` for `indices` of `parameters`, which share a device, and without `dtype` theirs.
+        """Return a zeroed bucket for `indices` of `parameters`, which share a device; `dtype` is theirs by default.
 
         ``allocate(numel, dtype=…, device=…)`` gives its memory.
         """
@@ -127,7 +127,7 @@ class Bucket:
 
 
 def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """`flat` seen as the gradients of `parameters`, one after the other, without gaps."""
+    """Return views of `flat` that are the gradients of `parameters`, one after the other, without gaps."""
     views, offset = [], 0
     for parameter in parameters:
         piece = flat[offset : offset + parameter.numel()]
@@ -137,7 +137,7 @@ def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:
-    """`piece`, flat, with the parameter's shape, and its strides (channels-last) if they cover memory without gaps."""
+    """Return the flat `piece` in the parameter's shape, with its strides (channels-last) where they leave no gaps."""
     expected = 1
     for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if extent != 1 and stride != expected:

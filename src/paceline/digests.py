@@ -20,7 +20,7 @@ PIECE = 2**14
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
-    """SHA-256 of a tensor's elements in logical order, wherever it lives and however it is strided."""
+    """Return the SHA-256 of a tensor's elements in logical order, on any device and with any strides."""
     plain = tensor.detach().cpu().contiguous()
     size = plain.numel() * plain.element_size()
     if size == 0:
@@ -30,10 +30,11 @@ def tensor_digest(tensor: Tensor) -> bytes:
 
 
 def quick_digest(tensor: Tensor) -> Tensor:
-    """64 bits from a tensor's elements, where it lives, at about the speed of reading it: int64, no dimensions.
+    """Return 64 bits that depend on every element of a tensor, as an int64 tensor without dimensions on its device.
 
-    A sum over its 64-bit words, each mixed and times an odd number of its own, modulo 2**64. So one flipped bit always
-    changes it, and values that changed places do as good as always; it keeps out accidents, not attacks.
+    It takes about as long as reading the tensor. It is the sum, modulo 2**64, of the tensor's 64-bit words, each mixed
+    and multiplied by an odd number of its own. One flipped bit always changes it, and so, almost always, do values that
+    swapped places. It guards against accidents, not against attacks.
     """
     flat = tensor.detach().contiguous().view(-1)
     if flat.is_complex():
@@ -67,13 +68,13 @@ def _all_odd_numbers(count: int, device: torch.device) -> Tensor:
 
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
-    """The same random odd numbers on every rank."""
+    """Return random odd numbers, the same on every rank."""
     held = PIECE if count <= PIECE else 64 * PIECE
     return _all_odd_numbers(max(held, count), device)[:count]
 
 
 def weights_sha256(module: nn.Module) -> str:
-    """One SHA-256 over names and values of all parameters and buffers, as hexadecimal digits."""
+    """Return one SHA-256, in hexadecimal digits, over names and values of all parameters and buffers."""
     total = hashlib.sha256()
     for name, tensor in sorted(unwrap(module).state_dict().items()):
         if isinstance(tensor, Tensor):
@@ -82,14 +83,14 @@ def weights_sha256(module: nn.Module) -> str:
 
 
 def dataset_digest(dataset: Any) -> str:
-    """SHA-256 of a map-style data set, as hexadecimal digits.
+    """Return the SHA-256 of a map-style data set, in hexadecimal digits.
 
-    What counts: the data set's own ``fingerprint``, if it has one and that is a string; of a ``TensorDataset`` every
-    element; of a ``Subset`` and a ``ConcatDataset`` what they are made of; of any other only class and length.
+    What counts is the data set's own ``fingerprint``, if that is a string; for a ``TensorDataset`` every element; for a
+    ``Subset`` and a ``ConcatDataset`` the parts they are made of; for any other data set only its class and length.
 
-    No sample is asked for: a data set with random numbers of its own would have another digest every time, and one
-    that opens a file at its first sample would hand the open file to every worker. So give your data set a
-    ``fingerprint``, such as a version or a hash of its files, if edits shall be noticed.
+    No sample is read: a data set with random numbers of its own would get another digest every time, and one that
+    opens a file at its first sample would hand the open file to every worker. To have edits noticed, give your data set
+    a ``fingerprint``, such as a version or a hash of its files.
     """
     total = hashlib.sha256()
     for part in _parts(dataset):
@@ -98,10 +99,10 @@ def dataset_digest(dataset: Any) -> str:
 
 
 def _parts(dataset: Any) -> Iterator[bytes]:
-    """What tells `dataset` from others."""
-    own = getattr(dataset, "fingerprint", None)
-    if isinstance(own, str):
-        yield b"fingerprint " + own.encode()
+    """Return the values that distinguish `dataset` from others."""
+    fingerprint = getattr(dataset, "fingerprint", None)
+    if isinstance(fingerprint, str):
+        yield b"fingerprint " + fingerprint.encode()
     elif isinstance(dataset, TensorDataset):
         for tensor in dataset.tensors:
             yield f"{tuple(tensor.shape)} {tensor.dtype} ".encode() + tensor_digest(tensor)
@@ -121,14 +122,14 @@ PROBES = 16
 
 
 def outline_digest(dataset: Any) -> int:
-    """63 bits from what tells a data set from another rank's, in a time that does not grow with its size.
+    """Return 63 bits that distinguish a data set from another rank's, in a time that does not grow with its size.
 
-    What counts: its own ``fingerprint`` (or ``_fingerprint``), if that is a string; else its class, its length, and
-    some elements of those of its attributes that have as many: tensors, arrays, lists of numbers, of names or of
-    tuples, as a list of files or of targets is. Of a path, the name alone counts. Of a ``Subset``, and a
-    ``ConcatDataset``, what they are made of.
+    What counts is the data set's own ``fingerprint`` (or ``_fingerprint``), if that is a string. Otherwise it is its
+    class, its length, and a few elements of each attribute that is as long as the data set: tensors, arrays, lists of
+    numbers, of names or of tuples, as lists of files or of targets are. Of a path only the name counts. A ``Subset``
+    and a ``ConcatDataset`` are described by their parts.
 
-    No sample is asked for, for the reasons of :func:`dataset_digest`.
+    No sample is read, for the reasons that :func:`dataset_digest` gives.
     """
     total = hashlib.sha256()
     for part in _outline(dataset):
@@ -137,9 +138,9 @@ def outline_digest(dataset: Any) -> int:
 
 
 def _outline(dataset: Any) -> Iterator[bytes]:
-    own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
-    if isinstance(own, str):
-        yield b"fingerprint " + own.encode()
+    fingerprint = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
+    if isinstance(fingerprint, str):
+        yield b"fingerprint " + fingerprint.encode()
         return
     size = len(dataset) if hasattr(dataset, "__len__") else -1
     yield f"{type(dataset).__qualname__} {size}".encode()
@@ -162,7 +163,7 @@ def _outline(dataset: Any) -> Iterator[bytes]:
 
 
 def _is_sequence(value: Any) -> bool:
-    """Whether it has elements that can be looked at by number, at no cost."""
+    """Return whether the value has elements that can be looked up by number at no cost."""
     return (
         isinstance(value, list | tuple | range)
         or (getattr(value, "ndim", 0) > 0 and hasattr(value, "tobytes"))
@@ -176,7 +177,7 @@ def _probed(values: Any, size: int) -> Iterator[bytes]:
 
 
 def _element(value: Any) -> bytes:
-    """What counts of one element; of kinds that are not known, the kind."""
+    """Return the part of one element that counts: for unknown types, the type."""
     if isinstance(value, Tensor):
         start = value.detach().reshape(-1)[:PIECE] if value.layout is torch.strided else value.new_empty(0)
         return f"{tuple(value.shape)} {value.dtype} ".encode() + tensor_digest(start)

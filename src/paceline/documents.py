@@ -1,4 +1,4 @@
-"""JSON as checkpoints use it: one value has one rendering, and what is doubtful is refused, not guessed."""
+"""JSON as checkpoints use it: every value has exactly one rendering, and doubtful input is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DIGITS = 400  # of a number; what we write has at most 25
 
 
 def render(value: Any, indent: int | None = None, limit: int = LIMIT) -> bytes:
-    """`value` as JSON: ASCII, keys in their own order, NaN and infinities refused.
+    """Return `value` as JSON: ASCII, keys in their own order; NaN and infinities are refused.
 
     Raises:
         ValueError: if `value` has a float that JSON does not know, or :func:`parse` would refuse the text.
@@ -24,7 +24,7 @@ def render(value: Any, indent: int | None = None, limit: int = LIMIT) -> bytes:
 
 
 def parse(raw: bytes, limit: int = LIMIT) -> Any:
-    """The value of the JSON text `raw`, in time and memory proportional to `limit` at most.
+    """Return the value of the JSON text `raw`, in time and memory proportional to `limit` at most.
 
     Raises:
         ValueError: if `raw` has more than `limit` bytes or too many values for it, is no JSON in ASCII, nested too
@@ -44,7 +44,7 @@ def parse(raw: bytes, limit: int = LIMIT) -> Any:
 
 
 def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A dict of `pairs`.
+    """Return a dict of `pairs`.
 
     Raises:
         ValueError: if a key occurs twice; names the first.
@@ -60,7 +60,7 @@ def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def shown(value: Any) -> str:
-    """`value` for a message, cut to a readable length."""
+    """Return `value` for a message, cut to a readable length."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"
 

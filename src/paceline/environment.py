@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from paceline import __version__
 from paceline.launch.job import cores
+from paceline.supported import RANGE, untested
 from paceline.world import OWN_BACKEND
 
 PACKAGES = ("safetensors", "rich", "typer", "numpy", "scikit-learn")
@@ -23,10 +24,10 @@ SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD")
 
 
 def describe() -> dict[str, str]:
-    """One line for each fact, in the order in which people look for them."""
+    """Return one line for each fact, in the order in which people look for them."""
     return {
         "paceline": f"{__version__}, {Path(__file__).parent}",
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}; {_tested()}",
         "python": f"{platform.python_version()}, {sys.executable}",
         "system": platform.platform(),
         "packages": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
@@ -46,6 +47,10 @@ _LIMITS = {
     "locked memory": resource.RLIMIT_MEMLOCK,
     "address space": resource.RLIMIT_AS,
 }
+
+
+def _tested() -> str:
+    return untested(str(torch.__version__)) or f"Paceline was tested with {RANGE}"
 
 
 def _version(package: str) -> str:
@@ -81,11 +86,13 @@ def _shared_memory() -> str:
 
 
 def _limit(number: int) -> str:
-    soft, hard = ("unlimited" if one == resource.RLIM_INFINITY else str(one) for one in resource.getrlimit(number))
+    soft, hard = (
+        "unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in resource.getrlimit(number)
+    )
     return soft if soft == hard else f"{soft} (at most {hard})"
 
 
 def _settings() -> list[tuple[str, str]]:
-    """The environment's settings of ranks and backends, without what may be secret."""
+    """Return the environment variables that concern ranks and backends, without those that may be secret."""
     names = sorted(name for name in os.environ if name.startswith(SETTINGS))
     return [(name, "…" if any(word in name for word in SECRETS) else os.environ[name]) for name in names]

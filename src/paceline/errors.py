@@ -17,6 +17,7 @@
 
     CheckpointWarning      UserWarning  a damaged checkpoint was skipped, a folder is not locked
     UnusedParameterWarning UserWarning  a parameter had no gradient on some rank
+    UntestedTorchWarning   UserWarning  the installed torch is older or newer than those that were tested
 
 A message is one sentence: what happened, with values and rank; then the remedy.
 """
@@ -58,7 +59,7 @@ class ReplicaMismatch(UsageError):
 
 
 class HookError(UsageError, TypeError):
-    """A communication hook raised, or it is, takes or returned something else than torch's contract says."""
+    """A communication hook raised, or does not follow torch's contract."""
 
 
 class MissingExtra(UsageError, ImportError):
@@ -101,8 +102,12 @@ class NonFiniteGradient(PacelineError, ArithmeticError):
 
 
 class CheckpointWarning(UserWarning):
-    """What users should know of their checkpoints: a damaged one was skipped, a folder is not locked."""
+    """A checkpoint needs attention: a damaged one was skipped, or a folder is not locked."""
 
 
 class UnusedParameterWarning(UserWarning):
     """A parameter had no gradient on some rank, which is allowed and may be a mistake."""
+
+
+class UntestedTorchWarning(UserWarning):
+    """The installed torch is older or newer than those that Paceline was tested with."""

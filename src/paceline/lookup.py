@@ -21,13 +21,13 @@ from paceline.world import current
 
 Where = DeviceMesh | str | None
 EVERYWHERE = ("grank", "lrank", "device")
-"""What no mesh changes, but for the kind of device."""
+"""Names whose values do not depend on a mesh, but for the type of the device."""
 GROUPED = ("ws", "rank", "pg")
-"""What belongs to one group of ranks: the world's, or that of one dimension."""
+"""Names whose values belong to one group of ranks: the world, or one dimension of a mesh."""
 
 
 class Get:
-    """A rank's place, asked for by name: ``get(what, mesh=None)``.
+    """Answers ``get(what, mesh=None)``: a rank's place, asked for by name.
 
     | what       | without a mesh                          | with the dimension of a mesh        |
     |------------|-----------------------------------------|-------------------------------------|
@@ -65,7 +65,7 @@ class Get:
     def __call__(self, what: Literal["device"], mesh: Where = None) -> torch.device: ...
 
     def __call__(self, what: str, mesh: Where = None) -> Any:
-        """The value; see the class."""
+        """Return the value that `what` names; see the class."""
         if what not in (*GROUPED, *EVERYWHERE):
             raise UsageError(f"get({what!r}) is unknown; ask for one of {', '.join((*GROUPED, *EVERYWHERE))}")
         world = current()
@@ -81,8 +81,12 @@ class Get:
                     "ask on those ranks only"
                 )
             if what in GROUPED:
-                at = _dimension(mesh, what)
-                values = {"ws": mesh.size(at), "rank": mesh.get_local_rank(at), "pg": mesh.get_group(at)}
+                dimension = _dimension(mesh, what)
+                values = {
+                    "ws": mesh.size(dimension),
+                    "rank": mesh.get_local_rank(dimension),
+                    "pg": mesh.get_group(dimension),
+                }
             if what == "lrank" and not mesh.mesh_dim_names:
                 return mesh.get_local_rank(_dimension(mesh, what))
         if what in GROUPED:
@@ -92,7 +96,7 @@ class Get:
         return world.rank if what == "grank" else world.local_rank
 
     def register_mesh(self, mesh: DeviceMesh) -> Get:
-        """Let dimensions of `mesh` be named in later calls, until another one is registered or the group ends.
+        """Make the dimensions of `mesh` known to later calls, until another mesh is registered or the group ends.
 
         One of a single dimension without a name is from then on what calls without a mesh are about.
 
@@ -113,7 +117,7 @@ class Get:
         return None if self._mesh is None or self._group() is not dist.group.WORLD else self._mesh
 
     def _default(self) -> DeviceMesh | None:
-        """The mesh for calls without one."""
+        """Return the mesh for calls that name none."""
         mesh = self._registered()
         return None if mesh is None or mesh.mesh_dim_names else mesh
 
@@ -141,12 +145,12 @@ def _expect_mesh(mesh: Any) -> DeviceMesh:
 
 
 def _dimensions(mesh: DeviceMesh) -> list[int]:
-    """The dimensions along which there is more than one rank."""
-    return [at for at in range(mesh.ndim) if mesh.size(at) > 1]
+    """Return the dimensions along which there is more than one rank."""
+    return [index for index in range(mesh.ndim) if mesh.size(index) > 1]
 
 
 def _dimension(mesh: DeviceMesh, what: str) -> int:
-    """The only dimension of `mesh` that matters."""
+    """Return the only dimension of `mesh` with more than one rank."""
     if mesh.ndim == 1 or (not mesh.mesh_dim_names and len(_dimensions(mesh)) <= 1):
         return next(iter(_dimensions(mesh)), mesh.ndim - 1)
     names = mesh.mesh_dim_names
@@ -158,9 +162,13 @@ def _dimension(mesh: DeviceMesh, what: str) -> int:
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
-    """This rank's device of the mesh's type."""
-    kind = mesh.device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+    """Return this rank's device, of the mesh's type."""
+    device_type = mesh.device_type
+    return (
+        torch.device(device_type)
+        if device_type == "cpu"
+        else torch.device(device_type, torch.get_device_module(device_type).current_device())
+    )
 
 
 get = Get()

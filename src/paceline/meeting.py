@@ -1,14 +1,14 @@
-"""The meeting of ranks in a store: each time they come together they get a number that was never used there before.
+"""A meeting of ranks in a store: each meeting gives all of them the same number, which was never used there before.
 
 A store keeps what was written. A process group that is made again, in the same process or under the same name, would
-find the addresses of the first one there and knock at closed doors. Names from a counter in each process do not help,
-as ranks need not have counted the same.
+find the addresses of the first group there and connect to sockets that are closed. A counter in each process does not
+help, because ranks need not have counted the same.
 
     rank r                                          rank 0
     asked/r += 1, say so             ──►            wait until every rank has asked more often than was answered
     wait for the answer to that      ◄──            answer each rank's latest question with a new number
 
-So a question that nobody answered in time does no harm: the next one is answered instead. If ranks do not come, rank 0
+A question that was not answered in time does no harm: the next one is answered instead. If ranks do not come, rank 0
 answers the others with their names.
 """
 
@@ -54,7 +54,7 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence
 
 
 def _ask(asked: Store, rank: int, size: int, timeout: timedelta) -> tuple[str, list[int]]:
-    """This rank's part: the number, if all came in time, and else who did not."""
+    """Do this rank's part: return the number, and the ranks that did not come in time."""
     turn = asked.add(f"asked/{rank}", 1)
     asked.set(f"asked/{rank}/{turn}", "")
     if rank == 0:
@@ -69,7 +69,7 @@ def _ask(asked: Store, rank: int, size: int, timeout: timedelta) -> tuple[str, l
 
 
 def _answer(asked: Store, size: int, timeout: timedelta) -> None:
-    """Rank 0's part: wait until everybody has asked, then tell all the same new number; in the end, who is missing."""
+    """Do rank 0's part: wait until every rank has asked, then tell all the same new number, or who is missing."""
     answered = [asked.add(f"answered/{other}", 0) for other in range(size)]
     questions = [f"asked/{other}/{turn + 1}" for other, turn in enumerate(answered)]
     missing = missing_from(asked, questions, timeout.total_seconds())

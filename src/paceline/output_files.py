@@ -1,4 +1,4 @@
-"""Files that a command was asked to write: refused before the work where they cannot be written, written after it."""
+"""Files that a command was asked to write: checked before the work starts, written when it is done."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.errors import UsageError
 
 
 def check_file(option: str, file: str | None) -> None:
-    """Refuse, before the work, a `file` that could not be written after it.
+    """Raise now if `file` cannot be written after the work.
 
     Raises:
         UsageError: names `option`, such as ``"--json"``, and the reason.

@@ -1,4 +1,4 @@
-"""Small values that ranks share outside of training steps: rank 0's decision, everybody's verdict. JSON, no pickle.
+"""Small JSON values that ranks share outside of training steps: a decision of rank 0, an error on any rank.
 
 Whatever goes wrong on one rank becomes an error on all of them, so that none is left waiting. A world of one
 does without any communication, and without a process group.
@@ -31,14 +31,14 @@ _KINDS: dict[str, type[errors.PacelineError]] = {
 
 
 def here() -> World:
-    """This rank's world; one rank on the CPU where there is no process group."""
+    """Return this rank's world, which is one rank on the CPU if there is no process group."""
     if dist.is_initialized():
         return current()
     return World(rank=0, size=1, local_rank=0, local_size=1, node=0, device=torch.device("cpu"))
 
 
 def decide(world: World, question: Callable[[], Any]) -> Any:
-    """Rank 0's answer to `question`, a JSON value, on every rank; `question` is asked on rank 0 only.
+    """Return rank 0's answer to `question`, a JSON value, on every rank; only rank 0 calls `question`.
 
     Raises:
         BaseException: what `question` raises, on rank 0; on the others a Paceline error of the same kind and
@@ -78,7 +78,7 @@ def agree(world: World, error: BaseException | None) -> None:
 
 
 def error_of(function: Callable[..., Any], *arguments: Any) -> Exception | None:
-    """The exception that `function` raises, for :func:`agree`; None if it raises none."""
+    """Call `function`; return the exception that it raises, for :func:`agree`, or None."""
     try:
         function(*arguments)
     except Exception as error:
@@ -87,7 +87,7 @@ def error_of(function: Callable[..., Any], *arguments: Any) -> Exception | None:
 
 
 def gather(world: World, value: Any) -> list[Any]:
-    """Every rank's `value`, a JSON value, on every rank; in the order of ranks."""
+    """Return every rank's `value`, a JSON value, on every rank, in the order of ranks."""
     if world.size == 1:
         return [value]
     raw = encode(value)
@@ -104,7 +104,7 @@ def gather(world: World, value: Any) -> list[Any]:
 
 
 def _broadcast(value: Any) -> Any:
-    """Rank 0's JSON value on every rank."""
+    """Return rank 0's JSON value on every rank."""
     with collective("broadcast of rank 0's decision"):
         if dist.get_rank() == 0:
             raw = encode(value)
@@ -119,27 +119,27 @@ def _broadcast(value: Any) -> Any:
 
 
 def carrier() -> torch.device:
-    """Where a tensor must be to be sent: the CPU, unless the group has no backend for it (NCCL alone)."""
+    """Return the device that a tensor must be on to be sent: the CPU, unless the group has only NCCL."""
     configuration = str(dist.get_backend_config())
     return torch.device("cpu") if "cpu:" in configuration else current().device
 
 
 def encode(value: Any) -> torch.Tensor:
-    """The JSON value `value` as bytes on the :func:`carrier`."""
+    """Return the JSON value `value` as bytes on the :func:`carrier`."""
     return torch.frombuffer(bytearray(documents.render(value, limit=_LIMIT)), dtype=torch.uint8).to(carrier())
 
 
 def decode(raw: torch.Tensor) -> Any:
-    """The JSON value that :func:`encode` made `raw` of."""
+    """Return the JSON value that :func:`encode` turned into `raw`."""
     raw = raw.cpu()
     return documents.parse(ctypes.string_at(raw.data_ptr(), raw.numel()), limit=_LIMIT)
 
 
 def _report(error: BaseException) -> dict[str, str]:
-    """`error` so that other ranks can raise its like."""
-    for kind in type(error).__mro__:
-        if kind.__name__ in _KINDS and _KINDS[kind.__name__] is kind:
-            return {"error": kind.__name__, "message": str(error)}
+    """Return `error` in a form from which other ranks can raise an error like it."""
+    for error_type in type(error).__mro__:
+        if error_type.__name__ in _KINDS and _KINDS[error_type.__name__] is error_type:
+            return {"error": error_type.__name__, "message": str(error)}
     return {"error": "CheckpointError", "message": f"{type(error).__name__}: {error}"}
 
 

@@ -1,15 +1,16 @@
-"""The private store: where the ranks of one host meet, out of reach of the host's other users.
+"""The private store, where the ranks of one host meet, out of reach of the host's other users.
 
-torch's TCPStore answers whoever connects to its port, so every user of the host can read and write what is in it. The
-private store is torch's FileStore on a memory file. That has no name; it is opened through ``/proc/<pid>/fd`` of the
-process that made it, which the kernel allows to the same user alone, and it goes with the last process that holds it.
+torch's TCPStore answers whoever connects to its port, so every user of the host can read and write its contents. The
+private store is torch's FileStore on a memory file. The file has no name. It is opened through ``/proc/<pid>/fd`` of
+the process that made it, which the kernel allows only to the same user, and it disappears with the last process that
+holds it.
 
     1. ``paceline run``, or the first rank under another launcher, makes the file.
     2. Its path reaches the ranks in the environment (``PACELINE_STORE``), or through the public store.
     3. Each rank opens the path, and checks that the file is its user's and was made for this job.
 
-So a stranger who writes another path into the public store gets nothing: step 3 fails, with his user's number.
-Why it is done like this: ``docs/decisions/0017-a-store-that-strangers-cannot-reach.md``.
+A stranger who writes another path into the public store gains nothing: step 3 fails and names his user's number.
+``docs/decisions/0017-a-store-that-strangers-cannot-reach.md`` tells why it is done like this.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _PUBLISHED = re.compile(r"(/proc/[1-9]\d{0,9}/fd/\d{1,9}) ([0-9a-f]{32})")
 
 
 class NotPrivate(Exception):
-    """A path does not lead to a memory file that this user made for this job; the message says why."""
+    """A path does not lead to a memory file that this user made for this job; the message gives the reason."""
 
 
 def make_file(port: str) -> int:
-    """Make the memory file of a private store; its descriptor, which must stay open for as long as the job.
+    """Create the memory file of a private store and return its descriptor, which must stay open as long as the job.
 
     `port` is that of the job's public store, which no other job of this host has at the same time.
 
@@ -54,7 +55,7 @@ def make_file(port: str) -> int:
 
 
 def path_of(descriptor: int) -> str:
-    """The path by which other processes of this user can open this process's `descriptor`."""
+    """Return the path by which other processes of this user can open this process's `descriptor`."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
@@ -91,13 +92,13 @@ def _expect_ours(status: os.stat_result) -> None:
 
 
 def is_private(store: Store) -> bool:
-    """Whether no other user can reach `store`, because it is a private store or in this process's own memory."""
+    """Return whether no other user can reach `store`: it is a private store, or in this process's own memory."""
     base = _base(store)
     return isinstance(base, HashStore) or (isinstance(base, FileStore) and getattr(base, "path", "").startswith(_OWN))
 
 
 def on_one_host(store: Store) -> bool:
-    """Whether all who use `store` are on this host, as the launcher's environment says, or a loopback address."""
+    """Return whether all users of `store` are on this host, by the launcher's environment or a loopback address."""
     if sys.platform != "linux":
         return False
     local, size = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
@@ -113,18 +114,18 @@ def on_one_host(store: Store) -> bool:
 
 
 def private_store(public: Store, rank: int, members: Sequence[int], timeout: timedelta, names: Sequence[int]) -> Store:
-    """A store that `members`, which are all on this host, share with no other user; all of them call this together.
+    """Return a store that `members`, which are all on this host, share with no other user. All of them call this.
 
     Args:
-        public: a store that they share already, where none of them has called this before. It tells nothing but where
-            the first member's memory file is.
+        public: a store that they share already, in which none of them has called this before. It only tells where the
+            first member's memory file is.
         rank: this process, one of `members`.
         members: ranks, as `public` is used by them.
-        timeout: how long to wait for the first member, and of the store.
+        timeout: how long to wait for the first member, and the timeout of the store.
         names: messages call rank r ``names[r]``.
 
     Raises:
-        CommunicationError: if the first member does not come in time, or `public` tells of a file that is not ours.
+        CommunicationError: if the first member does not come in time, or `public` names a file that is not ours.
     """
     if len(members) == 1:
         return HashStore()
@@ -149,7 +150,9 @@ def private_store(public: Store, rank: int, members: Sequence[int], timeout: tim
 
 
 def store_of_group(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> Store:
-    """A part of `store` for a new group alone; private if all ranks are on this host. All of them call this together.
+    """Return a part of `store` for one new group. All of its ranks call this.
+
+    It is private if all ranks are on this host.
 
     Raises:
         CommunicationError: as :func:`private_store`, and if a rank does not come in time.
@@ -161,7 +164,7 @@ def store_of_group(store: Store, rank: int, size: int, timeout: timedelta, names
 def world_stores(
     address: str, port: str, rank: int, size: int, one_host: bool, timeout: timedelta, process: int
 ) -> tuple[Store, ...]:
-    """The store in which the ranks of the launcher's job meet, and others that must be kept for as long.
+    """Return the store in which the ranks of the launcher's job meet, and the stores that must be kept alive with it.
 
     On one host it is a private one, else the TCPStore at `address` and `port`.
 
@@ -192,12 +195,12 @@ def _file_store(path: str, port: str, timeout: timedelta) -> FileStore:
 
 @functools.cache
 def _own_file(port: str) -> int:
-    """The memory file that this process makes for its job, once; private stores on it differ by their prefix."""
+    """Return the memory file that this process makes for its job, once; private stores on it differ by their prefix."""
     return make_file(port)
 
 
 def _published(public: Store, name: int, leader: int, timeout: timedelta) -> tuple[str, str]:
-    """The path and prefix that rank `leader` has put into the public store."""
+    """Return the path and prefix that rank `leader` has put into the public store."""
     if missing_from(public, ["private"], timeout.total_seconds()):
         raise CommunicationError(
             f"rank {name}: rank {leader} did not come to make the process group within "

@@ -19,7 +19,7 @@ from paceline.errors import UsageError
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from `parts`, so that neighbouring ranks, epochs or batches get unrelated streams."""
+    """Return a 63-bit seed made of `parts`, so that neighbouring ranks, epochs or batches get unrelated streams."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -86,17 +86,19 @@ _blocks: list[dict[str, Any] | None] = []
 
 
 def _rank() -> int:
-    """This process's rank; before there is a process group, the one that the launcher gave it."""
+    """Return this process's rank; before there is a process group, the one that the launcher gave it."""
     if dist.is_initialized():
         return dist.get_rank()
-    given = os.environ.get("RANK", "0")
-    if not given.isdecimal():
-        raise UsageError(f"RANK={given!r} is not a whole number >= 0; torchrun sets it, unset it to run as one process")
-    return int(given)
+    rank_text = os.environ.get("RANK", "0")
+    if not rank_text.isdecimal():
+        raise UsageError(
+            f"RANK={rank_text!r} is not a whole number >= 0; torchrun sets it, unset it to run as one process"
+        )
+    return int(rank_text)
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of this rank's generators, as tensors and plain values."""
+    """Return the state of this rank's generators, as tensors and plain values."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -117,7 +119,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Bring the generators back to what :func:`rng_state` returned."""
+    """Restore the generators to what :func:`rng_state` returned."""
     torch.set_rng_state(state["torch"])
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
@@ -145,7 +147,7 @@ def sow(seed: int) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Bring the CPU's generators back, after the block, to where they were before it.
+    """Restore the CPU's generators after the block to their state before it.
 
     GPU generators are left alone: what a data set draws on a GPU comes from the rank's own stream there.
     """

@@ -1,9 +1,9 @@
-"""The sources that batches came from, and the steps that used them up; what data and wrapper both look at.
+"""Sources of batches, and the optimizer steps that consumed them; read by the data loaders and by the wrapper.
 
     a loader hands over a batch ──► hand_over(source) ──► the next synchronized backward tells the other ranks: told()
     an optimizer steps, or a backward is synchronized ──► steps() has grown: the loader's batches were consumed
 
-So ranks are compared where all of them are anyway, and looking at a loader on one rank alone leaves nobody waiting.
+Ranks are compared where all of them communicate anyway, so a rank that looks at a loader alone never waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.torch_internals.compile import never_compiled
 
 
 class Origin(NamedTuple):
-    """Where a rank's latest batch came from; whole numbers below 2**53, since they travel as float64."""
+    """The origin of a rank's latest batch, in whole numbers below 2**53, because they travel as float64."""
 
     source: int = -1
     """Which loader of the script, by the line that makes it; -1: none, or one that is not split among the ranks."""
@@ -83,12 +83,12 @@ LIMIT = 2**52
 
 
 def short(number: int) -> int:
-    """`number`, cut to what an :class:`Origin` may hold."""
+    """Return `number`, cut to what an :class:`Origin` can hold."""
     return number % LIMIT
 
 
 def difference(origins: Mapping[int, Origin]) -> str | None:
-    """What ranks differ in that took their batches from one loader of the script, with the remedy; None if nothing.
+    """Describe how ranks differ that took their batches from one loader, with the remedy; None if they do not differ.
 
     Batches of different loaders cannot be compared.
     """
@@ -105,7 +105,7 @@ def difference(origins: Mapping[int, Origin]) -> str | None:
 
 
 def who_has(values: Mapping[int, Any], noun: str) -> str:
-    """«rank 0 has 3, ranks 1, 2 have 2 optimizer steps»."""
+    """Return such as «rank 0 has 3, ranks 1, 2 have 2 optimizer steps»."""
     groups: dict[Any, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
@@ -117,7 +117,7 @@ def who_has(values: Mapping[int, Any], noun: str) -> str:
 
 
 class _Taken:
-    """What this process has taken from its loaders since its last synchronized backward."""
+    """The sources that this process has taken batches from since its last synchronized backward."""
 
     def __init__(self) -> None:
         self.sources: dict[int, Source] = {}  # by key, in the order they handed over
@@ -131,29 +131,29 @@ _taken = _Taken()
 def hand_over(source: Source) -> None:
     """Note that `source` has handed over a batch.
 
-    In the main thread alone: how far a thread that fetches ahead is, is a matter of speed.
+    Only the main thread counts: how far a thread that fetches ahead has got is a matter of speed.
     """
     if source.world_size > 1 and threading.current_thread() is threading.main_thread():
         _taken.sources[source.key] = source
 
 
 def told(size: int) -> Origin:
-    """What to tell the other ranks of the data since the last synchronization, in a group of `size` ranks.
+    """Return what to tell the other ranks about the data since the last synchronization, in a group of `size` ranks.
 
-    Of several sources, each step tells of another one.
+    With several sources, each step tells about another one.
     """
     split = [source for source in _taken.sources.values() if source.world_size == size]
     return split[_taken.synchronizations % len(split)].origin() if split else Origin()
 
 
 def note_synchronization() -> None:
-    """A backward was synchronized."""
+    """Note that a backward was synchronized."""
     _taken.sources.clear()
     _taken.synchronizations += 1
 
 
 def steps() -> int:
-    """Optimizer steps and synchronized backwards of this process since the first call."""
+    """Return the number of optimizer steps and synchronized backwards of this process since the first call."""
     _count_optimizer_steps()
     return _taken.optimizer_steps + _taken.synchronizations
 
@@ -174,10 +174,10 @@ _made: Counter[int] = Counter()
 
 
 def key_of_caller() -> int:
-    """A number for the source that the script is making, the same on every rank that makes it in the same place.
+    """Return a number for the source that the script is making, the same on every rank that makes it in the same place.
 
-    The place is the chain of calls outside this package. Of the files only the names count, as hosts may have them in
-    different folders.
+    The place is the chain of calls outside this package. Only the names of the files count, because hosts may have them
+    in different folders.
     """
     place = short(derive_seed("source", *_calls()))
     _made[place] += 1

@@ -1,49 +1,86 @@
-"""Spans: named stretches of time on a rank, recorded only while somebody asks for them.
+"""Spans: named stretches of a training step on one rank, recorded only while somebody asks for them.
 
-Recorded are ``launch``, a bucket being handed to communication, and ``wait``, backward's end waiting for it. Labels are
-the words of the design, so that traces, messages and docs speak of the same things.
+While a torch profiler runs, the same labels appear in its trace, through ``torch.profiler.record_function``. The labels
+are the words of the design, so that traces, messages and docs speak of the same things. One step, in order:
+
+    data wait    the loop waits for a batch of a paceline DataLoader
+    forward      the wrapped module's forward
+    backward     from the first sign of a backward until its last gradient has arrived
+    launch       bucket `bucket` is complete and handed to communication (inside ``backward`` as a rule)
+    control      the control block is filled and launched
+    wait         the end of backward waits for everything that was launched
+    bucket wait  it waits for bucket `bucket` (inside ``wait``)
+    optimizer    an optimizer steps over the wrapper's parameters
+    checkpoint   a Checkpointer saves
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+
+from torch.profiler import record_function
+
+from paceline.torch_internals.profiler import is_profiling
+
+DATA_WAIT, FORWARD, BACKWARD = "data wait", "forward", "backward"
+LAUNCH, CONTROL, WAIT, BUCKET_WAIT = "launch", "control", "wait", "bucket wait"
+OPTIMIZER, CHECKPOINT = "optimizer", "checkpoint"
 
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of time: ``start`` and ``end`` in seconds of ``time.perf_counter``."""
+    """A stretch of time: ``start`` and ``end`` in seconds of ``time.perf_counter``."""
 
     label: str
     start: float
     end: float
+    bucket: int | None = None
+    """The bucket's number in the order of launch, where the span is about one."""
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration in seconds."""
         return self.end - self.start
 
 
 @dataclass
 class Recorder:
-    """Collects spans while ``on``; costs one attribute look-up a span while off."""
+    """Collects spans while ``on``. While off, and without a torch profiler, a span costs two attribute look-ups."""
 
     on: bool = False
     spans: list[Span] = field(default_factory=list)
 
-    def span(self, label: str) -> AbstractContextManager[None]:
-        """Record the block under `label` if recording is on."""
-        return self._timed(label) if self.on else _OFF
+    def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None]:
+        """Record the block under `label`."""
+        return self._timed(label, bucket) if self.on or is_profiling() else _OFF
+
+    def open(self, label: str) -> Callable[[], None]:
+        """Begin a span that no block can surround; return the function that ends it. A span never ended is dropped."""
+        if not (self.on or is_profiling()):
+            return _nothing
+        stack = ExitStack()
+        stack.enter_context(self._timed(label, None))
+        return stack.close
 
     @contextmanager
-    def _timed(self, label: str) -> Iterator[None]:
+    def _timed(self, label: str, bucket: int | None) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with record_function(label if bucket is None else f"{label} {bucket}") if is_profiling() else _OFF:
+                yield
         finally:
-            self.spans.append(Span(label, start, time.perf_counter()))
+            if self.on:
+                self.spans.append(Span(label, start, time.perf_counter(), bucket))
+
+
+def _nothing() -> None:
+    """Do nothing: the end of a span that is not recorded."""
 
 
 _OFF: AbstractContextManager[None] = nullcontext()
+
+recorder = Recorder()
+"""This process's recorder, which wrappers, loaders and checkpoints use unless they were given another one."""

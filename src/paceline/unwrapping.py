@@ -11,17 +11,17 @@ from torch import nn
 
 @runtime_checkable
 class HasBucketLayout(Protocol):
-    """A wrapper whose buckets, by parameter name, are part of what a checkpoint has to bring back.
+    """A wrapper whose bucket layout, by parameter names, belongs into a checkpoint.
 
     Gloo's and NCCL's order of summation depends on where an element lies in its bucket, so a resumed run is
     bit-equal only with the same layout.
     """
 
     def bucket_layout(self) -> list[list[str]]:
-        """Names of the parameters in each bucket, in the order of launch; without wrapper prefix."""
+        """Return the names of the parameters in each bucket, in the order of launch, without wrapper prefix."""
 
     def load_bucket_layout(self, layout: list[list[str]]) -> None:
-        """Rebuild the buckets as `layout` says."""
+        """Rebuild the buckets according to `layout`."""
 
 
 @runtime_checkable
@@ -29,30 +29,30 @@ class Accumulates(Protocol):
     """A wrapper that knows whether gradients of micro-batches wait for their synchronization."""
 
     def holds_local_gradients(self) -> bool:
-        """Whether a backward since the last synchronization was local, and what it gave is still there."""
+        """Return whether gradients of a local backward (under ``no_sync``) are still there, not yet synchronized."""
 
 
 @runtime_checkable
 class Communicates(Protocol):
-    """A layer with collectives of its own, in which a rank that has run out of data can take part."""
+    """A layer with its own collectives, in which a rank that has run out of data can take part."""
 
     announce: Callable[[int], object] | None
     """To be called before each collective, if it is not None, with a code that says which one it is."""
 
     def ranks(self) -> Sequence[int]:
-        """The ranks, as the world counts them, that take part in its collectives."""
+        """Return the ranks, as the world counts them, that take part in its collectives."""
 
     def shadow(self, code: int, device: torch.device) -> None:
-        """Take part in the collective that `code` says, contributing nothing; tensors are made on `device`."""
+        """Take part in the collective that `code` names, contributing nothing; tensors are made on `device`."""
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what ``torch.compile`` puts into it."""
+    """Return a parameter's name without the parts that ``torch.compile`` puts into it."""
     return name.replace("_orig_mod.", "")
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module inside any nesting of data-parallel wrappers and ``torch.compile``."""
+    """Return the user's own module inside any nesting of data-parallel wrappers and ``torch.compile``."""
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             module = module.module

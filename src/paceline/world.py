@@ -1,4 +1,4 @@
-"""The world: which rank this process is, among how many, on which device.
+"""The world: this process's rank, the number of ranks, and the device.
 
 The names follow torchrun's contract. Nothing is kept here: torch.distributed holds the process group, and a
 :class:`World` is a value made from it and from the environment.
@@ -93,7 +93,7 @@ class World:
             yield False
 
     def _announce(self, message: str) -> str:
-        """Rank 0's `message`, on every rank."""
+        """Return rank 0's `message` on every rank."""
         if self.size == 1:
             return message
         box: list[Any] = [message]
@@ -172,7 +172,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
 
 
 def _unused_store(rank: int, size: int, one_host: bool, timeout: timedelta) -> Store:
-    """A part of the job's store in which no group was made before, not by an earlier ``init()`` either."""
+    """Return a part of the job's store in which no group was made before, not even by an earlier ``init()``."""
     # Alone, nobody else connects to it, and the port is free again when the group goes.
     connect = world_stores if size == 1 else _kept_stores
     store = connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, one_host, timeout, os.getpid())[0]
@@ -186,7 +186,7 @@ initializes again could connect to it just as it goes."""
 
 
 def _patience(timeout: timedelta | float | None, environment: Mapping[str, str]) -> timedelta | None:
-    """How long to wait for a rank: `timeout`, else ``PACELINE_TIMEOUT`` in seconds, else None for torch's default."""
+    """Return how long to wait for a rank: `timeout`, else ``PACELINE_TIMEOUT``, else None for torch's default."""
     name: str = "timeout"
     value: Any = timeout
     if timeout is None:
@@ -207,7 +207,7 @@ def _patience(timeout: timedelta | float | None, environment: Mapping[str, str])
 
 
 def current() -> World:
-    """The world as the existing process group and the environment describe it.
+    """Return the world as the existing process group and the environment describe it.
 
     Raises:
         WorldError: if there is no process group yet.
@@ -225,7 +225,7 @@ def current() -> World:
 
 
 def _place(environment: Mapping[str, str]) -> dict[str, int]:
-    """This rank's numbers out of `environment`, checked; those of a world of one if it names none."""
+    """Return this rank's numbers from `environment`, checked; those of a world of one if it names none."""
     present = [name for name in REQUIRED if name in environment]
     if not present:
         return {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}

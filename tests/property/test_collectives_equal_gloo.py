@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from drawn import draws
 from paceline.comm.c10d.work import Handle
 from paceline.comm.shm.collectives import STAGE_BYTES
+from paceline.errors import UsageError
 from paceline.world import World
 from twins import Pools
 
@@ -39,7 +41,7 @@ LAYOUTS = ("plain", "transposed", "strided", "requires grad", "0-dim", "inferenc
 all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_from = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 WAYS = ("sync", "async", "future", "polled")
-no_shrinking = settings(deadline=None, max_examples=15, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+no_shrinking = draws(15, shrinks=False)
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +390,10 @@ def groups(world: World) -> None:
         assert got.item() == n - 1
     whole: Any = dist.distributed_c10d._get_default_group()
     whole.monitored_barrier(timedelta(seconds=10))
-    with pytest.raises(RuntimeError, match=r"not safe to split|does not support splitting"):
+    # torch 2.15 splits the groups of every backend, and crashed with ours.
+    with pytest.raises(
+        (RuntimeError, UsageError), match=r"not safe to split|does not support splitting|cannot be split"
+    ):
         dist.split_group(split_ranks=[list(range(n))])
     for group in (odd, pair):
         if dist.get_rank(group) >= 0:

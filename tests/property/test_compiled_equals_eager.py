@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.tracing import Recorder
+from paceline.tracing import LAUNCH, WAIT, Recorder
 from paceline.world import World
 from ranks import Ranks, run_ranks
 from twins import Case, reentrant, same_gradients, same_weights, train_beside_twin
@@ -183,9 +183,10 @@ class Log(Recorder):
         super().__init__()
         self.events: list[str] = []
 
-    def span(self, label: str) -> Any:
-        self.events.append(label[0].upper())
-        return super().span(label)
+    def span(self, label: str, bucket: int | None = None) -> Any:
+        if label in (LAUNCH, WAIT):
+            self.events.append(label[0].upper())
+        return super().span(label, bucket)
 
 
 def order_of_events(world: World, how: str) -> list[str]:

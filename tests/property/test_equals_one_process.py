@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from drawn import draws
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.world import World
@@ -43,7 +44,7 @@ TINY = 1e-4  # MiB, about 13 float64: many buckets
 BFLOAT16 = 5e-2  # relative; bfloat16 has 8 bits
 WINDOWS = ["both", "backward", "accumulate", "sync_gradients"]
 # A failure ends the ranks, so each further example costs their start.
-no_shrinking = settings(deadline=None, max_examples=12, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+no_shrinking = draws(12, shrinks=False)
 
 
 def many(world: World, cases: list[Case]) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
+from drawn import draws
 from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
 from paceline.data.partition import batch_count, slice_bounds
 
 sizes = st.integers(1, 60)
 batch_sizes = st.integers(1, 17)
 worlds = st.integers(1, 5)
-fast = settings(deadline=None, max_examples=60)
+fast = draws(60)
 
 
 def global_batches(size: int, batch_size: int, world_size: int, state: Any = None, **options: Any) -> list[list[int]]:

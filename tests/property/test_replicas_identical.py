@@ -8,10 +8,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from drawn import draws
 from paceline.ddp import DistributedDataParallel
 from paceline.digests import weights_sha256
 from paceline.world import World
@@ -52,7 +53,7 @@ def digests(world: World, case: Case, steps: int) -> tuple[list[str], list[list[
     return seen, first, model.bucket_layout()
 
 
-@settings(deadline=None, max_examples=12, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@draws(12, shrinks=False)
 @given(
     size=st.sampled_from([2, 3]),
     case=st.builds(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -22,6 +22,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
+from drawn import draws
 from paceline import SyncBatchNorm, compression
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import DesyncError, UsageError
@@ -415,7 +416,7 @@ def three() -> Any:
         yield ranks
 
 
-@settings(max_examples=15, deadline=None)
+@draws(15)
 @given(
     counts=st.lists(st.integers(0, 6), min_size=3, max_size=3).map(tuple),
     window=st.integers(1, 3),

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from drawn import draws
 from paceline.train import TrainConfig
 from processes import paceline
 from trainings import Outcome, Run, relative_difference, train
@@ -46,7 +47,7 @@ def test_ranks_and_micro_batches_give_the_same_weights_after_two_epochs(pools: P
         assert relative_difference(outcome.weights, reference.weights) < BOUND[dtype], case
 
 
-@settings(max_examples=12, deadline=None, database=None)
+@draws(12)
 @given(
     samples=st.integers(1, 40),
     batch_size=st.integers(1, 17),
@@ -67,7 +68,8 @@ def digits(folder: Path, size: int) -> tuple[dict[str, Any], list[str]]:
     """Weights after two epochs of the real command, and the digest that each rank computed of its replica."""
     folder.mkdir()
     options = ["--epochs", "2", "--checkpoint-dir", "points", "--json", "report.json"]
-    done = paceline(folder, "train", "digits", "--nproc", str(size), *options, OMP_NUM_THREADS="1")
+    arguments = ("train", "digits", "--nproc", str(size), *options)
+    done = paceline(folder, *arguments, fork="all", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     report = json.loads((folder / "report.json").read_text())
     step = max((folder / "points").iterdir())

@@ -7,19 +7,22 @@ import re
 import signal
 import time
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from test_cli import run
 
 from paceline.bench.config import BACKENDS, OPS, BenchConfig, parse_names, parse_sizes
-from paceline.bench.plot import Panel, plot
+from paceline.bench.plot import HIGH, TOP, Panel, plot
+from paceline.bench.result_page import table
 from paceline.bench.rows import Row, bus_factor, fitted
 from paceline.bench.variants import OURS
 from paceline.comm.algorithms import build
 from paceline.comm.algorithms.cost import Model
 from paceline.errors import UsageError
 from paceline.launch import job as launching
+from paceline.output_tables import print_table
 from processes import Running, gone_after, paceline
 
 
@@ -100,21 +103,85 @@ def test_the_plot_has_a_point_for_each_row_where_its_numbers_say(suffix: str) ->
     drawn = plot(rows, 2, suffix)
     ElementTree.fromstring(re.sub(r"<!DOCTYPE html>|<meta[^>]*>", "", drawn))
     hints = re.findall(
-        r'cx="([\d.]+)" cy="([\d.]+)" [^>]*><title>([\w-]+): ([\d,]+) bytes, [^<]* ([\d.]+) GB/s<', drawn
+        r'cx="([\d.]+)" cy="([\d.]+)" [^>]*><title>([\w-]+): ([\d,]+) bytes, [^<]* ([\d.]+) of Gloo\'s<', drawn
     )
     panel = Panel(rows)
     assert len(hints) == len(rows)
     for row in rows:
-        x, y = f"{panel.x(row.nbytes):.1f}", f"{panel.y(row.busbw):.1f}"
-        assert (x, y, row.variant, f"{row.nbytes:,}", f"{row.busbw:.3f}") in hints
-    assert panel.y(10.0**panel.high) < panel.y(10.0**panel.low)
+        relative = row.seconds / 0.001  # which is Gloo's time
+        x, y = f"{panel.x(row.nbytes):.1f}", f"{panel.y(relative):.1f}"
+        assert (x, y, row.variant, f"{row.nbytes:,}", f"{relative:.3f}") in hints
+
+
+def test_times_relative_to_gloo_stand_on_a_linear_axis_that_begins_at_0() -> None:
+    panel = Panel(rows_of(Model(1e-4, 1e-9)))
+    marks = [panel.y(number * panel.step) for number in range(panel.marks + 1)]
+    assert marks[0] - marks[-1] == pytest.approx(HIGH)
+    assert [one - other for one, other in pairwise(marks)] == [pytest.approx(HIGH / panel.marks)] * panel.marks
+    longest = max(row.seconds for row in panel.rows) / 0.001
+    assert (panel.marks - 1) * panel.step < longest <= panel.marks * panel.step
+
+
+def words_of(drawn: str) -> list[str]:
+    return [one.text or "" for one in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_the_plot_has_a_title_and_titled_axes_with_units() -> None:
+    words = words_of(plot(rows_of(Model(1e-4, 1e-9)), 2, ".svg"))
+    assert "all-reduce: time relative to Gloo's, 4 ranks on 2 cores" in words
+    assert {"time ÷ Gloo's time", "size of the whole tensor (bytes)", "Gloo's time", "1 ms", "0", "1M"} <= set(words)
+
+
+def test_without_gloo_the_plot_says_what_its_times_are_relative_to() -> None:
+    rows = [row for row in rows_of(Model(1e-4, 1e-9)) if row.variant != "gloo"]
+    words = words_of(plot(rows, 2, ".svg"))
+    assert "all-reduce: time relative to ring_all_reduce's, 4 ranks on 2 cores" in words
+    assert not any("Gloo" in one for one in words)
+
+
+@pytest.mark.parametrize("slower", [1.0, 3.3, 70.0, 5e4])
+def test_the_axis_of_times_has_few_marks_however_slow_a_variant_is(slower: float) -> None:
+    rows = [
+        Row("reduce", "gloo", None, 2, 4096, 1024, 1e-5, 0),
+        Row("reduce", "tree", None, 2, 4096, 1024, slower * 1e-5, 0),
+    ]
+    assert 1 <= Panel(rows).marks <= 10
+    assert Panel(rows).y(slower) == pytest.approx(TOP + HIGH - HIGH * slower / (Panel(rows).marks * Panel(rows).step))
 
 
 def test_a_plot_of_one_rank_or_one_size_is_drawn_too() -> None:
     alone = [Row("all_reduce", "gloo", None, 1, 4096, 1024, 1e-5, 0)]
     once = [Row("broadcast", "gloo", None, 2, 4096, 1024, 1e-5, 0)]
-    assert "all-reduce, 1 rank on 1 core<" in plot(alone, 1, ".svg")
+    assert "all-reduce: time relative to Gloo's, 1 rank on 1 core<" in plot(alone, 1, ".svg")
     assert plot(once, 2, ".svg").count("<circle") == 1
+
+
+PLAIN = re.compile(r"\x1b\[[\d;]*m")
+
+
+@pytest.mark.parametrize("columns", [None, "30", "80", "200"])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_column_is_cut_however_narrow_or_unknown_the_window(
+    columns: str | None, terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A pipe has no width, and rich takes it for 80 characters: the last columns of a long tensor became "…".
+    for name, value in (("COLUMNS", columns), ("FORCE_COLOR", "1" if terminal else None)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    rows = [
+        Row("broadcast", name, None, 16, nbytes, nbytes // 4, seconds, 0, 2 * seconds)
+        for nbytes, seconds in ((1024, 1e-5), (64 * 2**30, 1234.5))
+        for name in ("scatter-all-gather", "linear")
+    ]
+    print_table(table("broadcast", rows, 2))
+    out = PLAIN.sub("", capsys.readouterr().out)
+    assert "…" not in out
+    whole = [line.split() for line in out.splitlines() if "linear" in line or "gather" in line]
+    assert [line[:4] for line in whole] == [
+        [str(row.nbytes), str(row.count), row.variant, f"{1e6 * row.seconds:.1f}"] for row in rows
+    ]
+    assert [line[-1] for line in whole] == [f"{2e6 * row.seconds:.1f}" for row in rows]
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
@@ -147,7 +214,8 @@ def test_the_configuration_travels_to_the_ranks() -> None:
 
 
 def measured(folder: Path, ranks: int, *options: str) -> tuple[str, list[dict[str, object]]]:
-    done = paceline(folder, "bench", "collectives", "--nproc", str(ranks), "--json", "found.json", *options)
+    arguments = ("bench", "collectives", "--nproc", str(ranks), "--json", "found.json", *options)
+    done = paceline(folder, *arguments, fork="all")
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads((folder / "found.json").read_text())["rows"]
 

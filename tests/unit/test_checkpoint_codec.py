@@ -12,10 +12,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from drawn import draws
 from paceline import documents
 from paceline.checkpoint import storage, tensorfile
 from paceline.checkpoint.codec import STORABLE, Encoder, Unencodable, decode
@@ -90,13 +91,13 @@ trees = st.recursive(
 )
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@draws(150)
 @given(trees)
 def test_a_nested_value_comes_back_the_same(value: Any) -> None:
     assert same(through_json(value), value)
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@draws(40)
 @given(found=st.dictionaries(text, tensors(), max_size=4))
 def test_a_written_file_is_read_by_the_safetensors_library(
     tmp_path_factory: pytest.TempPathFactory, found: dict[str, torch.Tensor]

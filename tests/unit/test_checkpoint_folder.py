@@ -8,7 +8,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,8 +18,11 @@ from typing import Any
 import pytest
 from torch import nn
 
+from forked import Forked, call
 from paceline.checkpoint import Checkpointer
 from paceline.errors import CheckpointError, UsageError
+
+PATIENCE_S = 60.0
 
 
 def names(folder: Path) -> list[str]:
@@ -144,31 +146,38 @@ def test_a_folder_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
     assert tmp_path.stat().st_mode & 0o777 == 0o750
 
 
+def opened(folder: Path) -> str:
+    try:
+        Checkpointer(folder)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 def test_a_second_run_on_the_folder_is_refused(tmp_path: Path) -> None:
-    script = f"from paceline.checkpoint import Checkpointer; Checkpointer({str(tmp_path)!r})"
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(UsageError, match=f"another run is using the checkpoint folder {tmp_path} "):
             Checkpointer(tmp_path)
-        other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        assert "another run is using" in other.stderr
+        assert "another run is using" in call(opened, tmp_path)
         checkpointer.save(1)
     Checkpointer(tmp_path).close()
     assert names(tmp_path) == ["step-00000001"]
 
 
+checkpointers: list[Checkpointer] = []
+
+
+def leave_a_worker(folder: Path) -> int:
+    """Open the folder, fork a worker that lives on, and end without closing it."""
+    checkpointers.append(Checkpointer(folder))
+    if (worker := os.fork()) == 0:
+        time.sleep(60)
+        os._exit(0)
+    return worker
+
+
 def test_a_forked_worker_that_outlives_the_run_does_not_keep_the_folder(tmp_path: Path) -> None:
-    script = f"""
-import os, time
-from paceline.checkpoint import Checkpointer
-checkpointer = Checkpointer({str(tmp_path)!r})
-if (worker := os.fork()) == 0:
-    os.close(1)
-    time.sleep(60)
-print(worker, flush=True)
-os._exit(0)
-"""
-    first = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    worker = int(first.stdout)
+    worker = call(leave_a_worker, tmp_path)
     try:
         os.kill(worker, 0)
         deadline = time.monotonic() + 10  # the worker may not have come to close its descriptor yet
@@ -221,7 +230,7 @@ def test_kill_9_in_the_midst_of_saving_leaves_the_earlier_intact(tmp_path: Path,
     script = f"""
 import torch
 from paceline.checkpoint import Checkpointer
-checkpointer = Checkpointer({str(tmp_path)!r}, keep=1)
+checkpointer = Checkpointer({str(tmp_path / "points")!r}, keep=1)
 model = checkpointer.register("model", torch.nn.Linear(500_000, 1))
 step = 0
 while True:
@@ -230,15 +239,17 @@ while True:
     checkpointer.save(step)
     print(step, flush=True)
 """
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.readline()
+    out = tmp_path / "out"
+    process = Forked(["-c", script], tmp_path, os.environ, out, tmp_path / "err")
+    deadline = time.monotonic() + PATIENCE_S
+    while not (out.exists() and out.read_text()):
+        assert time.monotonic() < deadline, "nothing is saved"
+        time.sleep(0.005)
     time.sleep(delay)
     process.kill()
-    done = len(process.stdout.read().split()) + 1
-    process.wait()
-    process.stdout.close()
-    checkpointer, model = open_with(tmp_path, size=500_000)
+    process.wait(PATIENCE_S)
+    done = len(out.read_text().split())
+    checkpointer, model = open_with(tmp_path / "points", size=500_000)
     step = checkpointer.restore()
     assert step >= done
     assert model.weight.min().item() == model.weight.max().item() == step

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import socket
 import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import paceline
+from forked import Forked
 from paceline.comm.multi_host import Hierarchy, rows_of
 from paceline.comm.shm.collectives import Collectives
 from paceline.comm.shm.handshake import SPLIT
@@ -248,7 +250,14 @@ with paceline.init("paceline", timeout=40) as world:
 """
 
 
-def start(hosts: list[tuple[str, str]], script: Path, *arguments: str) -> list[subprocess.Popen[str]]:
+def enter(namespace: str) -> None:
+    """Go where ``ip netns exec`` goes; and every warning is an error there."""
+    with Path("/run/netns", namespace).open() as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+    warnings.simplefilter("error")
+
+
+def start(hosts: list[tuple[str, str]], script: Path, *arguments: str) -> list[Forked]:
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
@@ -266,29 +275,26 @@ def start(hosts: list[tuple[str, str]], script: Path, *arguments: str) -> list[s
             "GLOO_SOCKET_IFNAME": "cable",
             "OMP_NUM_THREADS": "1",
         }
-        command = ["ip", "netns", "exec", name, sys.executable, "-W", "error", str(script), *arguments]
-        processes.append(
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-            )
-        )
+        out, err = (script.with_name(f"{stream}-{rank}") for stream in ("out", "err"))
+        command = [str(script), *arguments]
+        processes.append(Forked(command, ROOT, environment, out, err, first=partial(enter, name)))
     return processes
 
 
-def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+def ended(processes: list[Forked], folder: Path) -> list[tuple[int, str, str]]:
     try:
-        outputs = [process.communicate(timeout=90) for process in processes]
+        codes = [process.wait(90) for process in processes]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+    streams = [[(folder / f"{stream}-{rank}").read_text() for stream in ("out", "err")] for rank in range(len(codes))]
+    return [(code, out, err) for code, (out, err) in zip(codes, streams, strict=True)]
 
 
 def test_two_network_namespaces_train_as_two_hosts(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    results = ended(start(hosts, script))
+    results = ended(start(hosts, script), tmp_path)
     assert [code for code, _, _ in results] == [0] * 4, results
     assert results[0][1] == "trained on 0 2\n"
 
@@ -296,7 +302,7 @@ def test_two_network_namespaces_train_as_two_hosts(hosts: list[tuple[str, str]],
 def test_a_dead_rank_is_an_error_on_both_hosts(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    results = ended(start(hosts, script, "die"))
+    results = ended(start(hosts, script, "die"), tmp_path)
     assert [code for code, _, _ in results] == [4, 4, 4, 3], results
     assert "rank 3 (pid" in results[2][1]  # its neighbour
     # On the other host: its like, and the one whose like is its neighbour, which came and failed, too.

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from forked import call
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.errors import DataError, UsageError
 from paceline.rng import rng_state
@@ -324,18 +324,8 @@ def test_an_error_in_collate_names_the_samples() -> None:
         list(DataLoader(Augmented(), batch_sampler=sampler, collate_fn=refuse))
 
 
-def alone(call: str) -> str:
-    """What `call`, a function of this file with its arguments, returns in a process of its own.
-
-    Killed workers leave something behind, such as a queue that is closed under its feeder thread.
-    """
-    code = f"from test_data_loader import *; print('said:', {call}, flush=True); os._exit(0)"
-    path = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=90
-    )
-    assert "said: " in run.stdout, run.stderr
-    return run.stdout.partition("said: ")[2]
+# Killed workers leave something behind, such as a queue that is closed under its feeder thread; so each of these runs
+# in a process of its own.
 
 
 def lost_to_itself() -> str:
@@ -346,7 +336,7 @@ def lost_to_itself() -> str:
 
 
 def test_a_killed_worker_is_named_with_rank_and_batch() -> None:
-    said = alone("lost_to_itself()")
+    said = call(lost_to_itself)
     assert re.match(
         r"rank 0: lost DataLoader worker 1 \(pid \d+, killed by SIGKILL\) before batch [01] of epoch 0", said
     )
@@ -377,7 +367,7 @@ def lost_to_a_signal(ending: int, elsewhere: bool) -> str:
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_a_worker_killed_at_any_time_is_named(ending: signal.Signals, said: str, cause: str, elsewhere: bool) -> None:
     """torch raises where the main thread happens to be, in the step or in the loader, or a batch cannot be opened."""
-    message = alone(f"lost_to_a_signal({int(ending)}, {elsewhere})")
+    message = call(lost_to_a_signal, ending, elsewhere)
     assert re.match(rf"rank 0: lost DataLoader worker \d \(pid \d+, {said}\) .*{cause}", message)
 
 
@@ -391,7 +381,7 @@ def lost_by_another_loader() -> str:
 
 
 def test_an_error_of_a_worker_that_is_not_ours_stays_torchs() -> None:
-    assert "DataLoader worker" in alone("lost_by_another_loader()")
+    assert "DataLoader worker" in call(lost_by_another_loader)
 
 
 def test_batch_size_makes_a_sampler_of_global_batches() -> None:

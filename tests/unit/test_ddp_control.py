@@ -48,7 +48,7 @@ def test_nothing_is_absent_where_every_rank_has_all() -> None:
 
 def test_late_is_what_any_rank_reports() -> None:
     blocks = exchange(([], [], [1], Status()), ([], [], [1, 2], Status()))
-    assert [block.apart() for block in blocks] == [([], [1, 2])] * 2
+    assert [block.second_pass() for block in blocks] == [([], [1, 2])] * 2
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_an_average_is_sparse_if_all_gradients_are(absent: Any, sparse: Any, lat
     ]
     for block in ranks:
         block.vector.copy_(sum(filled))
-        assert block.apart() == expected
+        assert block.second_pass() == expected
 
 
 def test_every_rank_reads_what_each_reported() -> None:

@@ -369,3 +369,24 @@ def refused_members(world: World) -> None:
 
 def test_parts_of_torchs_reducer_are_refused_by_name(pools: Pools) -> None:
     pools.run(2, refused_members)
+
+
+def later_torchs(_: World) -> None:
+    model = DistributedDataParallel(net(), lazy_bucket_allocation=False)
+    assert model.lazy_bucket_allocation is False
+    with pytest.raises(UsageError, match=r"lazy_bucket_allocation=True is not supported: .*; leave it out"):
+        DistributedDataParallel(net(), lazy_bucket_allocation=True)
+    model.require_manual_backward_finalization = False
+    with pytest.raises(
+        UsageError, match=r"require_manual_backward_finalization=True is not supported: .*; leave it out"
+    ):
+        model.require_manual_backward_finalization = True
+    assert (model.require_manual_backward_finalization, model.should_finalize_after_backward) == (False, False)
+    with pytest.raises(UsageError, match="finalize_backward"):
+        model.finalize_backward()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_torch_2_15_added_is_there_with_every_torch(pools: Pools, ranks: int) -> None:
+    # A script for torch 2.15 ended in a TypeError for the argument, and in an AttributeError of torch's own method.
+    pools.run(ranks, later_torchs)

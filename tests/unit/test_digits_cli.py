@@ -20,9 +20,10 @@ SHORT = ["--epochs", "1", "--batch-size", "128"]
 KEPT = ["--checkpoint-dir", "points"]
 
 
-def digits(folder: Path, *options: str, nproc: int = 1, program: tuple[str, ...] = ("-m", "paceline")) -> Any:
+def digits(folder: Path, *options: str, nproc: int = 1, fork: str = "all", program: tuple[str, ...] = ()) -> Any:
     """Run the command with `options` to its end."""
-    return paceline(folder, "train", "digits", "--nproc", str(nproc), *options, program=program, OMP_NUM_THREADS="1")
+    arguments = ("train", "digits", "--nproc", str(nproc), *options)
+    return paceline(folder, *arguments, program=program, fork=fork, OMP_NUM_THREADS="1")
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -160,9 +161,9 @@ def test_a_backend_that_pytorch_lacks_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder of a run of two ranks that has ended, and the run."""
+    """The folder of a run of two ranks that has ended, and the run: real commands, as everybody's."""
     folder = tmp_path_factory.mktemp("finished")
-    done = digits(folder, *SHORT, *KEPT, "--json", "report.json", nproc=2)
+    done = digits(folder, *SHORT, *KEPT, "--json", "report.json", nproc=2, fork="nothing")
     return folder, done
 
 
@@ -280,7 +281,7 @@ def test_more_ranks_than_samples(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_all_ranks_at_once_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     options = ["--nproc", "2", "--epochs", "1000", *KEPT, "--checkpoint-every", "10"]
-    with Running(tmp_path, "train", "digits", *options) as job:
+    with Running(tmp_path, "train", "digits", *options, fork="all") as job:
         deadline = time.monotonic() + TIMEOUT_S
         while not list(tmp_path.glob("points/step-*20")):
             assert job.process.poll() is None, job.stderr
@@ -311,7 +312,7 @@ def test_models_that_differ_between_ranks_are_one_line_from_the_launcher(tmp_pat
         "rank_main(main)\n",
     )
     before = contents(tmp_path)
-    done = paceline(tmp_path, "run", "--nproc", "2", name)
+    done = paceline(tmp_path, "run", "--nproc", "2", name, fork="all")
     assert_refused(
         tmp_path,
         done,

@@ -107,3 +107,40 @@ def test_each_helper_of_a_plain_loop_is_shown_in_use(name: str) -> None:
     # They were there for long, and a newcomer who read the README wrote each of them anew.
     shown = [block["shown"] or "" for page in WITH_BLOCKS for block in blocks(page)]
     assert any(re.search(rf"\b{name}\b\s*[(=]", code) for code in shown)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    # Files were moved, and a page went on linking to where they had been.
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text("utf-8")):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
+
+
+CONTRACT = re.compile(r'^containers = \["([\w.]+)"\]$.*?^layers = \[$(.*?)^\]$', re.DOTALL | re.MULTILINE)
+CONTRACTS = CONTRACT.findall((ROOT / "pyproject.toml").read_text("utf-8"))
+
+
+@pytest.mark.parametrize(("package", "layers"), CONTRACTS, ids=[package for package, _ in CONTRACTS])
+def test_the_layers_in_contributing_are_those_that_are_checked(package: str, layers: str) -> None:
+    # They are edited in pyproject.toml, where import-linter reads them, and the page fell behind.
+    rows = [row.replace(" | ", " · ") for row in re.findall(r'"(.+)"', layers)]
+    block = "".join(f"{row}\n" for row in [f"    {package}", *(f"        {row}" for row in rows)])
+    assert f"\n\n{block}\n" in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+
+
+def test_every_package_is_in_the_map_of_contributing() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    source = ROOT / "src" / "paceline"
+    for folder in (source, source / "ddp", source / "comm"):
+        packages = [path.parent.name for path in folder.glob("*/__init__.py")]
+        assert packages
+        for package in packages:
+            assert re.search(rf"^\|.*`{package}/`.*\|.*\|$", text, re.MULTILINE), package

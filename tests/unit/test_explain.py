@@ -120,6 +120,64 @@ def test_a_sheet_is_well_formed_and_shows_every_step(what: str, ranks: int) -> N
         assert scene.still is not None or {frame.title for frame in scene.frames} <= set(said)
 
 
+@pytest.mark.parametrize("ranks", [2, 5, MOST_RANKS])
+def test_every_player_starts_with_a_hint_that_is_true(ranks: int) -> None:
+    for what in KNOWN:
+        made = page(scenes(what, ranks))
+        assert made.count('<p class="watch">') == len(scenes(what, ranks))
+    ring = build("ring_all_reduce", ranks)
+    step, rank = re.findall(r"complete on rank (\d+) after step (\d+)", exchange.scene(ring).hint)[0][::-1]
+    whole = 2**ranks - 1
+    held = [state[:, 0].tolist() for state in play(ring)]
+    assert held[int(step)][int(rank)] == whole
+    assert whole not in held[int(step) - 1]
+
+
+def test_one_rank_has_no_hint_of_messages() -> None:
+    assert [scene.hint for scene in scenes("ring", 1)] == [""]
+    assert '<p class="watch">' not in page(scenes("ring", 1))
+
+
+@pytest.mark.parametrize("ranks", [9, MOST_RANKS])
+@pytest.mark.parametrize("what", list(SCHEDULES))
+def test_with_many_ranks_a_cell_still_says_in_a_number_what_it_holds(what: str, ranks: int) -> None:
+    # Beyond 8 ranks cells had stripes and no number, although the text above spoke of numbers.
+    for scene in scenes(what, ranks):
+        assert scene.shared
+        for name, drawing in scene.shared.items():
+            terms = name.split("-")[1].split(".")
+            said = [one.text for one in ElementTree.fromstring(drawing).iter("text")]
+            assert said == [terms[0] if what == "broadcast" else str(len(terms))]
+        assert ("how many" in scene.reading) == (what != "broadcast")
+
+
+LEGIBLE = """
+const stage = document.querySelector(".stage");
+report({
+  smallest: Math.min(...[...document.querySelectorAll(".frame.shown .heading")].map((one) =>
+    one.getBoundingClientRect().height)),
+  overlapping: [...document.querySelectorAll(".frame.shown .heading")].map((one) => one.getBoundingClientRect())
+    .sort((one, other) => one.left - other.left)
+    .filter((one, index, all) => index > 0 && all[index - 1].right > one.left && all[index - 1].bottom > one.top
+      && one.bottom > all[index - 1].top).length,
+  whole: document.documentElement.scrollWidth <= innerWidth,
+  scrolls: stage.scrollWidth > stage.clientWidth,
+});
+"""
+
+
+@pytest.mark.parametrize(
+    ("width", "ranks", "scrolls"), [(1200, MOST_RANKS, False), (420, MOST_RANKS, True), (420, 4, False)]
+)
+def test_words_stay_as_large_as_they_are_drawn_in_any_window(
+    width: int, ranks: int, scrolls: bool, tmp_path: Path
+) -> None:
+    # The picture shrank with the window: 16 ranks on a phone had words of two pixels.
+    [seen] = run_in_page(page(scenes("ring", ranks)), LEGIBLE, tmp_path, f"--window-size={width},900")
+    assert seen.pop("smallest") >= 12
+    assert seen == {"overlapping": 0, "whole": True, "scrolls": scrolls}
+
+
 def test_a_page_asks_the_network_for_nothing() -> None:
     for what in KNOWN:
         made = page(scenes(what, 4))
@@ -238,6 +296,30 @@ def test_tables_fit_a_terminal(what: str, ranks: int) -> None:
     assert max(map(len, said.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(("what", "ranks"), [*((what, "4") for what in KNOWN), ("ring", str(MOST_RANKS))])
+def test_tables_lose_nothing_through_a_pipe(
+    what: str, ranks: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert run(monkeypatch, "explain", what, "--ranks", ranks) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    body = [line for line in out.splitlines() if line.startswith("│")]
+    wide = [line for line in printed(what, int(ranks), width=1000).splitlines() if line.startswith("│")]
+    assert body == wide
+
+
+@pytest.mark.parametrize("what", KNOWN)
+@pytest.mark.parametrize("columns", ["20", "60"])
+def test_tables_wrap_and_cut_nothing_on_a_narrow_terminal(
+    what: str, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run(monkeypatch, "explain", what, "--ranks", "4") == 0
+    assert "…" not in capsys.readouterr().out
+
+
 def test_overlap_pictures_say_what_the_arithmetic_says() -> None:
     of = timeline.example(4)
     assert of.at_the_end.full[-1] == pytest.approx(timeline.BACKWARD)
@@ -246,9 +328,54 @@ def test_overlap_pictures_say_what_the_arithmetic_says() -> None:
     assert of.at_the_end.exposed == pytest.approx(sum(of.reduce))
     assert of.when_full.exposed == pytest.approx(of.reduce[-1])
     scene = timeline.scene(4)
-    assert f"{1000 * of.when_full.end[-1]:.1f} ms, {1000 * of.reduce[-1]:.1f} ms exposed" in str(scene.still)
-    ends = [frame for frame in scene.frames if "is reduced (launched when full)" in frame.caption]
+    for way in (of.at_the_end, of.when_full):
+        assert f"{1000 * way.end[-1]:.1f} ms in total<" in str(scene.still)
+        assert f"{1000 * way.exposed:.1f} of it waiting<" in str(scene.still)
+    ends = [frame for frame in scene.frames if "is reduced (as buckets fill)" in frame.caption]
     assert len(ends) == len(timeline.SIZES)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, MOST_RANKS])
+def test_the_sentence_above_the_overlap_is_computed_from_what_is_drawn(ranks: int) -> None:
+    of = timeline.example(ranks)
+    numbers = [f"{1000 * one:.1f}" for way in (of.at_the_end, of.when_full) for one in (way.end[-1], way.exposed)]
+    said = timeline.scene(ranks).summary
+    assert said == (
+        "All-reduce after backward: {} ms in total, {} of it waiting. As buckets fill: {} ms, {} waiting.".format(
+            *numbers
+        )
+    )
+    if ranks == 4:
+        assert numbers == ["278.6", "128.6", "181.8", "31.8"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, MOST_RANKS])
+def test_every_bucket_has_its_number_in_every_frame_and_no_cursor_goes_through_words(ranks: int) -> None:
+    # The number of the narrow first bucket was left out, and the cursor crossed headings and results.
+    for frame in timeline.scene(ranks).frames:
+        tree = ElementTree.fromstring(f"<svg>{frame.drawing}</svg>")
+        words = [(words_box(one), one.text) for one in tree.iter("text")]
+        digits = [one.text for one in tree.iter("text") if one.get("class") in ("digit", "number")]
+        rows = 4 if ranks > 1 else 2
+        assert sorted(digits) == sorted(rows * [str(bucket) for bucket in range(len(timeline.SIZES))])
+        [cursor] = [one for one in tree.iter("path") if one.get("class") == "now"]
+        pieces = re.findall(r"M([\d.]+),([\d.]+) V([\d.]+)", str(cursor.get("d")))
+        assert pieces
+        for x, top, bottom in ((float(one) for one in piece) for piece in pieces):
+            for (left, high, right, low), said in words:
+                assert not (left < x < right and top < low and high < bottom), (frame.title, said)
+
+
+def words_box(element: ElementTree.Element) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a line of text, somewhat generous for its width in any common font."""
+    size = {"digit": 10.0}.get(str(element.get("class")), 12.0)
+    width = 0.62 * size * len(element.text or "")
+    left = (
+        float(str(element.get("x")))
+        - {"start": 0.0, "middle": 0.5, "end": 1.0}[str(element.get("text-anchor"))] * width
+    )
+    baseline = float(str(element.get("y")))
+    return left, baseline - 0.8 * size, left + width, baseline + 0.2 * size
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {

@@ -39,18 +39,24 @@ def test_on_cpu_ranks_every_check_holds() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_it_says_so_in_one_line() -> None:
-    ended = run()
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    assert ended.stderr.count("\n") == 1
-    assert "no CUDA GPU" in ended.stderr
+def test_without_a_gpu_it_says_so_in_one_line(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
+    assert script.main() == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "no CUDA GPU" in err
 
 
-def test_a_number_of_ranks_below_one_is_refused() -> None:
-    ended = run("--device", "cpu", "--ranks", "0")
-    assert ended.returncode == 2
-    assert "--ranks" in ended.stderr
+def test_a_number_of_ranks_below_one_is_refused(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--device", "cpu", "--ranks", "0"])
+    with pytest.raises(SystemExit) as refused:
+        script.main()
+    assert refused.value.code == 2
+    assert "--ranks" in capsys.readouterr().err
 
 
 def test_a_check_fails_if_it_does_on_any_rank(script: ModuleType) -> None:

@@ -105,6 +105,26 @@ def test_ranks_are_told_how_long_a_collective_waits(script: str, monkeypatch: py
     assert told("--timeout", "7.5") == "7.5"
 
 
+def test_the_prefix_of_teed_lines_is_taken_where_torchrun_has_it(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prefix(*arguments: str) -> str:
+        parsed = parse(*arguments, script)
+        return options.single_host(parsed, options.rank_command(parsed), 1).logs.prefix
+
+    monkeypatch.delenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", raising=False)
+    assert prefix() == ""
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "${rank}: ")
+    assert prefix() == "${rank}: "
+    if "--log-line-prefix-template" in options.parser()._option_string_actions:  # since torch 2.15
+        assert prefix("--log-line-prefix-template", "${hostname} ") == "${hostname} "
+
+
+def test_completions_of_the_command_torchrun_are_not_ours_to_print() -> None:
+    # `paceline run --help` of torch 2.15 offered a script that completes another command.
+    assert "print-completion" not in options.parser().format_help()
+    with pytest.raises(UsageError, match="has no option --print-completion"):
+        options.parse(["--print-completion", "zsh"])
+
+
 HOSTS = {
     "nothing": ([], False),
     "standalone": (["--standalone"], False),

@@ -36,13 +36,13 @@ rank_main(work)
 
 def test_a_usage_error_on_every_rank_is_one_line_and_code_2_and_no_restart(tmp_path: Path) -> None:
     name = script(tmp_path, SCRIPT)
-    done = paceline(tmp_path, "run", "--nproc", "2", "--max-restarts", "3", name, "usage", "01")
+    done = paceline(tmp_path, "run", "--nproc", "2", "--max-restarts", "3", name, "usage", "01", fork="all")
     assert (done.returncode, done.stderr) == (2, "error: lr=-1.0 is negative; give a positive number\n")
 
 
 def test_a_usage_error_on_one_rank_ends_the_others_at_once(tmp_path: Path) -> None:
     name = script(tmp_path, SCRIPT)
-    done = paceline(tmp_path, "run", "--nproc", "2", name, "usage", "1")
+    done = paceline(tmp_path, "run", "--nproc", "2", name, "usage", "1", fork="all")
     assert (done.returncode, done.stdout, done.stderr) == (
         2,
         "",

@@ -163,6 +163,9 @@ def test_tee_shows_and_keeps_the_output_by_rank(tmp_path: Path) -> None:
     name = script(tmp_path, "import os; print('out of', os.environ['RANK'])")
     done = paceline(tmp_path, "run", "--nproc", "2", "--tee", "3", "--role", "rider", name)
     assert sorted(done.stdout.splitlines()) == ["[rider0]:out of 0", "[rider1]:out of 1"]
+    name_of_it = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${rank}> "}  # torch 2.15 has an option for it, too
+    done = paceline(tmp_path, "run", "--nproc", "2", "--tee", "3", name, **name_of_it)
+    assert sorted(done.stdout.splitlines()) == ["<0> out of 0", "<1> out of 1"]
     done = paceline(tmp_path, "run", "--nproc", "2", "--redirects", "1", "--log-dir", "logs", name)
     assert done.stdout == ""
     kept = sorted(path.read_text() for path in (tmp_path / "logs").rglob("stdout.log"))

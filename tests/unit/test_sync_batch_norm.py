@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from drawn import draws
 from paceline import SyncBatchNorm
 from paceline.errors import ReplicaMismatch, UsageError
 from paceline.nn import moments
@@ -165,7 +166,7 @@ def variance_beside_mean(world: World) -> tuple[Tensor, Tensor]:
     return layer.running_var, x.double().var(0).float()
 
 
-@settings(max_examples=25, deadline=None)
+@draws(25)
 @given(
     sizes=st.lists(st.integers(0, 4), min_size=2, max_size=2).map(tuple),
     rest=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),

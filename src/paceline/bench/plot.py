@@ -1,6 +1,6 @@
-"""The plot of a benchmark: bus bandwidth over size, measured and modelled, as SVG or a page with that in it.
+"""The plot of a benchmark: time relative to Gloo's over size, measured and modelled, as SVG or a page with that in it.
 
-Drawn here and not by a plotting library: a few lines over two logarithmic axes are no reason for a dependency.
+Drawn here and not by a plotting library: a few lines between two axes are no reason for a dependency.
 """
 
 from __future__ import annotations
@@ -9,17 +9,24 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from paceline.bench.rows import Row, bus_factor
+from paceline.bench.rows import Row
 from paceline.explain.scene import Scene, counted, text
 from paceline.explain.sheet import sheet
 
-LEFT, WIDE, HIGH, TOP = 60.0, 620.0, 300.0, 20.0
+LEFT, WIDE, HIGH, TOP = 76.0, 620.0, 320.0, 14.0
 """Where the axes are, and how long."""
+BELOW = 74.0
+"""Room below the axis of sizes for its marks, the reference's times and its title."""
 NAMES = 170.0
 """Room for the variants' names at the ends of their lines."""
 APART = 15.0
 """Between two names."""
-READING = "Higher is faster. Points are measured medians; a dashed line is the model fitted to our algorithms."
+MARK = 56.0
+"""Between two marks of the axis of sizes, at least."""
+REFERENCE = "gloo"
+STEPS = (0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
+MOST_MARKS = 8
+"""Of the axis of times."""
 
 
 def plot(rows: Sequence[Row], cores: int, suffix: str) -> str:
@@ -31,7 +38,7 @@ def plot(rows: Sequence[Row], cores: int, suffix: str) -> str:
     title = f"{', '.join(ops)} on {counted(rows[0].ranks, 'rank')}"
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        "<style>body { margin: 0 auto; max-width: 70rem; } svg { height: auto; width: 100%; }\n"
+        "<style>body { margin: 0 auto; max-width: 70rem; } svg { height: auto; min-width: 44rem; width: 100%; }\n"
         "@media (prefers-color-scheme: dark) { body { background: #16191d; } }</style>\n"
         f"</head>\n<body>\n{drawn}</body>\n</html>\n"
     )
@@ -39,35 +46,58 @@ def plot(rows: Sequence[Row], cores: int, suffix: str) -> str:
 
 def scene(op: str, rows: Sequence[Row], cores: int) -> Scene:
     """One collective's panel."""
-    title = f"{op.replace('_', '-')}, {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}"
-    summary = "Bus bandwidth in GB/s over bytes of the whole tensor, float32."
-    drawing = "".join(Panel(rows).draw())
-    return Scene(title, summary, READING, LEFT + WIDE + NAMES, TOP + HIGH + 34, (), still=drawing)
+    panel = Panel(rows)
+    name = op.replace("_", "-")
+    title = f"{name}: time relative to {panel.whose}, {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}"
+    summary = f"Lower is faster: 0.5 is half of {panel.whose} time. Points are measured medians, float32."
+    reading = "A dashed line is the model fitted to our algorithms." if any(row.model_seconds for row in rows) else ""
+    width, height = LEFT + WIDE + NAMES, TOP + HIGH + BELOW
+    return Scene(title, summary, reading, width, height, (), still="".join(panel.draw()))
 
 
 class Panel:
-    """Two logarithmic axes and the lines between them."""
+    """A logarithmic axis of sizes, a linear one of times relative to the reference, and the lines between them."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = [row for row in rows if row.busbw > 0]
-        self.ranks = rows[0].ranks
-        speeds = [row.busbw for row in self.rows] + [speed for row in self.rows if (speed := _modelled(row))]
+        self.rows = list(rows)
+        names = [row.variant for row in rows]
+        self.reference = REFERENCE if REFERENCE in names else names[0]
+        """The variant whose time is 1: Gloo, or the first one where Gloo was left out."""
+        self.seconds = {row.nbytes: row.seconds for row in rows if row.variant == self.reference}
         self.sizes = sorted({row.nbytes for row in rows})
-        self.low, self.high = _decades(speeds)
+        times = [self.relative(row, row.seconds) for row in rows]
+        times += [self.relative(row, row.model_seconds) for row in rows if row.model_seconds is not None]
+        self.step = next((step for step in STEPS if max(times) <= MOST_MARKS * step), _whole_step(max(times)))
+        self.marks = max(1, math.ceil(max(times) / self.step - 1e-9))
+
+    @property
+    def whose(self) -> str:
+        """``Gloo's``."""
+        return f"{self.reference.capitalize() if self.reference == REFERENCE else self.reference}'s"
+
+    def relative(self, row: Row, seconds: float) -> float:
+        """`seconds` by the reference's time for the size of `row`."""
+        return seconds / self.seconds[row.nbytes]
 
     def draw(self) -> Iterator[str]:
         """All elements."""
-        yield from self._axes()
+        yield from self._times()
+        yield from self._sizes()
         ends = {}
         for number, variant in enumerate(dict.fromkeys(row.variant for row in self.rows)):
             points = [row for row in self.rows if row.variant == variant]
-            measured = [(self.x(row.nbytes), self.y(row.busbw)) for row in points]
+            measured = [(self.x(row.nbytes), self.y(self.relative(row, row.seconds))) for row in points]
+            modelled = [
+                (self.x(row.nbytes), self.y(self.relative(row, row.model_seconds)))
+                for row in points
+                if row.model_seconds is not None
+            ]
             yield f'<polyline points="{_path(measured)}" class="s{number} line"/>'
-            modelled = [(self.x(row.nbytes), self.y(speed)) for row in points if (speed := _modelled(row))]
             if modelled:
                 yield f'<polyline points="{_path(modelled)}" class="s{number} model"/>'
             for row, (x, y) in zip(points, measured, strict=True):
-                hint = f"{variant}: {row.nbytes:,} bytes, {1e6 * row.seconds:,.1f} µs, {row.busbw:.3f} GB/s"
+                share = f"{self.relative(row, row.seconds):.3f} of {self.whose}"
+                hint = f"{variant}: {row.nbytes:,} bytes, {1e6 * row.seconds:,.1f} µs, {share}"
                 yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" class="s{number} dot"><title>{hint}</title></circle>'
             ends[variant] = (number, measured[-1][1])
         yield from self._names(ends)
@@ -77,21 +107,31 @@ class Panel:
         first, last = math.log2(self.sizes[0]), math.log2(self.sizes[-1])
         return LEFT + (WIDE * (math.log2(nbytes) - first) / (last - first) if last > first else WIDE / 2)
 
-    def y(self, speed: float) -> float:
-        """Where a bandwidth is."""
-        return TOP + HIGH * (self.high - math.log10(speed)) / (self.high - self.low)
+    def y(self, relative: float) -> float:
+        """Where a time relative to the reference is."""
+        return TOP + HIGH * (1 - relative / (self.marks * self.step))
 
-    def _axes(self) -> Iterator[str]:
-        for decade in range(self.low, self.high + 1):
-            y = self.y(10.0**decade)
+    def _times(self) -> Iterator[str]:
+        for mark in range(self.marks + 1):
+            y = self.y(mark * self.step)
             yield f'<path d="M{LEFT:g},{y:g} H{LEFT + WIDE:g}" class="axis"/>'
-            yield text(LEFT - 6, y + 4, f"{10.0**decade:g}", anchor="end")
-        shown = -math.inf
+            yield text(LEFT - 6, y + 4, f"{mark * self.step:g}", anchor="end")
+        middle = TOP + HIGH / 2
+        turned = text(0, 0, f"time ÷ {self.whose} time", "heading", "middle")
+        yield f'<g transform="translate(20,{middle:g}) rotate(-90)">{turned}</g>'
+
+    def _sizes(self) -> Iterator[str]:
+        """The axis of sizes, with the reference's time for each, which the ratios leave out."""
+        shown, bottom = -math.inf, TOP + HIGH
         for size in self.sizes:
-            if self.x(size) - shown >= 44:
+            if self.x(size) - shown >= MARK:
                 shown = self.x(size)
-                yield f'<path d="M{shown:g},{TOP + HIGH:g} v5" class="axis"/>'
-                yield text(shown, TOP + HIGH + 20, short(size), anchor="middle")
+                yield f'<path d="M{shown:g},{bottom:g} v5" class="axis"/>'
+                yield text(shown, bottom + 19, short(size), anchor="middle")
+                yield text(shown, bottom + 36, duration(self.seconds[size]), anchor="middle")
+        yield text(LEFT + WIDE + 40, bottom + 19, "bytes")
+        yield text(LEFT + WIDE + 40, bottom + 36, f"{self.whose} time")
+        yield text(LEFT + WIDE / 2, bottom + 60, "size of the whole tensor (bytes)", "heading", "middle")
 
     def _names(self, ends: dict[str, tuple[int, float]]) -> Iterator[str]:
         """Beside the lines' ends, moved down where they would lie on each other."""
@@ -112,17 +152,17 @@ def short(nbytes: int) -> str:
     return str(nbytes)
 
 
-def _modelled(row: Row) -> float | None:
-    if not row.model_seconds:
-        return None
-    return row.nbytes / row.model_seconds / 1e9 * bus_factor(row.op, row.ranks)
+def duration(seconds: float) -> str:
+    """``"640 µs"``, ``"21.4 ms"``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{1e6 * seconds:.3g} µs"
 
 
-def _decades(speeds: Sequence[float]) -> tuple[int, int]:
-    if not speeds:  # one rank: nothing crosses a bus
-        return 0, 1
-    low, high = math.floor(math.log10(min(speeds))), math.ceil(math.log10(max(speeds)))
-    return low, max(high, low + 1)
+def _whole_step(longest: float) -> float:
+    """A power of ten for an axis that is longer than any of the usual ones."""
+    return float(10 ** math.ceil(math.log10(longest / MOST_MARKS)))
 
 
 def _lowest(ends: Sequence[float]) -> float:

@@ -18,6 +18,7 @@ from paceline.bench.rows import Row
 from paceline.comm.algorithms.cost import Model, crossovers
 from paceline.explain.scene import counted
 from paceline.output_files import write_file
+from paceline.output_tables import print_table
 
 COLUMNS = ("bytes", "count", "variant", "time µs", "algbw", "busbw", "#wrong", "model µs")
 """Type and reduction, which nccl-tests repeats in each line, are in the title."""
@@ -31,11 +32,10 @@ def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchCo
     Raises:
         UsageError: if a file cannot be written.
     """
-    console = Console()
     for op in config.ops:
-        console.print(table(op, [row for row in rows if row.op == op], cores))
+        print_table(table(op, [row for row in rows if row.op == op], cores))
     if model is not None:
-        console.print(said(model, rows), highlight=False)
+        Console().print(said(model, rows), highlight=False)
     write_file("--json", config.json, json.dumps(document(rows, model, cores), indent=2) + "\n")
     if config.plot is not None:
         write_file("--plot", config.plot, plot(rows, cores, Path(config.plot).suffix))

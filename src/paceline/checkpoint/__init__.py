@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: verified, readable without pickle, for any number of ranks."""
+"""Checkpoints that are whole or absent: verified, readable without pickle, for any number of ranks."""
 
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.weights import load_weights

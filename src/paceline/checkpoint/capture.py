@@ -1,4 +1,4 @@
-"""What a save takes of objects: nodes and tensors; and how rank 0 gets those of the other ranks."""
+"""The states that a save collects from registered objects, and their way from every rank to rank 0."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ASK, _DISMISS = "your turn", "not needed"
 
 @dataclass(frozen=True)
 class Capture:
-    """States of some objects: ``nodes`` has an entry per object; they name ``tensors``, tied ones once."""
+    """The states of some objects: ``nodes`` has an entry per object and refers to ``tensors``, tied ones once."""
 
     nodes: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
@@ -28,7 +28,7 @@ class Capture:
 
 
 def shared(entry: Registered) -> Capture:
-    """The state of one object that all ranks share.
+    """Return the state of one object that all ranks share.
 
     Raises:
         UsageError: if it holds a value that cannot be encoded.
@@ -38,7 +38,7 @@ def shared(entry: Registered) -> Capture:
 
 
 def own(entries: Iterable[Registered]) -> Capture:
-    """The states that this rank has of its own; names of tensors start with the object's.
+    """Return the states of objects that differ by rank; names of tensors start with the object's name.
 
     Raises:
         UsageError: if one holds a value that cannot be encoded.
@@ -49,7 +49,7 @@ def own(entries: Iterable[Registered]) -> Capture:
 
 
 def hand_over(capture: Capture) -> None:
-    """Give `capture` to rank 0 when it asks for it; after a failure it does not."""
+    """Send `capture` to rank 0 when it asks for it; if the save has failed, it does not ask."""
     if tensor_transfer.receive_document(0) != _ASK:
         return
     specs = {name: spec_of(tensor) for name, tensor in capture.tensors.items()}
@@ -59,7 +59,7 @@ def hand_over(capture: Capture) -> None:
 
 
 def fetch(rank: int) -> Capture:
-    """What `rank` hands over, on rank 0."""
+    """Return, on rank 0, the capture that `rank` hands over."""
     tensor_transfer.send_document(rank, _ASK)
     state = tensor_transfer.receive_document(rank)
     specs = {name: Spec(tuple(shape), dtype) for name, (shape, dtype) in state["specs"].items()}
@@ -67,7 +67,7 @@ def fetch(rank: int) -> Capture:
 
 
 def dismiss(rank: int) -> None:
-    """Tell `rank` that what it has to hand over is not needed, because the save has failed."""
+    """Tell `rank` that its capture is not needed, because the save has failed."""
     tensor_transfer.send_document(rank, _DISMISS)
 
 
@@ -82,5 +82,5 @@ class _Generators:
 
 
 def generators() -> Registered:
-    """This rank's random generators, as if registered."""
+    """Return this rank's random generators, as if they were registered."""
     return Registered(GENERATORS, _Generators(), per_rank=True)

@@ -1,7 +1,7 @@
-"""The Checkpointer: saves what is registered with it, and brings it back, on any number of ranks.
+"""The Checkpointer: saves the objects registered with it, and restores them, on any number of ranks.
 
-Rank 0 writes, verifies and reads; the others send it what is theirs and are sent what they need, so only rank
-0's host needs the folder. Every decision is rank 0's, and an error anywhere is an error on every rank.
+Rank 0 writes, verifies and reads. The other ranks send it their states and receive what they need, so only rank 0's
+host needs the folder. Every decision is rank 0's, and an error on any rank is an error on every rank.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from paceline.checkpoint.storage import Storage, reason
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError, DesyncError, UsageError
 from paceline.rollcall import called_by_all
+from paceline.tracing import CHECKPOINT, recorder
 from paceline.world import World
 
 Object = TypeVar("Object", bound=Stateful)
@@ -34,7 +35,7 @@ _RESERVED = ("state", RANK_ROLE, GENERATORS)
 class Checkpointer:
     """Saves and restores registered objects as folders ``step-00000120`` in `folder`.
 
-    All ranks make one, with the same arguments, and call its methods together (but for :meth:`register`).
+    Make it on all ranks, with the same arguments, and call its methods on all ranks (except :meth:`register`).
     Without a process group this process is the only rank. ::
 
         checkpointer = Checkpointer("runs/7")
@@ -75,7 +76,7 @@ class Checkpointer:
         rank_consensus.decide(world, self._open)
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
-        """Let `object` be saved and restored as `name`; returns it.
+        """Register `object`, to be saved and restored as `name`; return it.
 
         A module is saved as the module inside its data-parallel wrappers, so that keys carry no ``module.``
         prefix, together with the wrapper's bucket layout where it has one.
@@ -129,25 +130,30 @@ class Checkpointer:
                 registered wrapper is in the middle of an accumulation window, or what `keep_best` names is no number.
             DesyncError: if `step` differs between ranks.
         """
+        with recorder.span(CHECKPOINT):
+            return self._save(step, metadata, protect)
+
+    def _save(self, step: int, metadata: Mapping[str, Any] | None, protect: bool) -> Path:
         world = self._world()
-        captures: list[Capture] = []
-        given: list[Notes] = []
+        captures, checked_notes = list[Capture](), list[Notes]()
 
         def capture_all() -> None:
-            given.append(notes.check(metadata, protect))
-            self._keep.check_metric(given[0].metadata)
+            checked_notes.append(notes.check(metadata, protect))
+            self._keep.check_metric(checked_notes[0].metadata)
             self._capture(step, captures)
 
         rank_consensus.agree(world, rank_consensus.error_of(capture_all))
         self._expect_equal(world, step)
-        *shared, own = captures
+        *shared, own_states = captures
         if world.rank != 0:
-            capture.hand_over(own)
-        return Path(rank_consensus.decide(world, lambda: str(self._write(world, step, shared, own, given[0]))))
+            capture.hand_over(own_states)
+        return Path(
+            rank_consensus.decide(world, lambda: str(self._write(world, step, shared, own_states, checked_notes[0])))
+        )
 
     @called_by_all("Checkpointer.latest()")
     def latest(self) -> Path | None:
-        """The newest checkpoint that is whole, down to the last byte; None if there is none.
+        """Return the path of the newest checkpoint that is whole, down to the last byte; None if there is none.
 
         Damaged ones are skipped, and rank 0 warns of each once, with the reason. The path is that on rank 0's
         host.
@@ -157,17 +163,17 @@ class Checkpointer:
 
     @called_by_all("Checkpointer.steps()")
     def steps(self) -> list[int]:
-        """Steps that have a folder, whole or damaged, in ascending order."""
+        """Return the steps that have a folder, whole or damaged, in ascending order."""
         return list(rank_consensus.decide(self._world(), lambda: self._store.steps()))
 
     @called_by_all("Checkpointer.best()")
     def best(self) -> int | None:
-        """The step of the checkpoint in which ``keep_best`` is best; None if none has it."""
+        """Return the step of the checkpoint in which ``keep_best`` is best; None if none has it."""
         return None if (found := rank_consensus.decide(self._world(), self._best)) is None else int(found)
 
     @called_by_all("Checkpointer.metadata()")
     def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """The metadata with which the checkpoint of `step`, or the newest whole one, was saved; empty without any.
+        """Return the metadata of the checkpoint of `step`, or of the newest whole one; empty if it has none.
 
         Raises:
             NoCheckpoint: if there is no such checkpoint, or its metadata are damaged.
@@ -177,17 +183,17 @@ class Checkpointer:
 
     @called_by_all("Checkpointer.restore()")
     def restore(self, step: int | None = None, allow_changed_settings: bool = False) -> int:
-        """Load the newest whole checkpoint, or that of `step`, into the registered objects; its step.
+        """Load the newest whole checkpoint, or that of `step`, into the registered objects; return its step.
 
-        Later checkpoints than that of `step` stay, and a resume without `step` goes on from them: let a run that
-        branches off save into a folder of its own.
+        Checkpoints later than `step` stay, and a resume without `step` continues from them. So save a run that branches
+        off into a folder of its own.
 
-        Everything is compared before anything is loaded, and if an object refuses its state all the same, every
-        registered object gets back the state that it had before, on every rank.
+        Everything is compared before anything is loaded. If an object still refuses its state, every registered object
+        gets back its earlier state, on every rank.
 
-        The states are on the CPU when the objects' own ``load_state_dict`` gets them; modules and optimizers move
-        them to their parameters' devices. The random generators come back exactly if as many ranks run as when it
-        was saved; else they stay as they are, and rank 0 says so.
+        The objects' own ``load_state_dict`` gets states on the CPU; modules and optimizers move them to their
+        parameters' devices. The random generators are restored exactly if the number of ranks is the same as when it
+        was saved; otherwise they stay as they are, and rank 0 says so.
 
         Optimizers are compared by class, groups, parameters' names and shapes, and the settings that they had when
         they were registered; register them before training.
@@ -218,7 +224,7 @@ class Checkpointer:
         return saved.step
 
     def close(self) -> None:
-        """Let other runs use the folder. Harmless when already closed."""
+        """Release the folder for other runs. Harmless when already closed."""
         self._closed = True
         if self._storage is not None:
             self._storage.close()
@@ -281,18 +287,18 @@ class Checkpointer:
                     "save after the same number of steps on every rank"
                 )
 
-    def _write(self, world: World, step: int, shared: list[Capture], own: Capture, given: Notes) -> Path:
-        """Rank 0: write everything, fetching the other ranks' states one after another."""
+    def _write(self, world: World, step: int, shared: list[Capture], own_states: Capture, checked_notes: Notes) -> Path:
+        """Write everything on rank 0, which fetches the other ranks' states one after another."""
         waiting = list(range(1, world.size))
         try:
             with Draft(self._store, step, world.size) as draft:
                 for each in shared:
                     draft.add_shared(each)
-                draft.add_own(0, own)
+                draft.add_own(0, own_states)
                 while waiting:
                     rank = waiting.pop(0)
                     draft.add_own(rank, capture.fetch(rank))
-                draft.add_notes(given)
+                draft.add_notes(checked_notes)
                 path = draft.commit()
         except (OSError, ValueError, MemoryError) as error:
             why = reason(error) if isinstance(error, OSError) else str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Nested states to plain JSON and a flat set of named tensors, and back; pure, and without pickle.
+"""Encodes nested states as plain JSON and a flat set of named tensors, and decodes them, without pickle.
 
 ``None``, booleans, whole numbers, finite floats, strings and lists stand for themselves. All else is an
 object with one key, which says what it is::
@@ -38,7 +38,7 @@ class Unencodable(Exception):
 
 
 class Encoder:
-    """Encodes values; their tensors collect in :attr:`tensors` under names made from where they were found.
+    """Encodes values; collects their tensors in :attr:`tensors`, named by where they were found.
 
     A tensor that lies in the same memory as an earlier one (tied weights) is not collected again: both nodes
     name the first, and :attr:`aliases` maps the second's name to the first's.
@@ -50,7 +50,7 @@ class Encoder:
         self._seen: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, prefix: str = "") -> Any:
-        """The node of `value`; names of its tensors start with `prefix`.
+        """Return the node of `value`; names of its tensors start with `prefix`.
 
         Raises:
             Unencodable: if something inside `value` has no encoding.
@@ -103,7 +103,7 @@ class Encoder:
         return {tag: name}
 
     def _free(self, name: str) -> str:
-        """`name`, or the first of `name#2`, `name#3`, … that no other tensor has."""
+        """Return `name`, or the first of `name#2`, `name#3`, … that no other tensor has."""
         name, count = name or "_", 1
         taken = {"__metadata__"}  # safetensors' own key
         free = name
@@ -114,7 +114,7 @@ class Encoder:
 
 
 def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value of `node`; its tensors are looked up in `tensors`. The inverse of :meth:`Encoder.encode`.
+    """Return the value of `node`, the inverse of :meth:`Encoder.encode`; tensors are looked up in `tensors`.
 
     Tensors come back contiguous and in `tensors`' own memory, tied ones as one object.
 
@@ -175,7 +175,7 @@ def _decode(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _from_items(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A dict with any keys. Those of strings are hashed with a secret; others can be made to collide."""
+    """Return a dict with any keys. Strings are hashed with a secret; other keys can be made to collide."""
     most = max(Counter(hash(key) for key, _ in pairs).values(), default=0)
     if most > _SAME_HASH:
         raise ValueError(f"{most} of a dict's keys have the same hash")
@@ -206,7 +206,7 @@ def _plain(value: Any, path: str) -> Any:
 
 
 def _key(key: Any, path: str) -> Any:
-    """The node of a dict's key: a plain value, or a tuple of them."""
+    """Return the node of a dict's key: a plain value, or a tuple of them."""
     if type(key) is tuple:
         return {"tuple": [_key(part, path) for part in key]}
     return _plain(key, f"{path} (key {key!r})")
@@ -228,7 +228,7 @@ def _join(name: str, key: Any) -> str:
 
 
 def _unstorable(value: torch.Tensor) -> str | None:
-    """Why `value` cannot be stored, or None."""
+    """Return why `value` cannot be stored, or None."""
     kind = type(value)
     if isinstance(value, UninitializedParameter | UninitializedBuffer):
         return "is an uninitialized parameter; run the module once first"
@@ -244,7 +244,7 @@ def _unstorable(value: torch.Tensor) -> str | None:
 
 
 def _place(value: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors exactly if they are the same elements of the same memory."""
+    """Return a key that is equal for two tensors exactly if they are the same elements of the same memory."""
     return (
         value.device,
         value.untyped_storage().data_ptr(),

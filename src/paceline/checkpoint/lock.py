@@ -50,7 +50,7 @@ class FolderLock:
         os.register_at_fork(after_in_child=lambda: _forget_in_child(this))
 
     def is_on(self, folder: Path) -> bool:
-        """Whether it is the folder now at this path that is locked, and not one that was removed since.
+        """Return whether the folder now at this path is the locked one, not a new one in place of one that was removed.
 
         Raises:
             OSError: if there is none.
@@ -59,13 +59,13 @@ class FolderLock:
         return (here.st_dev, here.st_ino) == (locked.st_dev, locked.st_ino)
 
     def release(self) -> None:
-        """Give the lock up. Harmless when already released."""
+        """Release the lock. Harmless when already released."""
         if self._descriptor >= 0:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._forget()
 
     def _forget(self) -> None:
-        """Close the descriptor; the lock stays with whoever shares it."""
+        """Close the descriptor; the lock stays with any process that shares it."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which files belong to it, and how to tell that each is whole. Pure.
+"""The manifest of a checkpoint: a list of its files, with which each can be verified.
 
 ``manifest.json`` is written last. Its ``sha256`` covers the rest of it, and its bytes are the only rendering
 of its content, so any change to it shows. ``files`` lists every file with its size, SHA-256, role (a
@@ -40,7 +40,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """The contents of a checkpoint."""
 
     step: int
     world_size: int
@@ -49,11 +49,11 @@ class Manifest:
     files: tuple[File, ...]
 
     def file(self, role: str, rank: int | None = None) -> File | None:
-        """The file with that role (of that rank), if there is one."""
+        """Return the file with that role (of that rank), or None."""
         return next((file for file in self.files if (file.role, file.rank) == (role, rank)), None)
 
     def render(self) -> bytes:
-        """The manifest as the bytes of ``manifest.json``."""
+        """Return the manifest as the bytes of ``manifest.json``."""
         body: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "step": self.step,
@@ -68,7 +68,7 @@ class Manifest:
 
 
 def parse(raw: bytes) -> Manifest:
-    """The manifest that the bytes of a ``manifest.json`` hold.
+    """Parse the bytes of a ``manifest.json``.
 
     Raises:
         ValueError: if they are damaged, malformed, of another format version, or name a path outside the
@@ -124,8 +124,8 @@ def _file_in(entry: Any, aliases: Any) -> File:
     if not _SHA256.fullmatch(digest):
         raise ValueError(f"the SHA-256 of {path!r} is malformed")
     tensors = {name: _spec_in(tensor) for name, tensor in entry["tensors"].items()}
-    own = {alias: _text(target) for alias, target in aliases.get(path, {}).items()}
-    if dangling := [target for target in own.values() if target not in tensors]:
+    targets = {alias: _text(target) for alias, target in aliases.get(path, {}).items()}
+    if dangling := [target for target in targets.values() if target not in tensors]:
         raise ValueError(f"an alias in {path!r} leads to {documents.shown(dangling[0])}, which is not there")
     return File(
         path=path,
@@ -134,7 +134,7 @@ def _file_in(entry: Any, aliases: Any) -> File:
         role=_text(entry["role"]),
         rank=None if entry["rank"] is None else _count(entry["rank"]),
         tensors=tensors,
-        aliases=own,
+        aliases=targets,
     )
 
 

@@ -1,4 +1,4 @@
-"""What its author says about a checkpoint, ``metadata.json``: free metadata, and whether it may be deleted."""
+"""Notes on a checkpoint, ``metadata.json``: the user's metadata, and whether it may be deleted."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Notes:
         return bool(self.metadata) or self.protected
 
     def render(self) -> bytes:
-        """The bytes of ``metadata.json``."""
+        """Return the bytes of ``metadata.json``."""
         body = {"protected": self.protected, "metadata": Encoder().encode(self.metadata)}
         return documents.render(body, indent=1) + b"\n"
 
 
 def check(metadata: Mapping[str, Any] | None, protect: bool) -> Notes:
-    """The notes that a save was given; tensors of one element count as numbers.
+    """Return the notes that a save was given, checked; tensors of one element count as numbers.
 
     Raises:
         UsageError: if they cannot be saved; names the path to the value.
@@ -60,7 +60,7 @@ def check(metadata: Mapping[str, Any] | None, protect: bool) -> Notes:
 
 
 def parse(raw: bytes) -> Notes:
-    """The notes that the bytes of a ``metadata.json`` hold.
+    """Parse the bytes of a ``metadata.json``.
 
     Raises:
         ValueError: if they hold none.
@@ -75,7 +75,7 @@ def parse(raw: bytes) -> Notes:
 
 
 def read(folder: Path) -> Notes:
-    """The notes in the checkpoint `folder`. One whose notes cannot be read counts as protected."""
+    """Return the notes in the checkpoint `folder`; a checkpoint whose notes cannot be read counts as protected."""
     if not (folder / NAME).exists():
         return Notes()
     try:
@@ -85,7 +85,7 @@ def read(folder: Path) -> Notes:
 
 
 def read_verified(folder: Path, step: int) -> Notes:
-    """The notes in the checkpoint `folder` of `step`, as its manifest lists them; other files are not looked at.
+    """Return the notes in the checkpoint `folder` of `step`, verified by its manifest; other files are not read.
 
     Raises:
         Damaged: if they or the manifest are altered, missing or malformed.
@@ -106,14 +106,14 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay: the ``newest``, the protected ones, and the one whose metadata are best."""
+    """The rule of which checkpoints stay: the ``newest``, the protected ones, and the one with the best metadata."""
 
     newest: int
     metric: str | None = None
     better: Literal["max", "min"] = "max"
 
     def check(self) -> None:
-        """Refuse what cannot be meant.
+        """Refuse values that make no sense.
 
         Raises:
             UsageError: names the argument.
@@ -139,7 +139,7 @@ class Keep:
             )
 
     def best(self, notes: Mapping[int, Notes]) -> int | None:
-        """The step whose metric is best, the first of equal ones; None if none has it. NaN is never best."""
+        """Return the step whose metric is best, the first of equal ones; None if none has it. NaN is never best."""
         found: int | None = None
         for step in sorted(notes):
             value = notes[step].metadata.get(self.metric or "")
@@ -151,9 +151,9 @@ class Keep:
         return found
 
     def doomed(self, steps: Sequence[int], saved: int, notes: Mapping[int, Notes]) -> list[int]:
-        """Those of `steps`, in ascending order, that need not stay once `saved` is durable.
+        """Return those of `steps`, in ascending order, that may be deleted once `saved` is durable.
 
-        Later ones, of a run that went further and was resumed from an earlier step, are left alone: they are not
+        Later checkpoints, of a run that went further and was resumed from an earlier step, are left alone: they are not
         older.
         """
         old = [step for step in steps if step <= saved][: -self.newest]

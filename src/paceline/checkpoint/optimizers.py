@@ -1,8 +1,8 @@
-"""Optimizers in checkpoints: whether a saved one is the same, and what torch's ``load_state_dict`` leaves undone.
+"""Descriptions of optimizers in checkpoints, to compare a saved one with this run's, and to load it completely.
 
-``load_state_dict`` compares the number of parameters of each group and nothing else. It takes the saved settings in
-place of this run's, Adam's state for SGD, and one group's state for another's; and it casts state, such as an fp32
-copy of a bf16 parameter, to the parameter's dtype. So a checkpoint also says:
+torch's ``load_state_dict`` compares only the number of parameters in each group. It takes the saved settings in place
+of this run's, Adam's state for SGD, and one group's state for another's. It also casts state, such as an fp32 copy of
+a bf16 parameter, to the parameter's dtype. So a checkpoint also says:
 
     class      the optimizer's class, by its name
     options    per group the settings that it had when it was registered, before training and schedules change them
@@ -32,7 +32,7 @@ Options = list[dict[str, Any]]
 
 
 def options_of(optimizer: Optimizer) -> Options:
-    """The settings of each group of `optimizer`, in memory of their own."""
+    """Return a copy of the settings of each group of `optimizer`."""
     return [
         {name: copy.deepcopy(value) for name, value in group.items() if name not in _NO_OPTIONS}
         for group in optimizer.param_groups
@@ -40,7 +40,7 @@ def options_of(optimizer: Optimizer) -> Options:
 
 
 def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
-    """The names of the parameters of `modules`, by ``id``."""
+    """Return the names of the parameters of `modules`, by ``id``."""
     return {
         id(parameter): f"{module_name}.{plain_name(name)}"
         for module_name, module in modules
@@ -49,7 +49,7 @@ def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
 
 
 def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -> dict[str, Any]:
-    """The description of `optimizer`, which had `options` when it was registered, as plain values."""
+    """Describe `optimizer`, which had `options` when it was registered, as plain values."""
     groups = [group["params"] for group in optimizer.param_groups]
     options = options + options_of(optimizer)[len(options) :]  # groups may be added later
     return {
@@ -62,7 +62,7 @@ def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -
 
 
 def check(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], step: int, allow_changed: bool) -> None:
-    """Compare `own` and `saved`, descriptions of the optimizer `name` in this run and in the checkpoint of `step`.
+    """Compare two descriptions of the optimizer `name`: `own` of this run and `saved` in the checkpoint of `step`.
 
     Raises:
         CheckpointMismatch: for the first difference; in options only unless `allow_changed`.
@@ -72,9 +72,9 @@ def check(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], step: int
             f"{name!r} is of class {own['class']} in this run but of class {saved['class']!s:.80} in the checkpoint "
             f"of step {step}; build the optimizer that was saved, or start anew in another folder"
         )
-    for what in ("names", "shapes"):
-        for index, (now, before) in enumerate(zip(own[what], saved[what], strict=True)):
-            _check_group(name, index, what, now, before, step)
+    for aspect in ("names", "shapes"):
+        for index, (now, before) in enumerate(zip(own[aspect], saved[aspect], strict=True)):
+            _check_group(name, index, aspect, now, before, step)
     for change in [] if allow_changed else changes(name, own, saved):
         raise CheckpointMismatch(
             f"{change} in the checkpoint of step {step}; give the saved value, or take over this run's with "
@@ -83,7 +83,7 @@ def check(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], step: int
 
 
 def changes(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """The settings that differ, as clauses: ``momentum of group 0 of 'optimizer' is 0.5 in this run and 0.9``."""
+    """Describe the settings that differ: ``momentum of group 0 of 'optimizer' is 0.5 in this run and 0.9``."""
     return [
         f"{'lr' if key in _RATES else key} of group {index} of {name!r} is {shown(now[key])} in this run "
         f"and {shown(before[key])}"
@@ -93,7 +93,7 @@ def changes(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list
 
 
 def take_over(optimizer: Optimizer, options: Options, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Give `optimizer`, which has loaded the state that `saved` describes, those `options` of its own that differ.
+    """Set on `optimizer`, after it has loaded the state described by `saved`, those of its own `options` that differ.
 
     The learning rate keeps the factor that a schedule has given it.
     """
@@ -109,7 +109,7 @@ def take_over(optimizer: Optimizer, options: Options, own: Mapping[str, Any], sa
 
 
 def follow(scheduler: LRScheduler) -> None:
-    """Let `scheduler`, which has loaded its state, go on from its optimizer's rates as they were taken over."""
+    """Make `scheduler`, which has loaded its state, continue from its optimizer's new rates."""
     groups = scheduler.optimizer.param_groups
     if any("initial_lr" not in group for group in groups):
         return
@@ -133,7 +133,7 @@ def bring_back_dtypes(optimizer: Optimizer, state: Mapping[str, Any], saved: Map
 
 
 def _uncast(now: Any, saved: Any) -> Any:
-    """`now`, in which tensors with another floating dtype than in `saved` are those of `saved`."""
+    """Return `now`, with the tensors of `saved` where they have another floating dtype."""
     if isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
         same = now.dtype == saved.dtype or not saved.is_floating_point() or now.shape != saved.shape
         return now if same else saved.to(device=now.device, copy=True)
@@ -145,21 +145,21 @@ def _uncast(now: Any, saved: Any) -> Any:
     return now
 
 
-def _check_group(name: str, index: int, what: str, now: list[Any], before: list[Any], step: int) -> None:
+def _check_group(name: str, index: int, aspect: str, now: list[Any], before: list[Any], step: int) -> None:
     remedy = "give the groups and their parameters in the order in which they were saved"
-    for place, (one, other) in enumerate(zip(now, before, strict=True)):
-        if one is None or other is None or one == other:
+    for place, (current, saved) in enumerate(zip(now, before, strict=True)):
+        if current is None or saved is None or current == saved:
             continue
-        kind = "of shape " if what == "shapes" else ""
-        one, other = (tuple(one), tuple(other)) if what == "shapes" else (repr(one), shown(other))
+        prefix = "of shape " if aspect == "shapes" else ""
+        current, saved = (tuple(current), tuple(saved)) if aspect == "shapes" else (repr(current), shown(saved))
         raise CheckpointMismatch(
-            f"parameter {place} of group {index} of {name!r} is {kind}{one} in this run but {kind}{other} in the "
-            f"checkpoint of step {step}; {remedy}"
+            f"parameter {place} of group {index} of {name!r} is {prefix}{current} in this run but {prefix}{saved} in "
+            f"the checkpoint of step {step}; {remedy}"
         )
 
 
 def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Names of options that both have and that differ. Of the rates only the one that a schedule leaves alone."""
+    """Return the names of options that differ; of the learning rates only the one that a schedule leaves alone."""
     common = [key for key in now if key in before]
     if "initial_lr" in common:
         common.remove("lr")
@@ -169,7 +169,7 @@ def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` so that equal settings are equal: tensors as numbers, lists as tuples."""
+    """Return `value` so that equal settings are equal: tensors as numbers, lists as tuples."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if isinstance(value, list | tuple):

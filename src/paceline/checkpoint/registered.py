@@ -1,4 +1,4 @@
-"""A registered object: what is saved of it, whether a saved state fits, how it gets back."""
+"""A registered object: captures its state, compares it with a saved one, and loads that."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from paceline.unwrapping import Accumulates, HasBucketLayout, plain_name, unwrap
 
 
 class Stateful(Protocol):
-    """What can say its state and take it back: modules, optimizers, schedulers, samplers, GradScaler."""
+    """An object with a state that can be taken and loaded: module, optimizer, scheduler, sampler, GradScaler."""
 
     def state_dict(self) -> Any:
-        """The state, as nested plain values and tensors."""
+        """Return the state, as nested plain values and tensors."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Bring back what :meth:`state_dict` returned."""
+        """Load a state that :meth:`state_dict` returned."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A saved object without its tensors' data: its state and, of an optimizer, the description."""
+    """A saved object without its tensors' data: its state and, for an optimizer, the description."""
 
     state: Any
     optimizer: dict[str, Any] | None
@@ -36,7 +36,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Registered:
-    """`object` under `name`; ``per_rank`` if every rank has a state of its own."""
+    """An `object` and its `name`; ``per_rank`` if every rank has a state of its own."""
 
     name: str
     object: Any
@@ -48,11 +48,11 @@ class Registered:
 
     @classmethod
     def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
-        """`object` as it is now, to be put into `peers` under `name`."""
+        """Register `object` as it is now under `name`; `peers` are the objects registered with it."""
         return cls(name, object, per_rank, peers, optimizers.options_of(object) if _is_optimizer(object) else [])
 
     def expect_whole(self, step: int) -> None:
-        """Refuse to save a model while gradients that no checkpoint holds wait for their optimizer step.
+        """Refuse to save a model while its gradients, which no checkpoint holds, wait for an optimizer step.
 
         Raises:
             UsageError: says when to save instead.
@@ -65,7 +65,7 @@ class Registered:
             )
 
     def capture(self, encoder: Encoder, prefix: str = "") -> dict[str, Any]:
-        """The node of the object's state; its tensors go to `encoder`, their names starting with `prefix`.
+        """Return the node of the object's state; its tensors go to `encoder`, their names starting with `prefix`.
 
         Raises:
             UsageError: if the state holds a value that cannot be encoded; names object and path.
@@ -90,7 +90,7 @@ class Registered:
             ) from None
 
     def check(self, saved: Outline, step: int, allow_changed: bool) -> None:
-        """Compare with `saved`, the state of `step`, whose tensors need no data, before anything is loaded.
+        """Compare with `saved`, the state of `step`, before anything is loaded. Its tensors need no data.
 
         An object with a method ``check_state_dict`` compares by itself.
 
@@ -113,11 +113,11 @@ class Registered:
             compare(saved.state)
 
     def changes(self, saved: Outline) -> list[str]:
-        """The settings of an optimizer that differ from those `saved`."""
+        """Describe the settings of an optimizer that differ from those `saved`."""
         return [] if saved.optimizer is None else optimizers.changes(self.name, self._description(), saved.optimizer)
 
     def take_over(self, saved: Outline) -> None:
-        """Give an optimizer that has loaded the state `saved` the settings of this run."""
+        """Restore this run's settings on an optimizer that has loaded the state `saved`."""
         if saved.optimizer is not None:
             optimizers.take_over(self.object, self.options, self._description(), saved.optimizer)
 
@@ -136,9 +136,9 @@ class Registered:
             raise self._malformed(step, error) from None
         try:
             if isinstance(self.object, nn.Module):
-                own = self._target.state_dict()
-                state = _as_in(own, state)
-                metadata = _as_in(getattr(own, "_metadata", None), metadata)
+                own_state = self._target.state_dict()
+                state = _as_in(own_state, state)
+                metadata = _as_in(getattr(own_state, "_metadata", None), metadata)
             if metadata is not None:
                 state._metadata = metadata
             self._target.load_state_dict(state)
@@ -188,33 +188,37 @@ def _is_optimizer(object: Any) -> TypeGuard[torch.optim.Optimizer]:
 
 
 def _without_compile(state: Any) -> Any:
-    """`state` with keys that do not say which sub-modules are compiled; other kinds of state as they are."""
+    """Return `state` with keys that do not say which sub-modules are compiled; other kinds of state unchanged."""
     if not isinstance(state, dict) or not any("_orig_mod" in str(key) for key in state):
         return state
     return OrderedDict((_plain_path(key), value) for key, value in state.items())
 
 
-def _as_in(own: Any, state: Any) -> Any:
-    """`state` with the keys of `own`, which may be compiled in other places."""
+def _as_in(own_state: Any, state: Any) -> Any:
+    """Return `state` with the keys of `own_state`, which may have other sub-modules compiled."""
     plain = _without_compile(state)
-    if not isinstance(own, dict) or not isinstance(plain, dict) or not any("_orig_mod" in str(key) for key in own):
+    if (
+        not isinstance(own_state, dict)
+        or not isinstance(plain, dict)
+        or not any("_orig_mod" in str(key) for key in own_state)
+    ):
         return plain
-    renamed = OrderedDict((key, plain[_plain_path(key)]) for key in own if _plain_path(key) in plain)
-    known = {_plain_path(key) for key in own}
+    renamed = OrderedDict((key, plain[_plain_path(key)]) for key in own_state if _plain_path(key) in plain)
+    known = {_plain_path(key) for key in own_state}
     renamed.update((key, value) for key, value in plain.items() if key not in known)
     return renamed
 
 
 def _plain_path(name: str) -> str:
-    """The name of a parameter or module without what ``torch.compile`` puts into it."""
+    """Return the name of a parameter or module without the parts that ``torch.compile`` puts into it."""
     return plain_name(f"{name}.").removesuffix(".")
 
 
-def _check_module(name: str, own: Mapping[str, Any], saved: Any, step: int) -> None:
+def _check_module(name: str, own_state: Mapping[str, Any], saved: Any, step: int) -> None:
     remedy = "build the model that was saved, or choose another checkpoint folder"
     if not isinstance(saved, dict):
         raise CheckpointMismatch(f"{name!r} is a module, but no module was saved as it in step {step}; {remedy}")
-    for key, value in own.items():
+    for key, value in own_state.items():
         if key not in saved:
             raise CheckpointMismatch(f"parameter {key!r} of {name!r} is not in the checkpoint of step {step}; {remedy}")
         other = saved[key]
@@ -236,13 +240,13 @@ def _check_module(name: str, own: Mapping[str, Any], saved: Any, step: int) -> N
                 f"but {value.dtype} in this run; {remedy}"
             )
     for key in saved:
-        if key not in own:
+        if key not in own_state:
             raise CheckpointMismatch(
                 f"the checkpoint of step {step} has a parameter {key!r} of {name!r}, this run's has none; {remedy}"
             )
 
 
-def _check_optimizer(name: str, own: Mapping[str, Any], saved: Any, step: int) -> None:
+def _check_optimizer(name: str, own_state: Mapping[str, Any], saved: Any, step: int) -> None:
     try:
         before = [len(group["params"]) for group in saved["param_groups"]]
     except (TypeError, KeyError):
@@ -250,7 +254,7 @@ def _check_optimizer(name: str, own: Mapping[str, Any], saved: Any, step: int) -
             f"{name!r} is an optimizer, but no optimizer was saved as it in step {step}; register it under "
             "the name that it was saved as"
         ) from None
-    now = [len(group["params"]) for group in own["param_groups"]]
+    now = [len(group["params"]) for group in own_state["param_groups"]]
     if before != now:
         raise CheckpointMismatch(
             f"{name!r} has parameter groups of {before} parameters in the checkpoint of step {step} but of "

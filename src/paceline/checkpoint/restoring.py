@@ -1,4 +1,4 @@
-"""Brings a saved checkpoint back into what is registered: all of it, on every rank, or nothing on any."""
+"""Restores a saved checkpoint into the registered objects: all of it on every rank, or nothing on any."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 def choose(store: Storage, step: int | None) -> tuple[Path, Manifest]:
-    """The checkpoint of `step`, or the newest that is whole, and its manifest; on rank 0.
+    """Return, on rank 0, the path and manifest of the checkpoint of `step`, or of the newest whole one.
 
     Raises:
         NoCheckpoint: if there is none, or that of `step` is damaged; names the damaged ones.
@@ -56,7 +56,7 @@ def _choose_step(store: Storage, step: int) -> tuple[Path, Manifest]:
 
 
 def read_notes(store: Storage, step: int) -> Notes:
-    """The notes of `step`, on rank 0; its other files are not looked at.
+    """Return the notes of `step`, on rank 0; its other files are not read.
 
     Raises:
         NoCheckpoint: if there is no such checkpoint, or they are damaged.
@@ -81,9 +81,9 @@ def _unless_damaged(store: Storage, step: int, read: Callable[[Path, int], Resul
 def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_changed: bool) -> None:
     """Load `saved`, which fits, into `entries` and this rank's generators.
 
-    Settings of optimizers that differ are this run's afterwards if `allow_changed`; rank 0 warns of them.
+    With `allow_changed`, settings of optimizers that differ are this run's afterwards, and rank 0 warns of them.
 
-    If it fails on any rank, every rank puts back what it has loaded so far, and raises.
+    If loading fails on any rank, every rank puts back what it has loaded so far, and raises.
     """
     undo: list[_Before] = []
     try:
@@ -110,7 +110,7 @@ def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_cha
 
 @dataclass
 class _Before:
-    """An object's state before a restore, in memory of its own."""
+    """A copy of an object's state before a restore."""
 
     entry: Registered
     node: Mapping[str, Any]
@@ -153,7 +153,7 @@ def _take_over(world: World, saved: Saved, entries: Sequence[Registered]) -> Non
 
 
 def _put_back(undo: Iterable[_Before], step: int) -> None:
-    """Load what was there before; without any communication, since other ranks may have ended."""
+    """Load the earlier states, without any communication, because other ranks may have ended."""
     for before in reversed(list(undo)):
         error = rank_consensus.error_of(before.entry.load, before.node, before.tensors, step)
         if error is not None and before.took_another:  # one that takes no state at all has not changed

@@ -1,4 +1,4 @@
-"""A saved checkpoint as every rank knows it: the manifest and the state's nodes; only rank 0 reads files."""
+"""A saved checkpoint as every rank knows it: the manifest and the states' nodes. Only rank 0 reads files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GENERATORS = "rng"
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint; ``objects`` has an entry per shared object, ``ranks`` per rank one per own object."""
+    """A checkpoint: ``objects`` has an entry per shared object, ``ranks`` per rank one per object of its own."""
 
     path: Path
     manifest: Manifest
@@ -31,12 +31,12 @@ class Saved:
 
     @property
     def step(self) -> int:
-        """Its step."""
+        """The step at which it was saved."""
         return self.manifest.step
 
     @classmethod
     def open(cls, world: World, choose: Callable[[], tuple[Path, Manifest]]) -> Saved:
-        """The verified checkpoint that `choose` gives on rank 0, by path and manifest; on every rank.
+        """Open, on every rank, the verified checkpoint whose path and manifest `choose` returns on rank 0.
 
         Raises:
             CheckpointError: if ``state.json`` is malformed, which its SHA-256 does not rule out.
@@ -69,7 +69,7 @@ class Saved:
         return cls(path, known, objects, ranks)
 
     def outline(self, name: str, rank: int | None = None) -> Outline:
-        """The object `name`, with meta tensors: shapes and dtypes but no data.
+        """Return the object `name` with meta tensors: shapes and dtypes but no data.
 
         Args:
             name: under which it is registered.
@@ -91,7 +91,7 @@ class Saved:
             raise _malformed(self.path, error) from None
 
     def tensors(self, world: World, name: str) -> dict[str, torch.Tensor]:
-        """The tensors of the shared object `name`, on the CPU of every rank.
+        """Return the tensors of the shared object `name`, on the CPU of every rank.
 
         Raises:
             CheckpointError: on every rank, if rank 0 cannot read them.
@@ -100,25 +100,25 @@ class Saved:
         return {} if file is None else tensor_transfer.broadcast_tensors(world, file.tensors, self._read(world, file))
 
     def rank_tensors(self, world: World) -> dict[str, torch.Tensor]:
-        """The tensors of this rank's own state, on its CPU. Every rank calls this.
+        """Return the tensors of this rank's own state, on the CPU. Every rank calls this.
 
         Raises:
             CheckpointError: on every rank, if rank 0 cannot read them.
         """
-        mine: dict[str, torch.Tensor] = {}
+        own_tensors: dict[str, torch.Tensor] = {}
         for rank in range(world.size):
             file = self.manifest.file(RANK_ROLE, rank)
             if file is None:
                 continue
             tensors = self._read(world, file)
             if rank == world.rank:
-                mine = tensors if rank == 0 else tensor_transfer.receive_tensors(0, file.tensors)
+                own_tensors = tensors if rank == 0 else tensor_transfer.receive_tensors(0, file.tensors)
             elif world.rank == 0:
                 tensor_transfer.send_tensors(rank, file.tensors, tensors)
-        return mine
+        return own_tensors
 
     def _read(self, world: World, file: File) -> dict[str, torch.Tensor]:
-        """The tensors of `file` on rank 0, nothing on the others."""
+        """Return the tensors of `file` on rank 0, nothing on the others."""
         tensors: dict[str, torch.Tensor] = {}
 
         def read() -> None:
@@ -152,12 +152,12 @@ def compare(entries: Collection[Registered], saved: Saved, world: World, allow_c
     """
     shared = [entry for entry in entries if not entry.per_rank]
     _compare_names({entry.name for entry in shared}, set(saved.objects), saved.step)
-    own = {entry.name for entry in entries if entry.per_rank}
+    own_names = {entry.name for entry in entries if entry.per_rank}
     for nodes in saved.ranks:
-        _compare_names(own, set(nodes) - {GENERATORS}, saved.step)
-    if own and saved.manifest.world_size != world.size:
+        _compare_names(own_names, set(nodes) - {GENERATORS}, saved.step)
+    if own_names and saved.manifest.world_size != world.size:
         raise CheckpointMismatch(
-            f"{min(own)!r} has a state per rank, saved by {saved.manifest.world_size} ranks, but this run "
+            f"{min(own_names)!r} has a state per rank, saved by {saved.manifest.world_size} ranks, but this run "
             f"has {world.size}; resume with {saved.manifest.world_size} ranks"
         )
     for entry in shared:
@@ -169,13 +169,13 @@ def compare(entries: Collection[Registered], saved: Saved, world: World, allow_c
         saved.outline(GENERATORS, world.rank)  # a malformed one is refused
 
 
-def _compare_names(own: set[str], saved: set[str], step: int) -> None:
-    if missing := sorted(own - saved):
+def _compare_names(registered: set[str], saved: set[str], step: int) -> None:
+    if missing := sorted(registered - saved):
         raise CheckpointMismatch(
             f"{missing[0]!r} is registered but not in the checkpoint of step {step}, which has "
             f"{documents.shown(sorted(saved))}; register what was saved"
         )
-    if extra := sorted(saved - own):
+    if extra := sorted(saved - registered):
         raise CheckpointMismatch(
             f"the checkpoint of step {step} has {documents.shown(extra[0])}, which is not registered as that; "
             "register what was saved"

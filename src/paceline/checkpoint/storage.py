@@ -40,18 +40,18 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600  # weights and data positions are their ow
 
 
 def step_name(step: int) -> str:
-    """The folder's name for `step`."""
+    """Return the name of the folder for `step`."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step of the folder called `name`; None if that is no checkpoint's name."""
+    """Return the step of the folder called `name`; None if that is no checkpoint's name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps that have a folder in `folder`, whole or damaged, in ascending order.
+    """Return the steps that have a folder in `folder`, whole or damaged, in ascending order.
 
     Raises:
         CheckpointError: if it cannot be read.
@@ -66,7 +66,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def newest(folder: Path, named: set[int]) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint in `folder` that is whole, None if there is none.
+    """Return the path and manifest of the newest whole checkpoint in `folder`, None if there is none.
 
     Warns of each damaged one, unless its step is in `named`, and adds it there.
     """
@@ -86,7 +86,7 @@ def newest(folder: Path, named: set[int]) -> tuple[Path, Manifest] | None:
 
 
 class Storage:
-    """The checkpoint folder `folder`, opened for one run.
+    """A checkpoint folder, opened for one run.
 
     Raises:
         UsageError: if the folder cannot be made or written to, or another run uses it.
@@ -111,7 +111,7 @@ class Storage:
             raise
 
     def steps(self) -> list[int]:
-        """Steps that have a folder, whole or damaged, in ascending order.
+        """Return the steps that have a folder, whole or damaged, in ascending order.
 
         Raises:
             CheckpointError: if the folder cannot be read.
@@ -119,15 +119,15 @@ class Storage:
         return steps_in(self.folder)
 
     def newest(self) -> tuple[Path, Manifest] | None:
-        """The newest checkpoint that is whole, None if there is none. Warns of each damaged one, once."""
+        """Return the newest whole checkpoint, None if there is none; warn of each damaged one, once."""
         return newest(self.folder, self._named)
 
     def path(self, step: int) -> Path:
-        """The folder of `step`."""
+        """Return the path of the folder of `step`."""
         return self.folder / step_name(step)
 
     def start(self, step: int) -> Path:
-        """An empty temporary folder for `step`; hand it to :meth:`commit` or :meth:`abandon`.
+        """Make an empty temporary folder for `step`, to be handed to :meth:`commit` or :meth:`abandon`.
 
         Raises:
             OSError: if it cannot be made, or something else has the checkpoint's name.
@@ -146,8 +146,7 @@ class Storage:
         return draft
 
     def commit(self, draft: Path, step: int) -> Path:
-        """Make the temporary folder `draft` the durable checkpoint of `step`, in place of one that may be
-        there.
+        """Make the temporary folder `draft` the durable checkpoint of `step`, and replace one that is there.
 
         Raises:
             OSError: if that fails; then the earlier checkpoint of `step` is where it was.
@@ -173,40 +172,40 @@ class Storage:
         return final
 
     def abandon(self, draft: Path) -> None:
-        """Remove what :meth:`start` made and what was written into it, as far as that is possible."""
+        """Remove the folder that :meth:`start` made, as far as that is possible."""
         shutil.rmtree(draft, ignore_errors=True)
 
     def notes(self) -> dict[int, Notes]:
-        """The notes of every step."""
+        """Return the notes of every step."""
         return {step: notes.read(self.path(step)) for step in self.steps()}
 
     def prune(self, step: int, keep: Keep) -> None:
-        """Delete what need not stay now that `step` was saved. Failures are left to the next time."""
+        """Delete the checkpoints that need not stay now that `step` was saved. Failures are retried the next time."""
         with suppress(OSError, CheckpointError):
             found = self.notes()
             for doomed in keep.doomed(sorted(found), step, found):
                 self._delete(self.path(doomed), doomed)
 
     def close(self) -> None:
-        """Let other runs use the folder."""
+        """Release the folder for other runs."""
         self._lock.release()
 
     def _delete(self, path: Path, step: int) -> None:
-        """Delete a checkpoint so that a half-deleted one never has a checkpoint's name."""
+        """Delete a checkpoint so that a half-deleted one never has the name of a checkpoint."""
         doomed = self.folder / f".deleted-{step_name(step)}"
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
     def _clean(self) -> None:
-        """Remove what a killed or failed save left behind."""
+        """Remove the leftovers of a save that was killed or failed."""
         for entry in list(os.scandir(self.folder)):
             if _PROBE.fullmatch(entry.name):
                 Path(entry.path).unlink()
             if not (match := _OURS.fullmatch(entry.name)) or not entry.is_dir(follow_symlinks=False):
                 continue
-            kind, name = match.groups()
-            if kind == "replaced" and not (self.folder / name).exists():
+            state, name = match.groups()
+            if state == "replaced" and not (self.folder / name).exists():
                 (self.folder / entry.name).rename(self.folder / name)
             else:
                 shutil.rmtree(entry.path)
@@ -224,7 +223,7 @@ class Storage:
 
 
 def _make(folder: Path) -> None:
-    """Make `folder` for this user alone; folders above it get the mode that is usual."""
+    """Make `folder` for this user alone; parent folders get the usual mode."""
     try:
         folder.mkdir(FOLDER_MODE, exist_ok=True)
     except FileNotFoundError:
@@ -233,7 +232,7 @@ def _make(folder: Path) -> None:
 
 
 def write_file(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write `content` to the new file `path` and fsync it; its size in bytes and its SHA-256.
+    """Write `content` to the new file `path` and fsync it; return its size in bytes and its SHA-256.
 
     Raises:
         OSError: if it cannot be written.
@@ -250,7 +249,7 @@ def write_file(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, 
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable.
+    """Make the names in `folder` durable by fsync.
 
     Raises:
         OSError: if that fails.
@@ -263,5 +262,5 @@ def sync_folder(folder: Path) -> None:
 
 
 def reason(error: OSError) -> str:
-    """Why, without Python's number: ``No space left on device``."""
+    """Return the reason of `error` without Python's number: ``No space left on device``."""
     return error.strerror or str(error)

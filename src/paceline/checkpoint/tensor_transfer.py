@@ -17,7 +17,7 @@ from paceline.world import World
 def broadcast_tensors(
     world: World, specs: Mapping[str, Spec], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Rank 0's `tensors`, which have `specs`, on the CPU of every rank; one collective a tensor."""
+    """Return rank 0's `tensors`, which have `specs`, on the CPU of every rank; one collective per tensor."""
     if world.size == 1:
         return dict(tensors)
     received = {}
@@ -40,7 +40,7 @@ def send_tensors(to: int, specs: Mapping[str, Spec], tensors: Mapping[str, torch
 
 
 def receive_tensors(source: int, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
-    """The tensors that the rank `source` sends, on the CPU."""
+    """Return the tensors that the rank `source` sends, on the CPU."""
     received = {}
     for name, spec in specs.items():
         tensor = spec.empty()
@@ -59,7 +59,7 @@ def send_document(to: int, value: Any) -> None:
 
 
 def receive_document(source: int) -> Any:
-    """The JSON value that the rank `source` sends."""
+    """Return the JSON value that the rank `source` sends."""
     size = torch.zeros(1, dtype=torch.int64, device=carrier())
     _receive(size, source)
     raw = torch.empty(int(size), dtype=torch.uint8, device=carrier())
@@ -78,12 +78,12 @@ def _receive(tensor: torch.Tensor, source: int) -> None:
 
 
 def _bytes_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of the contiguous `tensor` as bytes, so that any dtype can be sent."""
+    """Return the memory of the contiguous `tensor` as bytes, so that any dtype can be sent."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _back(moved: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` with the bytes `moved` in it."""
+    """Copy the bytes `moved` back into `tensor`, and return it."""
     view = _bytes_view(tensor)
     if moved.data_ptr() != view.data_ptr():
         view.copy_(moved)

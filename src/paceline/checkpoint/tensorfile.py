@@ -1,5 +1,6 @@
-"""Safetensors files: written in a stream, so that bytes are hashed as they pass; read by the safetensors
-library, once their headers were checked here.
+"""Safetensors files: written as a stream, so that bytes are hashed as they pass; read by the safetensors library.
+
+Their headers are checked here before the library reads them.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes length of the header, the header as JSON with
 dtype, shape and offsets per tensor, then the tensors' bytes, row-major and little-endian, without holes.
@@ -43,24 +44,24 @@ NAMES = {code: name for name, code in CODES.items()}
 
 @dataclass(frozen=True)
 class Spec:
-    """A stored tensor's shape and dtype, by torch's name (``"float32"``); complex ones count as reals."""
+    """The shape of a stored tensor and torch's name of its dtype (``"float32"``); complex tensors count as reals."""
 
     shape: tuple[int, ...]
     dtype: str
 
     def empty(self, device: str = "cpu") -> torch.Tensor:
-        """A tensor of that kind with undefined values."""
+        """Return a tensor of this spec with undefined values."""
         return torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the tensor takes."""
+        """Size of the tensor in bytes."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return math.prod(self.shape) * dtype.itemsize
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as it is stored: on the CPU, contiguous; complex as pairs of reals in a last dimension."""
+    """Return `tensor` as it is stored: contiguous on the CPU; complex as pairs of reals in a last dimension."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -68,7 +69,7 @@ def stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:
-    """The spec under which `tensor` is stored."""
+    """Return the spec under which `tensor` is stored."""
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if dtype.is_complex:
         shape, dtype = (*shape, 2), dtype.to_real()
@@ -78,7 +79,7 @@ def spec_of(tensor: torch.Tensor) -> Spec:
 def pieces(
     tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file with `tensors`, in pieces; one tensor at a time is copied to the CPU.
+    """Yield the bytes of a safetensors file with `tensors`; one tensor at a time is copied to the CPU.
 
     The metadata of the file map each of `aliases`, further names of tensors that are tied, to the name that is
     stored, as ``safetensors.torch.save_model`` does.
@@ -104,7 +105,7 @@ def pieces(
 
 
 def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The memory of `tensor`, without NumPy, which torch does not require."""
+    """Return the memory of `tensor`, without NumPy, which torch does not require."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return
@@ -114,7 +115,7 @@ def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def read_specs(path: Path) -> dict[str, Spec]:
-    """Names and specs of the tensors that the file `path` holds.
+    """Return names and specs of the tensors in the file `path`.
 
     The header is read here and not by the library, which would take memory for whatever it says.
 
@@ -140,7 +141,7 @@ def read_specs(path: Path) -> dict[str, Spec]:
 
 
 def read_aliases(path: Path, names: Container[str]) -> dict[str, str]:
-    """Further names of tied tensors in the file `path`, each with the one of `names` that is stored.
+    """Return further names of tied tensors in the file `path`, each with the one of `names` that is stored.
 
     Raises:
         ValueError: if it is no safetensors file.
@@ -156,7 +157,7 @@ def read_aliases(path: Path, names: Container[str]) -> dict[str, str]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of the file `path`, and the number of bytes after it."""
+    """Return the header of the file `path`, and the number of bytes after it."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size - 8
         length = int.from_bytes(file.read(8), "little")
@@ -173,7 +174,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _entry_in(entry: Mapping[str, Any]) -> tuple[Spec, tuple[int, int]]:
-    """A header's entry: spec and offsets of the tensor."""
+    """Return a header's entry: spec and offsets of the tensor."""
     begin, end = entry["data_offsets"]
     numbers = [*entry["shape"], begin, end]
     if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
@@ -184,7 +185,7 @@ def _entry_in(entry: Mapping[str, Any]) -> tuple[Spec, tuple[int, int]]:
 
 
 def read(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Tensors of the file `path` by name, on the CPU, in memory of their own.
+    """Return copies of the tensors in the file `path` by name, on the CPU.
 
     Raises:
         ValueError: if it is no safetensors file.

@@ -1,4 +1,4 @@
-"""Tells whether a checkpoint folder is whole. Reads every byte, in pieces, and trusts nothing it reads."""
+"""Verifies a checkpoint folder. It reads every byte, in pieces, and trusts nothing that it reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Damaged(Exception):
 
 
 def read_whole(folder: Path, step: int) -> Manifest:
-    """The manifest of the checkpoint `folder`, once every file in it has the size and SHA-256 that it states.
+    """Verify every file of the checkpoint `folder` by size and SHA-256; return its manifest.
 
     Raises:
         Damaged: if anything is missing, altered, of another step or malformed.
@@ -36,7 +36,7 @@ def read_whole(folder: Path, step: int) -> Manifest:
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
-    """The manifest of the checkpoint `folder`; the files that it lists are not looked at.
+    """Return the manifest of the checkpoint `folder`; the files that it lists are not read.
 
     Raises:
         Damaged: if it is missing, altered, of another step or malformed.
@@ -51,7 +51,7 @@ def read_manifest(folder: Path, step: int) -> Manifest:
 
 
 def read_document(path: Path) -> bytes:
-    """The bytes of a JSON document, of which no more than the permitted size is read.
+    """Return the bytes of a JSON document, refusing to read more than the permitted size.
 
     Raises:
         Damaged: if it is not there, no regular file, or too large.
@@ -69,7 +69,7 @@ def read_document(path: Path) -> bytes:
 
 
 def check_bytes(path: Path, file: File) -> None:
-    """Compare the content of `path` with what the manifest says of `file`.
+    """Compare the content of `path` with the manifest's entry `file`.
 
     Raises:
         Damaged: if it is missing, or has another size or SHA-256.
@@ -96,7 +96,7 @@ def _check_tensors(path: Path, file: File) -> None:
 
 @contextmanager
 def _regular(path: Path) -> Iterator[int]:
-    """A descriptor for reading the regular file `path`; links, devices and pipes are refused."""
+    """Return a descriptor for reading the regular file `path`; refuse links, devices and pipes."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

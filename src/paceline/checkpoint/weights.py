@@ -1,4 +1,4 @@
-"""Weights out of a checkpoint, for evaluation or another program: no Checkpointer, no lock, no process group."""
+"""Loads weights from a checkpoint, for evaluation or another program; needs no Checkpointer, lock or process group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 def load_weights(
     path: str | os.PathLike[str], model: nn.Module | None = None, name: str = "model"
 ) -> dict[str, torch.Tensor]:
-    """The weights that a checkpoint holds, on the CPU; tied ones under each of their names. ::
+    """Return the weights in a checkpoint, on the CPU, tied ones under each of their names. ::
 
         model.load_state_dict(paceline.load_weights("runs/7"))
         paceline.load_weights("runs/7/step-00000120", model)
@@ -70,7 +70,7 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Tensor]]:
-    """Step, node and tensors of the object `name` in the checkpoint, or the newest one of the run, `folder`."""
+    """Return step, node and tensors of the object `name` in the checkpoint, or the newest one of the run, `folder`."""
     step = storage.step_of(folder.resolve().name)
     try:
         if step is not None:

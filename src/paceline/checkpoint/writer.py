@@ -19,7 +19,7 @@ from paceline.checkpoint.storage import Storage
 
 
 class Draft:
-    """The checkpoint of `step`, while it is being written. As a context manager: removed if the block raises.
+    """The checkpoint of `step` while it is being written. As a context manager it removes itself if the block raises.
 
     Raises:
         OSError: from every method, if the disk does not take it.
@@ -35,24 +35,24 @@ class Draft:
         self._folder = store.start(step)
 
     def add_shared(self, capture: Capture) -> None:
-        """Write the tensors of an object that all ranks share; its node is kept for ``state.json``."""
+        """Write the tensors of an object that all ranks share, and keep its node for ``state.json``."""
         ((name, node),) = capture.nodes.items()
         self._objects[name] = node
         self._add_tensors(name, None, capture)
 
     def add_own(self, rank: int, capture: Capture) -> None:
-        """Write the tensors that `rank` has of its own; its nodes are kept. To be called in order of ranks."""
+        """Write the tensors of `rank`'s own states, and keep their nodes. Call it in the order of ranks."""
         self._ranks.append(capture.nodes)
         self._add_tensors(RANK_ROLE, rank, capture)
 
     def add_notes(self, given: Notes) -> None:
-        """Write ``metadata.json``, if it has anything to say."""
+        """Write ``metadata.json``, unless it would be empty."""
         if given:
             size, digest = storage.write_file(self._folder / notes.NAME, [given.render()])
             self._files.append(File(notes.NAME, size, digest, notes.NAME, None, {}, {}))
 
     def commit(self) -> Path:
-        """Write ``state.json`` and the manifest and give the folder its name; then the checkpoint is durable.
+        """Write ``state.json`` and the manifest, and give the folder its name; then the checkpoint is durable.
 
         Raises:
             ValueError: if there are more plain values than ``state.json`` may hold.

@@ -1,4 +1,4 @@
-"""Gradients that travel in half precision."""
+"""Gradients that are sent in half precision."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from paceline.errors import UsageError
 
 
 class Cast(Compressor):
-    """Sends g/N in `dtype`, and takes the sum of that over the ranks for the mean. Keeps no residual.
+    """Sends g/N in `dtype` and takes the sum over the ranks as the mean. Keeps no residual.
 
-    Divided before it is cast, the sum cannot overflow where the mean does not. fp16 has three bits more precision, bf16
-    the range of float32, which gradients of unknown scale need.
+    Because gradients are divided before they are cast, the sum cannot overflow where the mean does not. fp16 has three
+    bits more of precision; bf16 has the range of float32, which gradients of unknown scale need.
 
     Args:
         dtype: ``torch.bfloat16`` or ``torch.float16``.

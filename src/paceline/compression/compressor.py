@@ -1,5 +1,5 @@
 # No `from __future__ import annotations`: torch's DDP compares the annotations of `hook` with the classes themselves.
-"""What all compressors share: names of parameters, error feedback, bytes on the wire, and a state to save.
+"""Base class of all compressors: parameter names, error feedback, bytes on the wire, and a state to save.
 
 Error feedback: what a rank did not send it adds to its next gradient. See Seide et al., "1-bit stochastic gradient
 descent", Interspeech 2014, and Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019.
@@ -24,13 +24,13 @@ from paceline.unwrapping import plain_name, unwrap
 class Compressor(ABC):
     """A communication hook's state: ``model.register_comm_hook(state, compression.hook)``.
 
-    What belongs to a parameter is kept by its name, so that it stays with it when buckets are rebuilt. All ranks end
-    with the same bits, as each makes the result from the same bytes in the order of ranks.
+    Residuals are kept by parameter name, so they stay correct when buckets are rebuilt. All ranks end with the same
+    bits, because each computes the result from the same bytes in the order of ranks.
 
-    Register it with a Checkpointer as ``per_rank=True``, as every rank has residuals of its own.
+    Register it with a Checkpointer as ``per_rank=True``, because every rank has residuals of its own.
 
-    Beside tensor parallelism each rank compresses its own shards, and every parameter by itself: what is compressed of
-    a parameter that the ranks of one replica all hold must not depend on the shards that lie next to it.
+    With tensor parallelism each rank compresses its own shards, and every parameter by itself: the compression of a
+    parameter that all ranks of one replica hold must not depend on the shards next to it.
 
     Args:
         model: the model it is to be registered with, wrapped or not.
@@ -44,7 +44,7 @@ class Compressor(ABC):
     bytes_on_wire: int
     """Sent by this rank so far, by algorithms that move as little as possible (:mod:`paceline.compression.wire`)."""
     bytes_uncompressed: int
-    """What all-reducing the gradients as they are would have sent."""
+    """Bytes that all-reduces of the uncompressed gradients would have sent."""
     steps: int
     """Synchronized backwards so far."""
 
@@ -67,12 +67,12 @@ class Compressor(ABC):
 
     @property
     def ratio(self) -> float:
-        """Bytes on the wire by those that would have been sent without compression; 1.0 where nothing is sent."""
+        """Bytes sent, relative to those without compression; 1.0 where nothing is sent."""
         return self.bytes_on_wire / self.bytes_uncompressed if self.bytes_uncompressed else 1.0
 
     @abstractmethod
     def reduce(self, gradients: Gradients) -> "torch.futures.Future[Tensor]":
-        """Launch what makes the bucket's gradients their mean over the ranks; its future's value is the buffer."""
+        """Launch the averaging of the bucket's gradients over the ranks; return a future of its buffer."""
 
     @torch.no_grad()
     def __call__(self, bucket: Any) -> "torch.futures.Future[Tensor]":
@@ -93,10 +93,10 @@ class Compressor(ABC):
         torch._foreach_add_(gradients.views, [self._residuals[name] for name in gradients.names])
 
     def _finish(self, gradients: Gradients, mean: Tensor) -> Tensor:
-        """Give the bucket its `mean`, and keep what is left in ``gradients.flat`` for the next step.
+        """Give the bucket its `mean`, and keep the rest in ``gradients.flat`` for the next step.
 
-        If the mean is not finite, which every rank sees, no optimizer will step; then nothing is taken over, or NaN
-        would stay in the residuals for ever.
+        If the mean is not finite, which every rank sees, no optimizer will step. Then the residuals stay as they were,
+        because NaN would never leave them.
         """
         if self._residuals and bool(torch.isfinite(mean.sum())):
             torch._foreach_copy_([self._residuals[name] for name in gradients.names], gradients.views)
@@ -107,7 +107,7 @@ class Compressor(ABC):
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def _all_gather(self, message: Tensor) -> tuple[Any, Tensor]:
-        """Launch the exchange of every rank's `message`, flat; returns its work, and (ranks, elements) to be filled."""
+        """Launch the exchange of every rank's flat `message`; return its work, and (ranks, elements) to be filled."""
         gathered = message.new_empty(self.size, message.numel())
         self.bytes_on_wire += all_gather_bytes(message.numel() * message.element_size(), self.size)
         # torch 2.13's name; the old one warns that it is deprecated.
@@ -117,16 +117,16 @@ class Compressor(ABC):
     # -- what is saved ------------------------------------------------------------------------------------------
 
     def _kept(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors by parameter, by what they are."""
+        """Return the tensors to save: by their meaning, then by parameter."""
         return {"residuals": self._residuals}
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals and counters of this rank, as plain values and tensors."""
+        """Return residuals and counters of this rank, as plain values and tensors."""
         counters = {name: getattr(self, name) for name in ("steps", "bytes_on_wire", "bytes_uncompressed")}
         return {"kind": type(self).__name__, **counters, **{what: dict(kept) for what, kept in self._kept().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what :meth:`state_dict` returned, on the rank that it is from.
+        """Load what :meth:`state_dict` returned, on the rank that it is from.
 
         Raises:
             CheckpointMismatch: if it is of another compressor or model.
@@ -137,10 +137,10 @@ class Compressor(ABC):
                 "compress as it was done when it was saved"
             )
         loaded: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-        for what, kept in self._kept().items():
-            for name, tensor in state[what].items():
-                self._expect(what, name, tensor)
-            tensors = {name: tensor.to(self._parameters[name].device) for name, tensor in state[what].items()}
+        for role, kept in self._kept().items():
+            for name, tensor in state[role].items():
+                self._expect(role, name, tensor)
+            tensors = {name: tensor.to(self._parameters[name].device) for name, tensor in state[role].items()}
             loaded.append((kept, {name: tensor.clone() for name, tensor in tensors.items()}))
         for kept, tensors in loaded:
             kept.clear()
@@ -148,17 +148,17 @@ class Compressor(ABC):
         self.steps, self.bytes_on_wire = state["steps"], state["bytes_on_wire"]
         self.bytes_uncompressed = state["bytes_uncompressed"]
 
-    def _expect(self, what: str, name: str, tensor: Tensor) -> None:
-        wanted = self._shape(what, name)
+    def _expect(self, role: str, name: str, tensor: Tensor) -> None:
+        wanted = self._shape(role, name)
         if wanted is None or tensor.shape != wanted:
             have = "no such parameter" if wanted is None else f"{tuple(wanted)}"
             raise CheckpointMismatch(
-                f"the saved {what} of {name!r} have shape {tuple(tensor.shape)}, this model has {have}; load the state "
+                f"the saved {role} of {name!r} have shape {tuple(tensor.shape)}, this model has {have}; load the state "
                 "into the model and the compressor that it is from"
             )
 
-    def _shape(self, what: str, name: str) -> torch.Size | None:
-        """What shape the tensor of a parameter has; None if it has none."""
+    def _shape(self, role: str, name: str) -> torch.Size | None:
+        """Return the shape of a parameter's tensor; None if there is none."""
         parameter = self._parameters.get(name)
         if parameter is None:
             return None
@@ -166,7 +166,7 @@ class Compressor(ABC):
 
 
 def after(work: Any, function: Callable[[], Tensor]) -> "torch.futures.Future[Tensor]":
-    """A future of what `function` returns once `work` is finished."""
+    """Return a future of what `function` returns once `work` is finished."""
 
     def call(future: Any) -> Tensor:
         future.value()  # raises what the collective raised
@@ -178,5 +178,5 @@ def after(work: Any, function: Callable[[], Tensor]) -> "torch.futures.Future[Te
 
 
 def hook(state: Compressor, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook of every compressor: ``model.register_comm_hook(state, compression.hook)``."""
+    """Run the compressor `state`, as a communication hook: ``model.register_comm_hook(state, compression.hook)``."""
     return state(bucket)

@@ -1,4 +1,4 @@
-"""A bucket's gradients as compressors calculate with them."""
+"""The gradients of a bucket in the form in which compressors compute with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Gradients:
 
     @classmethod
     def of(cls, bucket: Any, names: Mapping[int, str], *, by_parameter: bool) -> Gradients:
-        """Of a ``GradBucket`` whose parameters have `names` by identity; in one piece, or one for each of them.
+        """Make them from a ``GradBucket`` whose parameters have `names` by identity; compressed whole, or by parameter.
 
         Raises:
             UsageError: if there is a parameter without a name.
@@ -48,19 +48,19 @@ class Gradients:
 
     @property
     def bytes_uncompressed(self) -> int:
-        """Of the bucket as it came."""
+        """Size of the bucket without compression, in bytes."""
         buffer: Tensor = self.bucket.buffer()
         return buffer.numel() * buffer.element_size()
 
     def write(self, mean: Tensor) -> Tensor:
-        """Put `mean`, flat like :attr:`flat`, into the bucket; returns the bucket's buffer."""
+        """Put `mean`, flat like :attr:`flat`, into the bucket; return the bucket's buffer."""
         buffer: Tensor = self.bucket.buffer()
         _reals(buffer).copy_(mean)
         return buffer
 
 
 def views_of(flat: Tensor, parameters: list[Tensor]) -> list[Tensor]:
-    """`flat`, which holds the real numbers of all `parameters`, seen as each of them."""
+    """Return `flat`, which holds the real numbers of all `parameters`, as a view for each of them."""
     complex_flat = torch.view_as_complex(flat.view(-1, 2)) if any(p.is_complex() for p in parameters) else flat
     pieces = complex_flat.split([parameter.numel() for parameter in parameters])
     shaped = [shaped_like(parameter, piece) for parameter, piece in zip(parameters, pieces, strict=True)]

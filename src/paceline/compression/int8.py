@@ -1,4 +1,4 @@
-"""Gradients in eight bits, a scale for every chunk of them.
+"""Gradients in eight bits, with a scale for every chunk.
 
 An all-reduce of two all-to-alls' volume, whose messages are quantized: each rank sums one shard of the bucket in full
 precision, so nothing can overflow. The scheme is that of Tang et al., "1-bit Adam", ICML 2021, with eight bits, and
@@ -23,11 +23,11 @@ CHUNK = 512
 
 
 class Int8(TwoStage):
-    """A quarter of float32's bytes, for any number of ranks.
+    """Sends eight-bit codes: a quarter of float32's bytes, for any number of ranks.
 
-    A rank sends each of the others that one's shard of its gradients, quantized; each sums its shard over the ranks,
-    quantizes the mean and sends that to all. What the first rounding lost stays with the sender; what
-    the second lost, times N, with the shard's owner: so the mean of residuals and gradients is kept whole.
+    A rank quantizes its gradients and sends every other rank its shard of them. Each rank sums its shard over the
+    ranks, quantizes the mean and sends that to all. The error of the first rounding stays with the sender; the error of
+    the second, times N, with the shard's owner. So the mean of residuals and gradients is preserved.
     """
 
     def first(self, gradients: Gradients) -> tuple[Any, Second]:
@@ -54,8 +54,8 @@ class Int8(TwoStage):
             mean = decode(*codes, dtype).sum(0).div_(self.size)
             rounded = encode(mean[None])
             error = mean.sub_(decode(*rounded, dtype)[0]).view(-1)
-            own = piece[self.rank * error.numel() : (self.rank + 1) * error.numel()]
-            own.add_(error[: own.numel()], alpha=self.size)
+            own_shard = piece[self.rank * error.numel() : (self.rank + 1) * error.numel()]
+            own_shard.add_(error[: own_shard.numel()], alpha=self.size)
             parts += [part.view(-1) for part in rounded]
         work, gathered = self._all_gather(torch.cat(parts))
 
@@ -70,7 +70,7 @@ class Int8(TwoStage):
 
 
 def shards_of(flat: Tensor, size: int) -> Tensor:
-    """`flat`, with zeros at its end, as (`size`, chunks, elements of a chunk)."""
+    """Return `flat`, with zeros at its end, as (`size`, chunks, elements of a chunk)."""
     length = max(1, -(-flat.numel() // size))
     chunk = min(CHUNK, length)
     chunks = -(-length // chunk)
@@ -80,7 +80,7 @@ def shards_of(flat: Tensor, size: int) -> Tensor:
 
 
 def encode(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales, (…, chunks, 1) float32, and codes, (…, chunks, chunk) int8, of `values`; both as bytes.
+    """Return the scales, (…, chunks, 1) float32, and codes, (…, chunks, chunk) int8, of `values`; both as bytes.
 
     A chunk's scale is its largest magnitude by 127; one that holds NaN or Inf is all NaN when decoded.
     """
@@ -90,14 +90,14 @@ def encode(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(scales: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers of `dtype` from what :func:`encode` gave."""
+    """Return numbers of `dtype` from the bytes that :func:`encode` returned."""
     scale = scales.view(torch.float32).to(dtype)
     # An infinite scale would make NaN of the codes that are zero, and infinities of the others.
     return codes.view(torch.int8).to(dtype) * torch.where(scale.isfinite(), scale, torch.nan)
 
 
 def split(messages: Tensor, shapes: Sequence[torch.Size]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scales and codes in `messages`, (ranks, bytes), of values of each of `shapes`: (ranks, chunks, chunk)."""
+    """Return scales and codes in `messages`, (ranks, bytes), of values of each of `shapes`: (ranks, chunks, chunk)."""
     widths = [width for _, chunks, chunk in shapes for width in (4 * chunks, chunks * chunk)]
     parts = iter(messages.split(widths, dim=1))
     for (_, chunks, chunk), scales, codes in zip(shapes, parts, parts, strict=True):

@@ -93,7 +93,7 @@ class PowerSGD(TwoStage):
         return work, finish
 
     def _matrix_shape(self, name: str) -> tuple[int, int] | None:
-        """Rows and columns as which the parameter is compressed; None if it is not."""
+        """Return rows and columns of the matrix as which the parameter is compressed; None if it is not compressed."""
         parameter = self._parameters[name]
         if parameter.ndim < 2 or parameter.is_complex() or not parameter.numel():
             return None
@@ -101,7 +101,7 @@ class PowerSGD(TwoStage):
         return (rows, columns) if (rows + columns) * self.matrix_rank < rows * columns else None
 
     def _basis(self, name: str, matrix: Tensor) -> Tensor:
-        """The last step's Q; columns that are zero, as after a step without gradient, are drawn anew."""
+        """Return the last step's Q; columns that are zero, as after a step without gradient, are drawn anew."""
         basis = self._bases.get(name)
         if basis is not None and not bool((dead := (basis == 0).all(0)).any()):
             return basis
@@ -113,20 +113,20 @@ class PowerSGD(TwoStage):
     def _kept(self) -> dict[str, dict[str, Tensor]]:
         return {**super()._kept(), "bases": self._bases}
 
-    def _shape(self, what: str, name: str) -> torch.Size | None:
-        if what != "bases" or name not in self._parameters:
-            return super()._shape(what, name)
+    def _shape(self, role: str, name: str) -> torch.Size | None:
+        if role != "bases" or name not in self._parameters:
+            return super()._shape(role, name)
         shape = self._matrix_shape(name)
         return None if shape is None else torch.Size((shape[1], self.matrix_rank))
 
 
 @dataclass
 class Matrix:
-    """A parameter's gradient between the two collectives."""
+    """The gradient of one parameter between the two collectives."""
 
     name: str
     view: Tensor
-    """Its place in the flat gradients."""
+    """Position in the flat gradients."""
     m: Tensor
     """The gradient as a matrix."""
     p: Tensor
@@ -134,25 +134,25 @@ class Matrix:
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """An orthonormal basis of the columns, by modified Gram-Schmidt in float64; a dependent column becomes zero.
+    """Return an orthonormal basis of the columns, by modified Gram-Schmidt in float64; a dependent column becomes zero.
 
-    The same bits for any number of threads, as ranks may have different ones.
+    The bits are the same for any number of threads, because ranks may have different numbers.
     """
     rows, rank = matrix.shape
     columns = torch.zeros(-(-rows // BLOCK) * BLOCK, rank, dtype=torch.float64, device=matrix.device)
     columns[:rows] = matrix
     whole = _dots(columns, columns).sqrt()
-    for at in range(rank):
-        column = columns[:, at : at + 1]
+    for index in range(rank):
+        column = columns[:, index : index + 1]
         norm = _dots(column, column).sqrt()
-        column.mul_(torch.where(norm <= 1e-10 * whole[at], 0.0, 1 / norm))
-        if at + 1 < rank:
-            rest = columns[:, at + 1 :]
+        column.mul_(torch.where(norm <= 1e-10 * whole[index], 0.0, 1 / norm))
+        if index + 1 < rank:
+            rest = columns[:, index + 1 :]
             rest.sub_(column * _dots(column, rest))
     return columns[:rows].to(matrix.dtype)
 
 
 def _dots(a: Tensor, b: Tensor) -> Tensor:
-    """Dot products of columns, which torch would sum in another order if it had more threads."""
+    """Return dot products of columns, which torch would sum in another order if it had more threads."""
     product = a * b
     return product.view(-1, BLOCK, product.shape[1]).sum(1).sum(0)

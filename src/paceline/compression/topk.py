@@ -1,4 +1,4 @@
-"""Only the largest elements travel.
+"""Gradients of which only the largest elements are sent.
 
 Aji and Heafield, "Sparse communication for distributed gradient descent", EMNLP 2017; with error feedback it converges
 as SGD does: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
@@ -19,12 +19,12 @@ from paceline.errors import UsageError
 
 
 class TopK(Compressor):
-    """Each rank sends the elements of largest magnitude of every bucket, and keeps the others for the next step.
+    """Sends the elements of largest magnitude of every bucket, and keeps the others for the next step.
 
-    In a model with tensor-parallel parameters they are those of every parameter rather than bucket.
+    In a model with tensor-parallel parameters, those of every parameter instead of every bucket.
 
-    The mean is the sum of what the ranks sent, in their order, by N. An element costs its value and 4 bytes, sent to
-    each of the other ranks: with float32 the ratio to an all-reduce is ``fraction`` × N.
+    The mean is the sum of what the ranks sent, in their order, divided by N. An element costs its value and 4 bytes,
+    sent to each of the other ranks: with float32 the ratio to an all-reduce is ``fraction`` × N.
 
     Args:
         fraction: of a bucket's elements, > 0 and <= 1; at least one element is sent.
@@ -40,7 +40,7 @@ class TopK(Compressor):
         self.fraction = fraction
 
     def reduce(self, gradients: Gradients) -> torch.futures.Future[Tensor]:
-        """Launch the exchange of what is largest."""
+        """Launch the exchange of the largest elements."""
         self._add_residuals(gradients)
         flat = gradients.flat
         indices = torch.cat([flat.new_empty(0, dtype=torch.int64), *self._largest(gradients.pieces)])
@@ -58,7 +58,7 @@ class TopK(Compressor):
         return after(work, mean)
 
     def _largest(self, pieces: Sequence[Tensor]) -> Iterator[Tensor]:
-        """For each of the `pieces` of a flat tensor, which elements of that are the largest."""
+        """Yield, for each of the `pieces` of a flat tensor, the indices of its largest elements."""
         begin = 0
         for piece in pieces:
             count = max(1, math.ceil(self.fraction * piece.numel())) if piece.numel() else 0
@@ -67,12 +67,12 @@ class TopK(Compressor):
 
 
 def pack(values: Tensor, indices: Tensor) -> Tensor:
-    """Bytes: the values, then their indices as int32."""
+    """Return bytes: the values, then their indices as int32."""
     return torch.cat([values.view(torch.uint8), indices.to(torch.int32).view(torch.uint8)])
 
 
 def unpack(message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What :func:`pack` was given; indices as int64."""
+    """Return what :func:`pack` was given; indices as int64."""
     count = message.numel() // (dtype.itemsize + 4)
     values, indices = message.split([count * dtype.itemsize, count * 4])
     # A part of a larger message need not lie at a multiple of its elements' size, as a view of another dtype must.

@@ -26,7 +26,7 @@ Second = Callable[[], tuple[Any, Callable[[], Tensor]]]
 
 
 class TwoStage(Compressor):
-    """A compressor whose :meth:`first` launches a collective, and returns its work and how to go on."""
+    """A compressor whose :meth:`first` launches a collective, and returns its work and the second stage."""
 
     def __init__(self, model: nn.Module, process_group: Any = None) -> None:
         super().__init__(model, process_group)

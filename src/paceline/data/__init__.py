@@ -1,4 +1,4 @@
-"""Which samples a rank trains on, and where it stands among them."""
+"""Samplers and loaders over global batches, of which every rank gets its slice, and whose position can be saved."""
 
 from paceline.data.distributed import DistributedSampler
 from paceline.data.loader import DataLoader

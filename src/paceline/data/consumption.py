@@ -1,7 +1,7 @@
-"""How much of a pass over the data the script has used up: what was handed over before the latest step.
+"""Counts how much of a pass over the data the script has consumed: the batches handed over before the latest step.
 
-A step is an optimizer's, or a synchronized backward, of whatever model. So a batch that was only looked at, or that
-``zip`` took in vain since its other argument had ended, is not consumed.
+A step is an optimizer step, or a synchronized backward, of any model. A batch that was only looked at, or that ``zip``
+took after its other argument had ended, is not consumed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from paceline import sources
 
 
 class Consumption:
-    """Watches the steps that come between the batches of one pass."""
+    """Counts the optimizer steps that come between the batches of one pass."""
 
     consumed: int
     """Position behind the last batch that a step followed; the pass's beginning if none did."""
@@ -29,39 +29,39 @@ class Consumption:
         self._open = False
 
     def begin(self, position: int) -> None:
-        """A pass begins at `position`."""
+        """Begin a pass at `position`."""
         self.consumed = self.handed = position
         self.window, self.has_stepped = 0, False
         self._steps = sources.steps()
         self._open = True  # the script may still step with what was handed over
 
     def hand_over(self, position: int) -> None:
-        """The batch at `position` is about to be handed over."""
+        """Note that the batch at `position` is about to be handed over."""
         self.look()
         self._steps = sources.steps()
 
     def look(self) -> None:
-        """Take in the steps since the last batch was handed over."""
+        """Take account of the steps since the last batch was handed over."""
         if self._open and self.handed > self.consumed and sources.steps() != self._steps:
             self.window = max(self.window, self.handed - self.consumed)
             self.consumed = self.handed
             self.has_stepped = self.sees_steps = True
 
     def leave(self) -> None:
-        """The pass is over: later steps are not of its batches."""
+        """End the pass: later steps do not belong to its batches."""
         self.look()
         self._open = False
 
     def position(self) -> int:
-        """Where to go on after a restart; without a sign of steps, everything handed over counts as consumed."""
+        """Return where to go on after a restart. If no step was ever seen, all that was handed over is consumed."""
         self.look()
         return self.consumed if self.sees_steps else self.handed
 
     def left_over(self, position: int, length: int | None) -> int | None:
-        """Where a pass that was left at `position` begins again; None if it goes on there, or was read to its end."""
+        """Return where a pass left at `position` begins again; None if it continues there, or was read to its end."""
         is_current = position == self.handed > self.consumed
         return self.consumed if is_current and (position != length or self.has_stepped) else None
 
     def moved(self) -> None:
-        """The position was moved by other means."""
+        """Note that the position was changed from outside."""
         self.handed, self._open = -1, False

@@ -1,4 +1,4 @@
-"""Fetching one batch, in a DataLoader worker or in the rank's own process, with the same result in both.
+"""Fetches one batch, in a DataLoader worker or in the rank's own process, with the same result in both.
 
 What goes wrong with a sample comes back as a value, a :class:`Failure`, because only the rank's own process
 can raise an error that reads well there.
@@ -22,7 +22,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Fetch(Dataset[Any]):
-    """Batches by their :class:`Slice`; an empty slice is ``None``, and no code of the user's runs for it."""
+    """Fetches batches by their :class:`Slice`; an empty slice is ``None``, and no code of the user runs for it."""
 
     def __init__(self, dataset: Any, collate_fn: Collate, seed: int, rank: int) -> None:
         self.dataset = dataset
@@ -53,20 +53,20 @@ class Fetch(Dataset[Any]):
             return self.collate_fn(samples)
         except Exception as error:
             where = f"batch {share.number} of epoch {share.epoch}"
-            what = f"samples {listed(share)} ({where})" if sample is None else f"sample {sample} of {where}"
-            return Failure.of(error, self.rank, what)
+            samples_text = f"samples {listed(share)} ({where})" if sample is None else f"sample {sample} of {where}"
+            return Failure.of(error, self.rank, samples_text)
 
 
 @dataclass
 class Failure:
-    """An error while a batch was fetched: what to say, and what it came from."""
+    """An error in the fetch of a batch: its message and its cause."""
 
     message: str
     cause: BaseException
 
     @classmethod
     def of(cls, error: Exception, rank: int, what: str) -> Failure:
-        """Describe `error`; a worker's traceback travels as text, since not every error can be pickled."""
+        """Describe `error`. A worker's traceback travels as text, because not every error can be pickled."""
         worker = get_worker_info()
         where = f"rank {rank}" if worker is None else f"rank {rank}, worker {worker.id}"
         reason = f"{type(error).__name__}: {error}"
@@ -81,11 +81,11 @@ class Failure:
 
 
 def own_streams() -> AbstractContextManager[None]:
-    """Keep the rank's own random streams out of a fetch; a worker has none that anybody would miss."""
+    """Keep a fetch from changing the rank's own random streams; a worker has none to keep."""
     return preserved() if get_worker_info() is None else nullcontext()
 
 
 def listed(indices: list[int]) -> str:
-    """The indices, shortened."""
+    """Return the indices as text, shortened."""
     shown = ", ".join(map(str, indices[:8]))
     return f"{shown}, … ({len(indices)} in all)" if len(indices) > 8 else shown

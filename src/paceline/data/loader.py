@@ -20,6 +20,7 @@ from paceline.data.stream import End, GlobalBatchStream, Reader
 from paceline.data.workers import lost_worker, watch
 from paceline.errors import CheckpointMismatch, DataError, UsageError
 from paceline.rng import derive_seed
+from paceline.tracing import DATA_WAIT, recorder
 
 REFUSED = {
     "sampler": "give batch_sampler=GlobalBatchSampler(dataset, batch_size, order=…) or use torch's DataLoader",
@@ -39,21 +40,21 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if batch is None:                # this rank's slice is empty
                 model.sync_gradients()
 
-    What differs from torch's:
+    It differs from torch's loader in these points:
 
-    - The position moves with what a step consumed. After a ``break``, or a restart with :meth:`load_state_dict`,
-      iterating continues behind the last batch that an optimizer step (or a synchronized backward) followed;
-      ``set_epoch`` on the sampler, or its ``restart()``, go elsewhere. So ``next(iter(loader))`` uses nothing up, nor
-      does the batch that ``zip`` took in vain; a pass that is left before any step begins again. After the last
-      batch the next pass is the next epoch.
-    - Ranks that disagree on size, data, seed or order are told in the first synchronized backward, and at the
-      beginning of every epoch: a :class:`paceline.errors.DesyncError` on all of them.
+    - The position advances when a step consumes batches. After a ``break``, or a restart with
+      :meth:`load_state_dict`, iteration continues behind the last batch that an optimizer step (or a synchronized
+      backward) followed. To go elsewhere, call ``set_epoch`` or ``restart`` of the sampler. So ``next(iter(loader))``
+      consumes nothing, nor does a batch that ``zip`` took after its other argument had ended. A pass that is left
+      before any step begins again. After the last batch, the next pass is the next epoch.
+    - If ranks disagree on size, data, seed or order, all of them raise a :class:`paceline.errors.DesyncError` in the
+      first synchronized backward, and at the beginning of every epoch.
     - Every batch is fetched and collated with Python's, NumPy's and torch's CPU generators seeded from (seed,
-      epoch, batch, rank), and the rank's own streams are left alone. So augmentation is the same with any
+      epoch, batch, rank), and the rank's own streams do not change. So augmentation is the same with any
       number of workers and after any resume.
     - A batch without a sample for this rank is ``None``; nothing is collated for it.
-    - ``loader.batch_size`` is the global batch's, ``loader.sampler`` the sampler of global batches (or the stream): so
-      ``loader.sampler.set_epoch(epoch)``, as scripts have it, works, and is not needed.
+    - ``loader.batch_size`` is that of the global batch, ``loader.sampler`` the sampler of global batches (or the
+      stream). ``loader.sampler.set_epoch(epoch)``, which many scripts call, works, but is not needed.
     - An error in a sample is a :class:`paceline.errors.DataError` that names rank, worker and sample.
 
     Args:
@@ -126,7 +127,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return self._at_last
 
     def __len__(self) -> int:
-        """Global batches in an epoch.
+        """Return the number of global batches in an epoch.
 
         Raises:
             TypeError: for a stream, whose length nobody knows.
@@ -136,11 +137,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         raise TypeError("a stream has no length; iterate it, or use a map-style data set")
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """The position: see :meth:`GlobalBatchSampler.state_dict`."""
+        """Return the position: see :meth:`GlobalBatchSampler.state_dict`."""
         return self.progress.state_dict(consumed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue there: see :meth:`GlobalBatchSampler.load_state_dict`."""
+        """Continue at a saved position: see :meth:`GlobalBatchSampler.load_state_dict`."""
         self.progress.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -175,7 +176,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 progress.leave()
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """The batches of a pass, each with whether it is the last."""
+        """Yield the batches of a pass, each with whether it is the last."""
         progress, number = self.progress, self.progress.position
         if isinstance(progress, GlobalBatchStream):
             yield from _with_last(self._fetched(), progress)
@@ -186,7 +187,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             yield batch, number == progress.length
 
     def _fetched(self) -> Iterator[Any]:
-        """What torch's DataLoader brings, with failures raised."""
+        """Yield the results of torch's DataLoader; raise failures."""
         iterator = iter(self._torch_loader)
         watch(iterator, self.progress)
         try:
@@ -196,11 +197,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 _end_workers(iterator)
 
     def _unwrapped(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """What `iterator`, torch's, brings until the pass is over, with failures raised."""
+        """Yield the results of torch's `iterator` until the pass is over; raise failures."""
         awaited = self.progress.position
         while True:
             try:
-                batch = next(iterator)
+                with recorder.span(DATA_WAIT):
+                    batch = next(iterator)
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
@@ -228,7 +230,7 @@ def _end_workers(iterator: Any) -> None:
 
 
 class _Tickets:
-    """The sampler of the inner DataLoader: what is left of the pass."""
+    """The sampler of the inner DataLoader: yields the rest of the pass."""
 
     def __init__(self, progress: Position) -> None:
         self.progress = progress
@@ -245,7 +247,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _given(dataset: Any, sampler: GlobalBatchSampler | None) -> GlobalBatchSampler | GlobalBatchStream:
-    """The batches that come with the arguments."""
+    """Return the source of batches that the arguments contain."""
     if isinstance(dataset, GlobalBatchStream):
         if sampler is not None:
             raise UsageError("a GlobalBatchStream has its own batches; leave batch_sampler out")
@@ -254,9 +256,9 @@ def _given(dataset: Any, sampler: GlobalBatchSampler | None) -> GlobalBatchSampl
         name = type(dataset).__name__
         raise UsageError(f"{name} is an IterableDataset; give GlobalBatchStream(dataset, batch_size) in its place")
     if not isinstance(sampler, GlobalBatchSampler):
-        given = "nothing" if sampler is None else f"a {type(sampler).__name__}"
+        description = "nothing" if sampler is None else f"a {type(sampler).__name__}"
         raise UsageError(
-            f"batch_sampler must be a GlobalBatchSampler, not {given}; give batch_size (samples in a global "
+            f"batch_sampler must be a GlobalBatchSampler, not {description}; give batch_size (samples in a global "
             "batch), or your order as GlobalBatchSampler(dataset, batch_size, order=…), or use torch's "
             "DataLoader"
         )
@@ -270,7 +272,7 @@ def _given(dataset: Any, sampler: GlobalBatchSampler | None) -> GlobalBatchSampl
 def _made(
     dataset: Any, batch_size: int, shuffle: bool, seed: int, drop_last: bool
 ) -> GlobalBatchSampler | GlobalBatchStream:
-    """The batches that `batch_size` asks for; a bare iterable data set can be one rank's only."""
+    """Return a source with `batch_size`; a bare iterable data set works on one rank only."""
     if not isinstance(dataset, IterableDataset):
         return GlobalBatchSampler(dataset, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
     name = type(dataset).__name__
@@ -287,7 +289,7 @@ def _made(
 
 
 def _with_last(batches: Iterator[Any], stream: GlobalBatchStream) -> Iterator[tuple[Any, bool]]:
-    """A stream's batches, each with whether it is the last, which one batch fetched ahead tells."""
+    """Yield a stream's batches, each with whether it is the last, for which one batch is fetched ahead."""
     number = stream.position
     batch = next(batches, _END)
     if batch is _END and number != stream.length:

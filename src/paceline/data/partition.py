@@ -1,20 +1,20 @@
-"""Cutting an order of indices into global batches, and a global batch into one slice per rank."""
+"""Cuts an order of indices into global batches, and a global batch into one slice per rank."""
 
 from __future__ import annotations
 
 
 def batch_count(length: int, batch_size: int, drop_last: bool) -> int:
-    """How many global batches of `batch_size` an order of `length` indices gives."""
+    """Return the number of global batches of `batch_size` in an order of `length` indices."""
     return length // batch_size if drop_last else -(-length // batch_size)
 
 
 def batch_bounds(number: int, length: int, batch_size: int) -> tuple[int, int]:
-    """Where global batch `number` begins and ends in an order of `length` indices; the last may be short."""
+    """Return the bounds of global batch `number` in an order of `length` indices; the last batch may be short."""
     return min(number * batch_size, length), min((number + 1) * batch_size, length)
 
 
 def slice_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Where `rank`'s slice of `length` samples begins and ends.
+    """Return the bounds of `rank`'s slice of `length` samples.
 
     The slices of all ranks follow each other without gap or overlap and differ by at most one sample; the
     first ranks have the longer ones. With fewer samples than ranks the last ranks' slices are empty.

@@ -1,12 +1,12 @@
-"""Where a run stands in its data: the epoch, and how many of its global batches were consumed.
+"""The position of a run in its data: the epoch, and how many of its global batches were consumed.
 
     begin ──► hand_over, once a batch is asked for ──► finish (epoch + 1, position 0)
       a pass over what is left of the epoch      └──► leave: the pass ended before the epoch did
 
-The position counts global batches, so it means the same to any number of ranks, and it counts what was
-handed over, not what workers have fetched ahead. What was handed over is consumed once an optimizer steps, or a
-backward is synchronized, after it (:mod:`paceline.data.consumption`): a pass that was left goes on behind what was
-consumed, so that looking at a batch uses none up.
+The position counts global batches, so it means the same to any number of ranks. It counts batches that were handed
+over, not those that workers have fetched ahead. A batch is consumed once an optimizer steps, or a backward is
+synchronized, after it was handed over (:mod:`paceline.data.consumption`). A pass that was left continues behind the
+last consumed batch, so looking at a batch does not use it up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.rng import derive_seed
 
 
 class Position:
-    """Epoch and position of a data source; what a sampler and a stream have in common.
+    """Epoch and position of a data source, shared by sampler and stream.
 
     Attributes:
         epoch: the pass over the data that the next batch belongs to, from 0.
@@ -57,13 +57,13 @@ class Position:
         return self._end
 
     def tickets(self) -> Iterator[Any]:
-        """What to fetch, one ticket for each global batch that is left in the pass."""
+        """Yield one ticket for each global batch that is left in the pass, for a worker to fetch."""
         raise NotImplementedError
 
     def begin(self) -> None:
         """Start a pass over the rest of the epoch, or over the next one if nothing is left of it.
 
-        What the latest pass handed over and nobody consumed comes again.
+        Batches that the latest pass handed over and nobody consumed come again.
 
         Raises:
             UsageError: if that pass was left in the middle of an accumulation window; see :meth:`rewind`.
@@ -85,14 +85,14 @@ class Position:
         sources.hand_over(self)
 
     def leave(self) -> None:
-        """Note that nothing more of the latest pass will be handed over."""
+        """Note that the latest pass will hand over no more batches."""
         self._consumption.leave()
 
     def rewind(self) -> None:
         """Go back behind the last batch that a step followed, if the latest pass was left before its epoch's end.
 
-        The next pass does so by itself, but refuses to in the middle of an accumulation window, whose gradients may be
-        there; whoever calls this has dropped them.
+        The next pass does this by itself, but not in the middle of an accumulation window, whose gradients may still be
+        there. Call this after dropping them.
         """
         self._consumption.leave()
         if (left := self._consumption.left_over(self.position, self.length)) is not None:
@@ -134,7 +134,7 @@ class Position:
         self._move(self.epoch + 1, 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass belongs to; it wins over the epoch that advances by itself.
+        """Set the epoch of the next pass; it wins over the epoch that advances by itself.
 
         Another epoch than the current one starts from its beginning. Naming the current one keeps the
         position, so a script that calls this at the top of its loop over epochs resumes in the middle of one.
@@ -158,7 +158,7 @@ class Position:
         self.set_position(0)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Epoch and position, and what they are relative to; the same on every rank, for any number of ranks.
+        """Return epoch, position, and the data they refer to; the same on every rank, for any number of ranks.
 
         The position is behind the last batch that an optimizer step followed. Where no step has ever followed a batch
         of this source, it is behind the last one that was handed over.
@@ -220,19 +220,19 @@ class Position:
             self._data = sources.short(outline_digest(dataset))
 
     def _samples(self) -> int:
-        """The data set's length, or -1."""
+        """Return the data set's length, or -1."""
         return -1
 
     def _order_digest(self, epoch: int) -> int:
-        """A digest of the epoch's order, as far as the seed does not decide it."""
+        """Return a digest of the epoch's order, as far as the seed does not decide it."""
         return -1
 
     def _identity(self) -> dict[str, Any]:
-        """What a position is relative to, in every epoch; must be equal when it is loaded."""
+        """Return the settings and data that a position refers to; they must be equal when it is loaded."""
         return {"batch_size": self.batch_size, "seed": self.seed, "drop_last": self.drop_last}
 
     def _mark(self, epoch: int, position: int) -> dict[str, Any]:
-        """What else is known about this position."""
+        """Return further facts about this position."""
         return {}
 
     def _move(self, epoch: int, position: int, length: int | None = None) -> None:
@@ -252,7 +252,7 @@ REMEDIES = {
 
 
 def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Rank and world size: those given, else the process group's, else one rank alone.
+    """Return rank and world size: the arguments, else the process group's, else one rank alone.
 
     Raises:
         UsageError: if they contradict each other, or a launcher started several ranks but no process group
@@ -276,7 +276,7 @@ def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def at_least(name: str, value: int, least: int) -> int:
-    """`value`, if it is a whole number and not below `least`."""
+    """Return `value` if it is a whole number and not below `least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < least:
         raise UsageError(f"{name} must be a whole number >= {least}, not {value!r}")
     return index(value)

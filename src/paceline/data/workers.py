@@ -1,8 +1,8 @@
-"""DataLoader workers that died: named with rank and number, wherever the rank is when it learns of it.
+"""Errors for DataLoader workers that died; they name rank and worker.
 
-torch learns of it in three ways, none of which names the rank: its handler of SIGCHLD raises a ``RuntimeError`` in the
-midst of whatever the main thread does; its wait for a batch raises one; or a batch that is there cannot be opened, as
-its memory was to be handed over by the dead worker.
+torch notices a dead worker in three ways, none of which names the rank: its handler of SIGCHLD raises a
+``RuntimeError`` in the middle of whatever the main thread does; its wait for a batch raises one; or a batch that is
+there cannot be opened, because the dead worker was to hand over its memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _watched: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
 
 
 def watch(iterator: Any, progress: Position) -> None:
-    """Let the end of a worker of `iterator`, torch's, be an error that names it, from now on."""
+    """Make the end of a worker of torch's `iterator` an error that names it, from now on."""
     if workers_of(iterator):
         _watched[iterator] = progress
         if threading.current_thread() is threading.main_thread():
@@ -42,7 +42,7 @@ def watch(iterator: Any, progress: Position) -> None:
 
 
 def workers_of(iterator: Any) -> Sequence[Any]:
-    """The worker processes of torch's `iterator`."""
+    """Return the worker processes of torch's `iterator`."""
     workers: Sequence[Any] = getattr(iterator, "_workers", ())
     return workers
 
@@ -61,7 +61,7 @@ def lost_worker(iterator: Any, progress: Position, batch: int, error: BaseExcept
 
 
 def _ended(iterator: Any) -> list[tuple[int, Any]]:
-    """Workers that ended by themselves, with their numbers; one that exits with 0 counts if no other is there."""
+    """Return workers that ended by themselves, with their numbers; exit code 0 counts only if no other ended."""
     ended = [(number, worker) for number, worker in enumerate(workers_of(iterator)) if worker.exitcode is not None]
     return [(number, worker) for number, worker in ended if worker.exitcode] or ended
 

@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.comm.forking import finalize
-from paceline.ddp.config import Options, check_broadcast
+from paceline.ddp.config import Options
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.initial_sync import make_equal
 from paceline.ddp.consistency.replica_check import ReplicaCheck
-from paceline.ddp.engine.new_parameters import Newcomers, OnChange
+from paceline.ddp.engine.new_parameters import NewParameters, OnChange
 from paceline.ddp.engine.parts import make_parts
 from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.join import JoinedSteps
+from paceline.ddp.module_checks import check_broadcast
 from paceline.ddp.replica import Replica
 from paceline.ddp.transport.channel import Channel, open_channel
 from paceline.torch_internals.dtensor import local_of
@@ -61,7 +62,7 @@ def connect(
         replica: the wrapper's.
         options: the wrapper's.
         recorder: records spans.
-        on_change: is told of new parameters, see :class:`.Newcomers`.
+        on_change: is told of new parameters, see :class:`.NewParameters`.
         makes_equal: whether to do as ``init_sync`` says; if not, the replicas are left as they are.
 
     Raises:
@@ -117,7 +118,7 @@ def _average_over(
         replica.ledger,
         options,
         recorder,
-        Newcomers(replica.watch, channel, on_change),
+        NewParameters(replica.watch, channel, on_change),
         buffers,
         joined_steps,
         replica_check,

@@ -195,7 +195,7 @@ class Shadow(Leaving):
             elif message.event is Event.BACKWARD:
                 self._launch_without_data()
             elif message.event is Event.END:
-                self._reducer.finish()  # a sharded optimizer in the same Join steps with these averages
+                self._reducer.complete()  # a sharded optimizer in the same Join steps with these averages
                 return
 
     def _launch_without_data(self) -> None:

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.config import Options, check_averaged, trained_parameters
+from paceline.ddp.config import Options
 from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.engine.mean_losses import MeanLosses
 from paceline.ddp.engine.module_changes import ModuleWatch, Named
+from paceline.ddp.module_checks import check_averaged, trained_parameters
 from paceline.unwrapping import plain_name
 
 

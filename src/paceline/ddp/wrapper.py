@@ -16,17 +16,10 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 
+from paceline import tracing
 from paceline.buckets import FIRST_CAPACITY
 from paceline.ddp.agreement.step_guard import StepGuard
-from paceline.ddp.config import (
-    Algorithm,
-    InitSync,
-    Options,
-    UnusedParameters,
-    check_devices,
-    check_initialized,
-    choose_group,
-)
+from paceline.ddp.config import Algorithm, InitSync, Options, UnusedParameters, choose_group
 from paceline.ddp.connection import Connection, connect, while_alive
 from paceline.ddp.engine.dormant import DormantEngine
 from paceline.ddp.engine.gradient_engine import GradientEngine
@@ -34,6 +27,7 @@ from paceline.ddp.engine.module_changes import Named
 from paceline.ddp.engine.pending_forwards import tensors_in
 from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.engine.single_rank import SingleRankEngine
+from paceline.ddp.module_checks import check_devices, check_initialized
 from paceline.ddp.replica import Replica
 from paceline.ddp.sync_control import SyncControl
 from paceline.ddp.torch_compat.hooks import CommHook
@@ -41,7 +35,7 @@ from paceline.ddp.torch_compat.members import TorchMembers, accept_bare_keys
 from paceline.ddp.torch_compat.mixed_precision import LowPrecision, low_precision
 from paceline.torch_internals.autograd import is_in_backward
 from paceline.torch_internals.compile import call_module, compiled_below, never_compiled
-from paceline.tracing import Recorder
+from paceline.tracing import FORWARD, Recorder
 
 
 class DistributedDataParallel(  # type: ignore[misc, override]
@@ -72,6 +66,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         bucket_cap_mb: bucket capacity in MiB.
         bucket_cap_mb_list: capacity of the first, second, … bucket to be launched, in MiB.
         forward_sync_buffers: torch's new name for `broadcast_buffers`; wins over it.
+        lazy_bucket_allocation: ``False`` only, with every torch: buckets are what ``p.grad`` lies in, and stay.
         unused_parameters: what to do where a parameter has no gradient on some rank, as it was not used: ``"warn"``
             once for each by name and rank, on rank 0; ``"error"`` on every rank; ``"allow"``, as also with
             ``find_unused_parameters=True`` or ``static_graph=True``. The average is right in any case.
@@ -90,7 +85,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
             :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
             nothing, and two such wrappers must come in the same order on every rank. By default the backend's own.
-        recorder: records the spans of each step while it is on.
+        recorder: records spans of each step while it is on; by default the process's, ``paceline.tracing.recorder``.
 
     Raises:
         UsageError: for arguments that are wrong or not supported.
@@ -150,6 +145,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         unused_parameters: UnusedParameters = "warn",
         check_finite: bool = False,
@@ -171,11 +167,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             check_replicas_every=check_replicas_every,
             delayed=(delay_all_reduce_named_params, param_to_hook_all_reduce),
             buffer_sync=(broadcast_buffers, forward_sync_buffers),
+            lazy_buckets=lazy_bucket_allocation,
         )
         self._look_at(module)
         self._input_device = check_devices(device_ids, output_device, self.device)
         self.process_group = choose_group(process_group, device_mesh)
-        self._recorder, self.device_mesh, self.device_ids = recorder or Recorder(), device_mesh, device_ids
+        self._recorder, self.device_mesh, self.device_ids = recorder or tracing.recorder, device_mesh, device_ids
         self.output_device, self.dim, self.mixed_precision = output_device, dim, mixed_precision
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
@@ -224,7 +221,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _average_with(self, engine: GradientEngine) -> None:
         self._engine = engine
-        self._guard = StepGuard(self._replica.parameters(), self._replica.ledger, engine.local_gradient)
+        self._guard = StepGuard(self._replica.parameters(), self._replica.ledger, engine.local_gradient, self._recorder)
 
     def _take_over(self, named: Named, averaged: bool) -> None:
         """Guard steps over the parameters `named`, which came after wrapping, and have them `averaged` if so."""
@@ -237,7 +234,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
         """Begin with the attributes of another wrapper; for copies and pickles."""
         nn.Module.__setstate__(self, state)
-        self.process_group, self._recorder = group, Recorder()
+        self.process_group, self._recorder = group, tracing.recorder
         self._replica = Replica(self._modules, self.parameters_to_ignore, self._options.delayed)
         self.device = self._replica.device
         self._begin(is_copy=True)
@@ -253,7 +250,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if not torch.is_grad_enabled():
             return self._call_module(None, inputs, kwargs)
         on_local = self._begin_forward()
-        output = self._call_module(self, inputs, kwargs)
+        with self._recorder.span(FORWARD):
+            output = self._call_module(self, inputs, kwargs)
         self._end_forward(output, on_local)
         return output
 

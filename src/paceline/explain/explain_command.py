@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from paceline.comm.algorithms import build
@@ -18,6 +17,7 @@ from paceline.explain.scene import MOST_RANKS, Scene
 from paceline.explain.sheet import sheet
 from paceline.explain.terminal import overlap_table, schedule_table
 from paceline.output_files import write_file
+from paceline.output_tables import print_table
 
 SCHEDULES = {
     "ring": ("ring_all_reduce",),
@@ -50,9 +50,8 @@ def explain(
         raise UsageError(f"there is nothing to explain about {what!r}; choose one of {', '.join(KNOWN)}")
     size = _ranks(ranks)
     if out is None:
-        console = Console()
         for table in tables(what, size):
-            console.print(table)
+            print_table(table)
         return
     writer = WRITERS.get(Path(out).suffix)
     if writer is None:

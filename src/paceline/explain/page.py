@@ -43,21 +43,29 @@ def page(scenes: Sequence[Scene]) -> str:
 
 def _section(scene: Scene) -> str:
     last = len(scene.frames) - 1
+    size = f'viewBox="0 0 {scene.width:g} {scene.height:g}" width="{LARGER * scene.width:g}"'
+    # A narrow window scrolls, as words that shrink with it cannot be read.
+    size += f' style="min-width: {scene.width:g}px"'
     buttons = "".join(f'<button type="button" title="{key}">{name}</button>' for name, key in BUTTONS)
     return f"""<section>
 <h1>{escape(scene.title)}</h1>
 <p>{escape(scene.summary)}</p>
 <p class="reading">{escape(scene.reading)}</p>
+{_watch(scene)}
 <div class="stage" tabindex="0" role="img" aria-label="{escape(scene.title)}, step by step">
-<svg viewBox="0 0 {scene.width:g} {scene.height:g}" width="{LARGER * scene.width:g}" xmlns="http://www.w3.org/2000/svg">
+<svg {size} xmlns="http://www.w3.org/2000/svg">
 {"".join(map(_frame, scene.frames))}
 </svg>
 </div>
-<div class="said" aria-live="polite"><strong></strong><span></span></div>
 <div class="controls">{buttons}
 <input type="range" min="0" max="{last}" value="0" step="1" aria-label="step"></div>
+<div class="said" aria-live="polite"><strong></strong><span></span></div>
 </section>
 """
+
+
+def _watch(scene: Scene) -> str:
+    return f'<p class="watch"><strong>Watch</strong> {escape(scene.hint)}</p>' if scene.hint else ""
 
 
 def _frame(frame: Frame) -> str:

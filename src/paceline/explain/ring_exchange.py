@@ -1,7 +1,8 @@
 """The scene of a schedule: what every rank holds at the start and after each step, found by running it.
 
 A rank is a column and a chunk is a row. A cell has a slot for every rank, filled where that rank's contribution is in
-the sum. Pale cells hold what the result does not depend on.
+the sum. Where there are too many ranks for a number in each slot, the slots are a band below a number for all of them.
+Pale cells hold what the result does not depend on.
 """
 
 from __future__ import annotations
@@ -10,21 +11,22 @@ from string import ascii_uppercase
 
 from paceline.comm.algorithms import Schedule, Step, Transfer, holdings
 from paceline.comm.algorithms.schedule import Terms
+from paceline.explain.hints import hint
 from paceline.explain.scene import Frame, Scene, box, counted, text
 
 LEFT, TOP = 22.0, 24.0
-CELL = 18.0
-"""Height of a cell."""
+CELL, TALL_CELL = 18.0, 24.0
+"""Heights of a cell: with a number in each slot, and with a band of slots below one number."""
+BAND = 8.0
+"""Height of that band."""
+NUMBERED = 8
+"""Ranks that may be in a picture whose slots have a number each."""
 LANE = 5.0
 """Between the ways that run above a cell on their way to another one."""
-GAP = 34.0
-"""Between two ranks."""
-NARROWEST = 46.0
+GAP, NARROW_GAP = 34.0, 24.0
+"""Between two ranks; the narrow one where they are many, so that 16 of them fit a window of 1200 pixels."""
+NARROWEST = 44.0
 """A rank's column, which has its name above it."""
-READING = (
-    "A column is a rank, a row a chunk. A number in a cell: that rank's part is in the sum. Framed: has just come. "
-    "Pale: not needed."
-)
 
 
 def scene(schedule: Schedule) -> Scene:
@@ -38,7 +40,27 @@ def scene(schedule: Schedule) -> Scene:
         title = f"step {number} of {len(schedule.steps)}: {verb(step)}"
         caption = ", ".join(message(schedule, transfer) for transfer in step)
         frames.append(Frame(title, caption, drawing, moving))
-    return Scene(title_of(schedule), cost(schedule), READING, board.width, board.height, tuple(frames), board.shared)
+    return Scene(
+        title_of(schedule),
+        cost(schedule),
+        reading(schedule),
+        board.width,
+        board.height,
+        tuple(frames),
+        board.shared,
+        hint=hint(schedule),
+    )
+
+
+def reading(schedule: Schedule) -> str:
+    """How to read the picture."""
+    if schedule.result == "broadcast":
+        number = "whose tensor it is"
+    elif schedule.size <= NUMBERED:
+        number = "that rank's part is in the sum"
+    else:
+        number = "how many ranks' parts are in the sum; coloured: whose"
+    return f"A column is a rank, a row a chunk. A number in a cell: {number}. Framed: has just come. Pale: not needed."
 
 
 def title_of(schedule: Schedule) -> str:
@@ -131,27 +153,29 @@ class Board:
         self.size, self.chunks = schedule.size, schedule.chunks
         self.shared: dict[str, str] = {}
         """What cells look like, by the name that drawings refer to."""
-        self.slot = 13.0 if self.size <= 8 else 5.0
+        self.numbered = self.size <= NUMBERED
+        self.sums = schedule.result != "broadcast"
+        self.slot, self.cell, self.gap = (13.0, CELL, GAP) if self.numbered else (2.75, TALL_CELL, NARROW_GAP)
         self.column = max(NARROWEST, self.size * self.slot)
-        self.width = LEFT + self.size * (self.column + GAP) - GAP + 2
+        self.width = LEFT + self.size * (self.column + self.gap) - self.gap + 6
         deepest = max((lane for step in schedule.steps for lane in lanes(step).values()), default=0)
-        self.row = CELL + 12 + deepest * LANE
+        self.row = self.cell + 12 + deepest * LANE
         self.height = TOP + self.chunks * self.row
 
     def at(self, rank: int, chunk: int) -> tuple[float, float]:
         """The upper left corner of a cell."""
         inset = (self.column - self.size * self.slot) / 2
-        return LEFT + rank * (self.column + GAP) + inset, TOP + (chunk + 1) * self.row - CELL - 2
+        return LEFT + rank * (self.column + self.gap) + inset, TOP + (chunk + 1) * self.row - self.cell - 2
 
     def draw(self, held: list[list[Terms]], needed: list[list[bool]], step: Step = ()) -> str:
         """All cells, and the ways of `step`, which led here."""
         came = {(transfer.dst, chunk) for transfer in step for chunk in transfer.chunks}
         names = [
-            text(LEFT + rank * (self.column + GAP) + self.column / 2, 14, f"rank {rank}", "heading", "middle")
+            text(LEFT + rank * (self.column + self.gap) + self.column / 2, 14, f"rank {rank}", "heading", "middle")
             for rank in range(self.size)
         ]
         letters = [
-            text(4, self.at(0, chunk)[1] + 13, chunk_name(chunk), "heading")
+            text(4, self.at(0, chunk)[1] + self.cell / 2 + 4, chunk_name(chunk), "heading")
             for chunk in range(self.chunks if self.chunks > 1 else 0)
         ]
         cells = [
@@ -173,16 +197,21 @@ class Board:
         name = f"c{self.size}-{'.'.join(map(str, terms))}"
         if name not in self.shared:
             self.shared[name] = f'<g id="{name}">{self._sum(terms)}</g>'
-        frame = box(x - 1, y - 1, self.size * self.slot + 2, CELL + 2, "came") if came else ""
+        frame = box(x - 1, y - 1, self.size * self.slot + 2, self.cell + 2, "came") if came else ""
         return f'<use href="#{name}" x="{x:g}" y="{y:g}" class="{"held" if needed else "idle"}"/>{frame}'
 
     def _sum(self, terms: Terms) -> str:
-        parts = [box(-1, -1, self.size * self.slot + 2, CELL + 2, "cell")]
+        parts = [box(-1, -1, self.size * self.slot + 2, self.cell + 2, "cell")]
+        top, high = (0.5, self.cell - 1) if self.numbered else (self.cell - BAND, BAND - 0.5)
         for other in sorted(set(terms)):
             left = other * self.slot
-            parts.append(box(left + 0.5, 0.5, self.slot - 1, CELL - 1, f"k{other}"))
-            if self.slot > 8:
+            inset = 0.5 if self.numbered else 0.0  # a band is not striped
+            parts.append(box(left + inset, top, self.slot - 2 * inset, high, f"k{other}"))
+            if self.numbered:
                 parts.append(text(left + self.slot / 2, 12.5, str(other), "digit", "middle"))
+        if not self.numbered:
+            said = len(terms) if self.sums else terms[0]
+            parts.append(text(self.size * self.slot / 2, 12, str(said), "label", "middle"))
         return "".join(parts)
 
     def _way(self, transfer: Transfer, chunk: int, lane: int) -> str:
@@ -192,7 +221,7 @@ class Board:
         (start, y), (end, _) = self.at(src, chunk), self.at(dst, chunk)
         sign = 1 if dst > src else -1
         x0, x1 = (start + wide + 2, end - 3) if dst > src else (start - 2, end + wide + 3)
-        middle, above = y + CELL / 2, y - 5 - lane * LANE
+        middle, above = y + self.cell / 2, y - 5 - lane * LANE
         tip = f"{x1:g},{middle:g} {x1 - sign * 6:g},{middle - 3.5:g} {x1 - sign * 6:g},{middle + 3.5:g}"
         path = (
             f"M{x0:g},{middle:g} H{x1 - sign * 5:g}"

@@ -42,6 +42,8 @@ class Scene:
     """SVG elements that drawings refer to by their id."""
     still: str | None = None
     """What a sheet shows instead of the frames, where one drawing says it all."""
+    hint: str = ""
+    """What to watch while the frames are played, for someone who sees this for the first time."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -91,11 +93,12 @@ svg { font: 12px system-ui, "DejaVu Sans", sans-serif; }
 .big { fill: #1a1d21; font-weight: 600; font-size: 16px; }
 .label { fill: #4a5057; }
 .digit { fill: #14171a; font-size: 10px; }
+.number { fill: #4a5057; font-size: 10px; }
 .cell { fill: #eceef0; stroke: #b9bec4; }
 .came { fill: none; stroke: #1a1d21; stroke-width: 2; }
 .way { fill: none; stroke: #1a1d21; stroke-width: 1.4; }
 .tip { fill: #1a1d21; }
-.idle { opacity: 0.35; }
+.idle { opacity: 0.45; }
 .ghost { fill: none; stroke: #b9bec4; stroke-dasharray: 3 3; }
 .axis { stroke: #b9bec4; }
 .now { stroke: #c0392b; stroke-width: 1.5; }
@@ -106,7 +109,7 @@ svg { font: 12px system-ui, "DejaVu Sans", sans-serif; }
 @media (prefers-color-scheme: dark) {
   .ground { fill: #16191d; }
   .heading, .big { fill: #eef0f2; }
-  .label { fill: #b4bac1; }
+  .label, .number { fill: #b4bac1; }
   .cell { fill: #2b3036; }
   .cell, .ghost, .axis { stroke: #596069; }
   .came, .way { stroke: #eef0f2; }

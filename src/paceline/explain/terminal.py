@@ -18,8 +18,8 @@ SPELLED_OUT = 6
 def schedule_table(schedule: Schedule) -> Table:
     """What each rank holds of each chunk, at the start and after every step."""
     table = Table(title=title_of(schedule), caption=_reading(schedule), title_justify="left", caption_justify="left")
-    table.add_column("after")
-    table.add_column("rank", justify="right")
+    table.add_column("after", no_wrap=True, min_width=len(f"step {len(schedule.steps)}"))
+    table.add_column("rank", justify="right", no_wrap=True)
     for chunk in range(schedule.chunks):
         table.add_column(chunk_name(chunk) if schedule.chunks > 1 else "tensor", no_wrap=True)
     table.add_column("receives")
@@ -67,16 +67,18 @@ def _received(schedule: Schedule, step: Step, rank: int) -> str:
 
 
 def overlap_table(ranks: int) -> Table:
-    """When each bucket is full and reduced, launched at the end of backward and when full."""
+    """When each bucket is full and reduced, by all-reduces after backward and as buckets fill."""
     of = example(ranks)
     title = f"buckets and overlap, {counted(ranks, 'rank')}"
     caption = f"{outcome(of)} {assumption()}"
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    for name in ("bucket", "MiB", "full at", "launched at the end: reduced", "launched when full: reduced"):
-        table.add_column(name, justify="right")
+    for name, width in (("bucket", 7), ("MiB", 3), ("full at", 8)):
+        table.add_column(name, justify="right", no_wrap=True, min_width=width)
+    for name in ("after backward: all-reduce", "as buckets fill: all-reduce"):
+        table.add_column(name, justify="right", min_width=10)
     for bucket, size in enumerate(SIZES):
         late, early = (f"{ms(way.begin[bucket])} – {ms(way.end[bucket])}" for way in (of.at_the_end, of.when_full))
         table.add_row(str(bucket), str(size // 2**20), ms(of.when_full.full[bucket]), late, early)
     table.add_section()
-    table.add_row("exposed", "", "", ms(of.at_the_end.exposed), ms(of.when_full.exposed))
+    table.add_row("waiting", "", "", ms(of.at_the_end.exposed), ms(of.when_full.exposed))
     return table

@@ -23,11 +23,25 @@ LATENCY = 50e-6
 BANDWIDTH = 1.25e9
 """Bytes in a second between two ranks: 10 Gbit/s."""
 
-LEFT, WIDE = 90.0, 680.0
-"""Where time 0 is, and the length of the time axis."""
-BAR, BETWEEN = 22.0, 74.0
-"""Height of a bar, and of one way of launching with its two rows of bars."""
-TOP = 26.0
+LEFT, WIDE = 200.0, 600.0
+"""Where time 0 is, beyond all headings, and the length of the time axis."""
+RESULTS = 150.0
+"""Room for what each way takes, beyond the end of the axis."""
+BAR, ABOVE = 22.0, 13.0
+"""Height of a bar, and of the space above it for the number of a bucket whose bar is too narrow for it."""
+ROW = BAR + ABOVE + 3
+WAY = 2 * ROW + 18
+"""Height of one way of launching: its row of backward, its row of all-reduces, and space below."""
+TOP = 22.0
+BOTTOM = TOP + 2 * WAY - 12
+"""Where the time axis is."""
+TICK = 0.05
+"""Seconds between two marks of the axis."""
+NARROW = 14.0
+"""A bar narrower than that has its bucket's number above it."""
+AFTER, DURING = "after backward", "as buckets fill"
+"""The two ways: when a bucket's all-reduce is launched."""
+ROWS = ("backward", "all-reduce")
 
 
 @dataclass(frozen=True)
@@ -62,9 +76,24 @@ def outcome(of: Example) -> str:
     """What overlap gains, in words."""
     late, early = of.at_the_end, of.when_full
     return (
-        f"Launched at the end, backward takes {ms(late.end[-1])} and {ms(late.exposed)} of communication are exposed; "
-        f"launched when full, {ms(early.end[-1])} and {ms(early.exposed)}."
+        f"All-reduce {AFTER}: {ms(late.end[-1])} in total, {number(late.exposed)} of it waiting. "
+        f"{DURING.capitalize()}: {ms(early.end[-1])}, {number(early.exposed)} waiting."
     )
+
+
+def hint(of: Example) -> str:
+    """What to watch while the timeline is played."""
+    if of.ranks == 1:
+        return "One rank has nothing to reduce."
+    return (
+        f"the all-reduce rows: {AFTER}, the network is idle until backward has ended; {DURING}, it works "
+        f"beside backward, and a step waits only for what is left when backward ends."
+    )
+
+
+def number(seconds: float) -> str:
+    """``31.8``, in milliseconds."""
+    return f"{1000 * seconds:.1f}"
 
 
 def ms(seconds: float) -> str:
@@ -75,12 +104,13 @@ def ms(seconds: float) -> str:
 def scene(ranks: int) -> Scene:
     """The picture: one frame for every moment at which a bucket is full or reduced."""
     of = example(ranks)
-    scale = WIDE / of.at_the_end.end[-1]
-    frames = [_frame(of, moment, scale) for moment in moments(of)]
+    chart = Chart(of)
+    frames = tuple(_frame(chart, moment) for moment in moments(of))
     title = f"buckets and overlap, {counted(ranks, 'rank')}"
-    height = TOP + 2 * BETWEEN + 24
-    still = "".join(_bars(of, math.inf, scale))
-    return Scene(title, outcome(of), assumption(), LEFT + WIDE + 170, height, tuple(frames), still=still)
+    width, height = LEFT + WIDE + RESULTS, BOTTOM + 38
+    reading = f"{assumption()} A number at a bar is a bucket."
+    still = chart.draw(math.inf)
+    return Scene(title, outcome(of), reading, width, height, frames, still=still, hint=hint(of))
 
 
 def moments(of: Example) -> list[float]:
@@ -88,47 +118,92 @@ def moments(of: Example) -> list[float]:
     return sorted({0.0, *of.when_full.full, *of.when_full.end, *of.at_the_end.end})
 
 
-def _frame(of: Example, moment: float, scale: float) -> Frame:
-    x, bottom = LEFT + scale * moment, TOP + 2 * BETWEEN
-    line = f'<path d="M{x:g},14 V{bottom:g}" class="now"/>' + text(x, 10, ms(moment), "heading", "middle")
-    happened = "; ".join(_events(of, moment)) or "backward begins"
-    return Frame(f"after {ms(moment)}", happened, "".join(_bars(of, moment, scale)) + line)
-
-
-def _bars(of: Example, moment: float, scale: float) -> Iterator[str]:
-    """Both ways of launching, as far as they are at `moment`."""
-    for top, name, way in ((TOP, "at the end", of.at_the_end), (TOP + BETWEEN, "when full", of.when_full)):
-        yield from _way(name, way, top, moment, scale)
-    yield text(4, TOP + 2 * BETWEEN + 14, "A number in a bar is a bucket.")
+def _frame(chart: Chart, moment: float) -> Frame:
+    happened = "; ".join(_events(chart.of, moment)) or "backward begins"
+    return Frame(f"after {ms(moment)}", happened, chart.draw(moment) + chart.cursor(moment))
 
 
 def _events(of: Example, moment: float) -> Iterator[str]:
     for bucket, full in enumerate(of.when_full.full):
         if full == moment:
             yield f"bucket {bucket} is full"
-    for name, way in (("launched when full", of.when_full), ("launched at the end", of.at_the_end)):
+    for name, way in ((DURING, of.when_full), (AFTER, of.at_the_end)):
         for bucket, end in enumerate(way.end):
             if end == moment:
                 yield f"bucket {bucket} is reduced ({name})"
 
 
-def _way(name: str, way: Overlap, top: float, moment: float, scale: float) -> Iterator[str]:
-    """Two rows of bars, for backward and for communication, as far as they are at `moment`."""
-    yield text(4, top + 2, f"launched {name}", "heading")
-    rows = (
-        ("backward", top + 8, zip((0.0, *way.full), way.full, strict=False)),
-        ("all-reduce", top + 8 + BAR + 4, zip(way.begin, way.end, strict=True)),
-    )
-    for label, y, spans in rows:
-        yield text(4, y + 15, label)
-        for bucket, (begin, end) in enumerate(spans):
-            left, width = LEFT + scale * begin, scale * (end - begin)
-            done = scale * (min(end, moment) - begin)
-            yield box(left, y, width, BAR, "ghost")
-            if done > 0:
-                yield box(left, y, done, BAR, f"k{bucket}")
-            if width > 12 and done >= width:
-                yield text(left + width / 2, y + 15, str(bucket), "digit", "middle")
-    if moment >= way.end[-1]:
-        said = f"{ms(way.end[-1])}, {ms(way.exposed)} exposed"
-        yield text(LEFT + scale * way.end[-1] + 6, top + 8 + BAR + 19, said, "heading")
+@dataclass(frozen=True)
+class Bar:
+    """A bucket in one row: the time that its part of backward, or its all-reduce, takes."""
+
+    bucket: int
+    x: float
+    y: float
+    width: float
+    """All in the units of the drawing."""
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        """Where the baseline of its bucket's number is, in the bar, or above one that is too narrow."""
+        return self.x + self.width / 2, self.y + (15 if self.width >= NARROW else -3)
+
+    def draw(self, until: float) -> str:
+        """Dashed, and full up to `until`."""
+        done = min(self.width, until - self.x)
+        filled = box(self.x, self.y, done, BAR, f"k{self.bucket}") if done > 0 else ""
+        kind = "digit" if self.width >= NARROW and done >= self.width else "number"
+        label = text(*self.middle, str(self.bucket), kind, "middle")
+        return box(self.x, self.y, self.width, BAR, "ghost") + filled + label
+
+
+class Chart:
+    """The time axis, both ways of launching beside it, and the cursor."""
+
+    def __init__(self, of: Example) -> None:
+        self.of = of
+        self.end = of.at_the_end.end[-1]
+        self.bars = [bar for top, _, way in self._ways() for bar in self._bars(way, top)]
+
+    def x(self, seconds: float) -> float:
+        """Where a time is."""
+        return LEFT + WIDE * seconds / self.end
+
+    def draw(self, moment: float) -> str:
+        """All but the cursor, as far as things are at `moment`."""
+        parts = [*self._axis(), *(bar.draw(self.x(moment)) for bar in self.bars)]
+        for top, name, way in self._ways():
+            parts.append(text(4, top + 4, f"all-reduce {name}", "heading"))
+            parts += [text(4, top + row * ROW + ABOVE + 15 + 4, label) for row, label in enumerate(ROWS)]
+            if moment >= way.end[-1]:
+                right = LEFT + WIDE + 12
+                parts.append(text(right, top + ROW + ABOVE + 6, f"{ms(way.end[-1])} in total", "heading"))
+                parts.append(text(right, top + ROW + ABOVE + 22, f"{number(way.exposed)} of it waiting"))
+        return "".join(parts)
+
+    def cursor(self, moment: float) -> str:
+        """A line at `moment`, with its time above; it leaves room for the numbers of buckets that it meets."""
+        x = self.x(moment)
+        numbers = sorted(y for middle, y in (bar.middle for bar in self.bars) if abs(middle - x) < 7)
+        edges = [TOP - 6, *(edge for y in numbers for edge in (y - 11, y + 3)), BOTTOM]
+        pieces = zip(edges[::2], edges[1::2], strict=True)
+        path = " ".join(f"M{x:g},{top:g} V{bottom:g}" for top, bottom in pieces if bottom > top)
+        return f'<path d="{path}" class="now"/>' + text(x, 10, ms(moment), "heading", "middle")
+
+    def _ways(self) -> tuple[tuple[float, str, Overlap], ...]:
+        return (TOP, AFTER, self.of.at_the_end), (TOP + WAY, DURING, self.of.when_full)
+
+    def _bars(self, way: Overlap, top: float) -> Iterator[Bar]:
+        rows = (zip((0.0, *way.full), way.full, strict=False), zip(way.begin, way.end, strict=True))
+        for row, spans in enumerate(rows[: 1 if self.of.ranks == 1 else 2]):
+            for bucket, (begin, end) in enumerate(spans):
+                left = self.x(begin)
+                yield Bar(bucket, left, top + row * ROW + ABOVE + 4, self.x(end) - left)
+
+    def _axis(self) -> Iterator[str]:
+        yield f'<path d="M{LEFT:g},{BOTTOM:g} H{LEFT + WIDE:g}" class="axis"/>'
+        for mark in range(int(self.end / TICK + 1e-9) + 1):
+            x = self.x(mark * TICK)
+            yield f'<path d="M{x:g},{BOTTOM:g} v5" class="axis"/>'
+            yield text(x, BOTTOM + 18, f"{1000 * mark * TICK:g}", anchor="middle")
+        yield text(LEFT + WIDE / 2, BOTTOM + 34, "time since backward began (ms)", anchor="middle")

@@ -1,1 +1,1 @@
-"""Starting ranks: a thin adapter of torchelastic for one host, and torchrun's own paths for several."""
+"""Starts ranks: through a thin adapter of torchelastic on one host, through torchrun's own code on several."""

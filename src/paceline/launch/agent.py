@@ -1,6 +1,6 @@
-"""torchelastic's agent for one host: a loopback store per start, and failures told apart.
+"""torchelastic's agent for one host, with a loopback store per start, and failures ordered by cause.
 
-What torchelastic does: the environment of the ranks, their processes, logs, restarts. What is different here:
+torchelastic provides the environment of the ranks, their processes, logs and restarts. These things differ here:
 every (re)start gets a store of its own that listens on loopback only; ranks end with the launcher; failures
 are ordered by cause; and signals are acted on between two looks at the ranks, never in the middle of a start.
 """
@@ -40,7 +40,7 @@ SLOW_S = 5.0  # a rank that raised and has not ended for so long is shown at onc
 
 
 def _patience(ended: Sequence[End], running: Sequence[End]) -> float:
-    """For how many seconds after a failure the cause may still show."""
+    """Return how many seconds after a failure its cause may still show."""
     ends = [*ended, *running]
     if any(end.suspicion == 0 for end in failure.failures(ends)):
         return SETTLE_S
@@ -50,7 +50,7 @@ def _patience(ended: Sequence[End], running: Sequence[End]) -> float:
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """One host needs no rendezvous: each start gets fresh stores, so no rank meets a dead one's address.
+    """A rendezvous of one host: each start gets fresh stores, so no rank meets the address of a dead one.
 
     There are three, because every user of the host can write into a TCPStore: the agent's own stays in this process,
     :func:`paceline.init` finds the private one in ``PACELINE_STORE``, and torch's own functions find the public one
@@ -69,7 +69,7 @@ class LoopbackRendezvous(RendezvousHandler):
         self.private, self._file, self._public = "", -1, None
 
     def get_backend(self) -> str:
-        """Name of this rendezvous."""
+        """Return the name of this rendezvous."""
         return "paceline-loopback"
 
     @property
@@ -78,7 +78,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Fresh stores, after the ones before have been let go."""
+        """Return fresh stores, after releasing those of the start before."""
         self.shutdown()
         self._public = loopback_store()
         if sys.platform == "linux":
@@ -87,22 +87,22 @@ class LoopbackRendezvous(RendezvousHandler):
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, self._public.port))
 
     def is_closed(self) -> bool:
-        """Never: the launcher is the only participant."""
+        """Return False: the launcher is the only participant."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     def num_nodes_waiting(self) -> int:
-        """No other host ever joins."""
+        """Return 0: no other host ever joins."""
         return 0
 
     def get_run_id(self) -> str:
-        """The job's name, in the ranks' ``TORCHELASTIC_RUN_ID``."""
+        """Return the job's name, in the ranks' ``TORCHELASTIC_RUN_ID``."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Let the stores go; the ranks have ended."""
+        """Release the stores; the ranks have ended."""
         if self._file >= 0:
             os.close(self._file)
         self.private, self._file, self._public = "", -1, None
@@ -127,7 +127,7 @@ class Agent(LocalElasticAgent):
         environment: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
-        super().__init__(spec, files, shutdown_timeout=0)
+        super().__init__(spec, files, log_line_prefix_template=files.prefix)
         self.ends = {}
         self.grace = 30.0
         self.interval = 0.1
@@ -167,7 +167,7 @@ class Agent(LocalElasticAgent):
         worker_env[STORE] = cast(LoopbackRendezvous, spec.rdzv_handler).private
 
     def _construct_event(self, state: str, source: EventSource, *arguments: Any, **options: Any) -> Event:
-        """An event without the host's full name: looking that up can block for seconds."""
+        """Return an event without the host's full name, because looking that up can block for seconds."""
         return Event(f"torchelastic.worker.status.{state}", source=source)
 
     # watch
@@ -199,7 +199,7 @@ class Agent(LocalElasticAgent):
         )
 
     def outcome(self) -> list[End]:
-        """How each rank that has ended did so, with what it told."""
+        """Return how each rank that has ended did so, with the record that it left."""
         return [self._with_told(end) for end in self.ends.values()]
 
     def _with_told(self, end: End) -> End:
@@ -219,7 +219,7 @@ class Agent(LocalElasticAgent):
                 self.ends[rank] = End(rank, code, time.time(), rank in self._signalled)
 
     def _settle(self) -> None:
-        """Let ranks that fail together fail, and wait for the cause while only consequences have shown."""
+        """Wait while more ranks may fail: those that fail together, or the cause if only consequences have shown."""
         begin = time.monotonic()
         while self._running() and not self._caught.received:
             # What running ranks have told counts as well: they may need long to end, or never do.
@@ -231,7 +231,7 @@ class Agent(LocalElasticAgent):
             self._look(0.02)
 
     def _show_slow(self) -> None:
-        """Show what a rank raised that has not ended since: it keeps the others waiting, and nobody else says so."""
+        """Show the error of a rank that raised and still runs: it keeps the others waiting, and nobody says so."""
         for rank in self._running():
             note = record.read(self._files.errors[rank]) if rank not in self._shown else None
             if note is not None and time.time() - note.at > SLOW_S:
@@ -255,7 +255,7 @@ class Agent(LocalElasticAgent):
         self._close_watched()
 
     def _obey(self) -> None:
-        """If the launcher was told to end, end the ranks, in a second after Ctrl-C, and then itself."""
+        """If the launcher was told to end, end the ranks, in a second after Ctrl-C, and then the launcher."""
         if not self._caught.received:
             return
         number = self._caught.received[0]

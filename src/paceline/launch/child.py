@@ -1,4 +1,4 @@
-"""What a rank's process runs first: tie its life to the launcher's, then become the rank's own command.
+"""Ties the life of a rank's process to the launcher's, then becomes the rank's own command.
 
 Run by path as ``python -I -S child.py <launcher's pid> command…``, so that it costs one bare interpreter: no
 site-packages, no paceline, no torch. Linux only: PR_SET_PDEATHSIG makes the kernel kill this process when the
@@ -27,7 +27,7 @@ def die_with(launcher: int) -> None:
 
 
 def become(command: "list[str]") -> None:
-    """Replace this process by `command`; with a shell's exit code if that is impossible."""
+    """Replace this process by `command`; exit with a shell's code if that is impossible."""
     try:
         os.execvp(command[0], command)
     except OSError as error:

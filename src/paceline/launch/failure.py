@@ -1,4 +1,4 @@
-"""Who failed first: the cause is told from its consequences by what each rank left behind and when. Pure."""
+"""Decides which rank failed first, and which failures are consequences, from the records that ranks left."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NOTICE_S = 0.05  # the launcher notices an end later than it happens; ranks tell
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended: exit code, negative for a signal; when it was noticed, in seconds since the epoch.
+    """The end of a rank: its exit code, negative for a signal, and when it was noticed, in seconds since the epoch.
 
-    ``stopped`` says that the launcher ended it, because of another rank's failure; ``leaving``, when it came to the
-    end of its script, or called ``sys.exit``.
+    ``stopped`` says that the launcher ended it, because another rank had failed. ``leaving`` is when the rank came to
+    the end of its script, or called ``sys.exit``.
     """
 
     rank: int
@@ -30,14 +30,14 @@ class End:
 
     @property
     def when(self) -> float:
-        """When the rank failed or left: when it said so, if it did."""
+        """Time at which the rank failed or left, by its own record if there is one."""
         if self.record:
             return self.record.at
         return self.at - NOTICE_S if self.leaving is None else self.leaving
 
     @property
     def how(self) -> str:
-        """In words: "exit code 1" or "signal SIGSEGV"; empty if the launcher ended it."""
+        """Text such as "exit code 1" or "signal SIGSEGV"; empty if the launcher ended the rank."""
         if self.stopped:
             return ""
         if self.code >= 0:
@@ -51,31 +51,31 @@ class End:
 
     @property
     def suspicion(self) -> int:
-        """How likely this is a consequence only: some ranks that lost a peer say so, torch aborts others."""
+        """Rating of how likely this is only a consequence: some ranks that lost a peer say so, torch aborts others."""
         if self.record:
             return 0 if self.record.blamed is None else LOST_A_PEER
         return MAYBE if self.code == -signal.SIGABRT else 0
 
     @property
     def has_left(self) -> bool:
-        """Whether it ended by itself and without an error, or was about to."""
+        """Whether the rank ended by itself without an error, or was about to."""
         return self.record is None and (self.code == 0 or (self.stopped and self.leaving is not None))
 
     @property
     def detail(self) -> str:
-        """How it ended, and the first line of what it raised."""
+        """Text that says how the rank ended, with the first line of its error."""
         message = self.record.message.strip() if self.record else ""
         return ": ".join(part for part in (self.how, message.partition("\n")[0]) if part)
 
 
 def failures(ends: Sequence[End]) -> list[End]:
-    """The ranks that failed by themselves, the cause first."""
-    own = [end for end in ends if end.code != 0 and (not end.stopped or end.record is not None)]
-    return sorted(own, key=lambda end: (end.suspicion, end.when, end.rank))
+    """Return the ranks that failed by themselves, the cause first."""
+    failed = [end for end in ends if end.code != 0 and (not end.stopped or end.record is not None)]
+    return sorted(failed, key=lambda end: (end.suspicion, end.when, end.rank))
 
 
 def missed(ends: Sequence[End]) -> list[End]:
-    """The ranks without an error of their own that failures are the consequence of, the first to leave first.
+    """Return the ranks without an error of their own that caused the failures, the first to leave first.
 
     These are ranks that left while the others needed them, or else ranks that kept the others waiting.
     """
@@ -93,13 +93,13 @@ def missed(ends: Sequence[End]) -> list[End]:
 
 
 def usage(ends: Sequence[End]) -> str | None:
-    """The first mistake of the caller's that a rank reported."""
+    """Return the first UsageError that a rank reported, as text."""
     told = [end.record for end in ends if end.record is not None and end.record.usage]
     return min(told, key=lambda record: record.at).message if told else None
 
 
 def headline(ends: Sequence[End]) -> str:
-    """One sentence that names the first rank to fail, and how."""
+    """Return one sentence that names the first rank to fail, and how."""
     failed = failures(ends)
     if not failed:
         return "a rank failed"
@@ -119,30 +119,30 @@ def headline(ends: Sequence[End]) -> str:
 
 
 def report(ends: Sequence[End]) -> str:
-    """All that is known of a failed run; the headline comes last, where people look."""
+    """Return everything known of a failed run; the headline comes last, where people look."""
     return "\n".join([*details(ends), f"error: {headline(ends)}"])
 
 
 def details(ends: Sequence[End]) -> list[str]:
-    """What became of the other ranks, and then the traceback of the one that the headline is about."""
+    """Return the remarks on the other ranks, then the traceback of the rank that the headline is about."""
     failed = failures(ends)
     shown = _complaint(failed) if missed(ends) else failed[0] if failed else None
     return remarks(ends) + (traced(shown.rank, shown.record) if shown and shown.record else [])
 
 
 def raised(ends: Sequence[End]) -> list[str]:
-    """The tracebacks of errors that are no consequences, for a job that was stopped before anyone failed."""
+    """Return the tracebacks of errors that are no consequences, for a job that was stopped before a rank failed."""
     notes = [(end.rank, end.record) for end in ends if end.record and end.record.blamed is None]
     return [line for rank, note in notes for line in traced(rank, note)]
 
 
 def traced(rank: int, record: Record) -> list[str]:
-    """The traceback that `rank` left."""
+    """Return the lines of the traceback that `rank` left."""
     return [f"  rank {rank} | {line}" for line in record.trace.rstrip().splitlines()]
 
 
 def remarks(ends: Sequence[End]) -> list[str]:
-    """What became of the ranks that the headline does not name: a line for each kind of end."""
+    """Return a line for each kind of end among the ranks that the headline does not name."""
     failed = failures(ends)
     culprits = missed(ends) or failed[:1]
     others = [end for end in ends if end not in culprits]
@@ -162,5 +162,5 @@ def remarks(ends: Sequence[End]) -> list[str]:
 
 
 def _complaint(failed: Sequence[End]) -> End:
-    """The first of `failed` that said that it lost a peer."""
+    """Return the first of `failed` that said that it lost a peer."""
     return next(end for end in failed if end.suspicion == LOST_A_PEER)

@@ -1,4 +1,4 @@
-"""How a rank of ours ends: what it raises reaches the launcher, and its exit never waits for a lost peer."""
+"""Ends a rank: its error reaches the launcher, and its exit never waits for a lost peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files that connect launcher and ranks. None has a name unless the user asked for a log folder."""
+"""Files that connect launcher and ranks; they have no names unless the user asked for a log folder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from paceline.launch.record import FILE
 
 @dataclass(frozen=True)
 class Logs:
-    """Where the ranks' output goes, as torchrun's options have it.
+    """Destinations of the ranks' output, as in torchrun's options.
 
     ``redirects`` and ``tee`` take torchrun's format: ``"3"`` for both streams, ``"0:1,1:2"`` by rank.
-    ``only`` names the ranks whose output is shown.
+    ``only`` names the ranks whose output is shown, and ``prefix`` begins each line that is teed.
 
     Raises:
         UsageError: if a value is malformed, or output is redirected without a folder to put it.
@@ -31,6 +31,7 @@ class Logs:
     redirects: str = "0"
     tee: str = "0"
     only: frozenset[int] = frozenset()
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         for option, value in (("--redirects", self.redirects), ("--tee", self.tee)):
@@ -48,7 +49,7 @@ class Logs:
 
 
 class RankFiles(LogsSpecs):
-    """Makes each life's files: a slot per rank for its error, and the logs that the user asked for.
+    """Makes the files for each start of the ranks: a file per rank for its error, and the user's logs.
 
     On Linux a file without a name is passed as ``/proc/<launcher>/fd/<n>``: nothing is left behind, not even
     by ``kill -9``. Elsewhere they are temporary files, removed at the end.
@@ -59,16 +60,17 @@ class RankFiles(LogsSpecs):
         shown = set(logs.only) or None
         super().__init__(logs.folder, redirects, tee, shown)
         self._named = DefaultLogsSpecs(logs.folder, redirects, tee, shown) if logs.folder else None
+        self.prefix = logs.prefix or None
         self._open: list[IO[Any]] = []
         self.errors: dict[int, str] = {}
 
     @property
     def root_log_dir(self) -> str:
-        """The user's folder, or empty."""
+        """The user's folder, or an empty text."""
         return str(self._root_log_dir or "")
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the files of one life; those of the life before are gone."""
+        """Make the files of one start, and release those of the start before."""
         self.close()
         if self._named is not None:
             dest = self._named.reify(envs)
@@ -96,7 +98,7 @@ class RankFiles(LogsSpecs):
         return dest
 
     def _slot(self, memory: bool) -> str:
-        """The path of a new empty file: in memory, where a full disk cannot hide an error, or on disk."""
+        """Return the path of a new empty file: in memory, where a full disk cannot hide an error, or on disk."""
         file: IO[Any]
         if sys.platform == "linux":
             file = os.fdopen(os.memfd_create("paceline"), "w") if memory else tempfile.TemporaryFile()  # noqa: SIM115
@@ -110,7 +112,7 @@ class RankFiles(LogsSpecs):
         return file.name
 
     def close(self) -> None:
-        """Let the unnamed files go."""
+        """Release the unnamed files."""
         for file in self._open:
             file.close()
         self._open = []

@@ -1,4 +1,4 @@
-"""A job on this host: how many ranks of which command, and what became of them."""
+"""A job on this host: starts ranks, waits for them, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONGEST_S = 2_000_000  # 23 days; the kernel waits for at most 2**31 ms at a tim
 
 @dataclass(frozen=True)
 class Job:
-    """What to start on this host.
+    """The command to start on this host, and how.
 
     Args:
         command: the program and its arguments, passed on verbatim; run once per rank.
@@ -108,23 +108,23 @@ def launch(job: Job) -> int:
 
 
 def farewell(number: signal.Signals) -> int:
-    """Say that a signal ended the launcher; the exit code for it."""
+    """Say that a signal ended the launcher; return the exit code for it."""
     say("interrupted" if number == signal.SIGINT else f"terminated by {number.name}")
     return 128 + number
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """Arguments for this Python that run `command` in a process that ends with this one."""
+    """Return arguments for this Python that run `command` in a process that ends with this one."""
     return ["-I", "-S", str(HERE / "child.py"), str(os.getpid()), *command]
 
 
 def escaped(arguments: Sequence[str]) -> list[str]:
-    """`arguments` such that torchelastic's ``${local_rank}`` substitution leaves them as they are."""
+    """Return `arguments` such that torchelastic's ``${local_rank}`` substitution does not change them."""
     return [argument.replace("$", "$$") for argument in arguments]
 
 
 def rank_environment(job: Job) -> dict[str, str]:
-    """What ranks of one host get besides torchrun's contract; the user's own settings win."""
+    """Return the environment that ranks of one host get besides torchrun's; the user's own settings win."""
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores() // job.nproc)),
         # Nothing has to be reachable from outside; both would pick the interface of the host's name.
@@ -138,7 +138,7 @@ def rank_environment(job: Job) -> dict[str, str]:
 
 
 def timeout_environment(timeout: str | None) -> dict[str, str]:
-    """What tells ranks how long a collective waits: `timeout`, else the user's own environment, else ten minutes.
+    """Return the setting of a collective's timeout: `timeout`, else the user's environment, else ten minutes.
 
     Raises:
         UsageError: if it is no positive number of seconds, or longer than the kernel can wait.
@@ -156,17 +156,17 @@ def timeout_environment(timeout: str | None) -> dict[str, str]:
 
 
 def hooked(path: str) -> str:
-    """`path` with the folder in front whose ``sitecustomize`` records uncaught exceptions."""
+    """Put the folder whose ``sitecustomize`` records uncaught exceptions in front of `path`."""
     return os.pathsep.join([str(HERE / "hook"), *([path] if path else [])])
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resolve_nproc(wanted: str | int) -> tuple[int, str | None]:
-    """The number of ranks, and a remark for the user if there is one.
+    """Return the number of ranks, and a remark for the user if there is one.
 
     Args:
         wanted: a number; ``"gpu"``; ``"cpu"``, which is one per core; or ``"auto"``, which is GPUs if there
@@ -191,5 +191,5 @@ def resolve_nproc(wanted: str | int) -> tuple[int, str | None]:
 
 
 def say(text: str) -> None:
-    """One message of the launcher's, on stderr."""
+    """Print a message of the launcher on stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -32,16 +32,26 @@ launcher does the work."""
 LOOPBACKS = ("", "localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1")
 # What one host has no use for: the store is ours, on a free port, and ranks are commands, not functions.
 UNUSED = ("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "master_port", "local_addr", "start_method")
+# Of torch 2.15: prints a shell's completions of the command torchrun.
+NOT_OURS = ("--print-completion", "--print_completion")
 
 
 def parser() -> ArgumentParser:
-    """torchrun's parser, with options of our own in front, and mistakes as :class:`UsageError`."""
+    """Return torchrun's parser with our own options in front; mistakes become :class:`UsageError`."""
+    from torch.distributed.argparse_util import env
     from torch.distributed.run import get_args_parser
 
-    made: ArgumentParser = get_args_parser()
-    made.prog, made.usage = "paceline run", USAGE
-    made.description, made.formatter_class = ABOUT, RawDescriptionHelpFormatter
-    ours = made.add_argument_group("options")
+    base: ArgumentParser = get_args_parser()
+    if "--shutdown-timeout" not in base._option_string_actions:  # torch 2.11, whose own launcher always waits 30 s
+        base.add_argument(
+            *("--shutdown-timeout", "--shutdown_timeout"),
+            action=env,
+            type=int,
+            help="Seconds that ranks have to end after a signal to the launcher. Default 30.",
+        )
+    base.prog, base.usage = "paceline run", USAGE
+    base.description, base.formatter_class = ABOUT, RawDescriptionHelpFormatter
+    ours = base.add_argument_group("options")
     ours.add_argument(
         "--nproc",
         dest="nproc_per_node",
@@ -56,40 +66,43 @@ def parser() -> ArgumentParser:
         f"{TIMEOUT}, which paceline.init() reads. Default {TIMEOUT_S}, which is 10 minutes.",
     )
     # argparse shows groups in this order: what most people need first.
-    made._action_groups.sort(key=lambda group: group is not ours)
-    made._optionals.title, made._optionals.description = "torchrun's options", TORCHRUNS
-    for action in made._positionals._group_actions:
+    base._action_groups.sort(key=lambda group: group is not ours)
+    base._optionals.title, base._optionals.description = "torchrun's options", TORCHRUNS
+    for action in base._positionals._group_actions:
         action.help = SUPPRESS
+    for name in NOT_OURS:
+        if (known := base._option_string_actions.pop(name, None)) is not None:
+            known.help = SUPPRESS
 
     def refuse(message: str) -> NoReturn:
         if "training_script" in message:
             message = "there is no script to run; use: paceline run [options] script.py [its arguments]"
         unknown = message.partition("unrecognized arguments: ")[2].split()
         if unknown:
-            message = f"paceline run has no option {unknown[0]}{_or_near(unknown[0], made._option_string_actions)}"
+            message = f"paceline run has no option {unknown[0]}{_or_near(unknown[0], base._option_string_actions)}"
         raise UsageError(message)
 
-    made.error = refuse  # type: ignore[method-assign]
-    return made
+    base.error = refuse  # type: ignore[method-assign]
+    return base
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """The options that stand before the script, the script, and what follows it, which is not looked at.
+    """Parse the options before the script; the script and its own arguments are kept as they are.
 
     Raises:
         UsageError: for an option that does not exist or has no value, or if there is no script.
     """
-    made = parser()
-    own, rest = split(arguments, made._option_string_actions)
-    options = made.parse_args(own)
+    option_parser = parser()
+    own_arguments, rest = split(arguments, option_parser._option_string_actions)
+    options = option_parser.parse_args(own_arguments)
     options.training_script_args = rest
     return options
 
 
 def split(arguments: Sequence[str], known: Mapping[str, Action]) -> tuple[list[str], list[str]]:
-    """`arguments` up to the script, and those after it.
+    """Split `arguments` behind the script.
 
-    argparse looks at all of them, and takes a script's ``--log x`` for an ambiguous option of the launcher's.
+    argparse looks at all of them, and would take a script's ``--log x`` for an ambiguous option of the launcher.
     """
     index = 0
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] not in ("-", "--"):
@@ -105,13 +118,13 @@ def split(arguments: Sequence[str], known: Mapping[str, Action]) -> tuple[list[s
 
 
 def _or_near(name: str, known: Iterable[str]) -> str:
-    """«; did you mean --nproc?», if something `known` is near to `name`."""
+    """Return «; did you mean --nproc?», if one of the `known` names is close to `name`."""
     near = get_close_matches(name.partition("=")[0], list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def start(arguments: Sequence[str]) -> int:
-    """Do what ``paceline run`` with these `arguments` asks for; the exit code.
+    """Run ``paceline run`` with these `arguments`; return the exit code.
 
     Raises:
         UsageError: for a mistake in the arguments, before anything is started.
@@ -132,7 +145,7 @@ def start(arguments: Sequence[str]) -> int:
 
 
 def rank_command(options: Namespace) -> list[str]:
-    """What each rank runs, checked to exist."""
+    """Return the command of each rank, checked to exist."""
     script = options.training_script
     if options.run_path:
         raise UsageError("--run-path is not supported; leave it out")
@@ -157,7 +170,7 @@ def rank_command(options: Namespace) -> list[str]:
 
 
 def several_hosts(options: Namespace) -> bool:
-    """Whether the options describe more than this host.
+    """Return whether the options describe more than this host.
 
     Raises:
         UsageError: if ``--nnodes`` is malformed.
@@ -183,7 +196,7 @@ def several_hosts(options: Namespace) -> bool:
 
 
 def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
-    """The job that the options describe."""
+    """Return the job that the options describe."""
     grace = options.shutdown_timeout
     if grace is None:
         name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -194,6 +207,8 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         options.redirects,
         options.tee,
         frozenset(_number("--local-ranks-filter", part) for part in only.split(",")) if only else frozenset(),
+        # The option is torch 2.15's.
+        getattr(options, "log_line_prefix_template", "") or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
     )
     return Job(
         command,
@@ -228,13 +243,13 @@ def _worker_spec(options: Namespace) -> dict[str, Any]:
 
 
 def unused(options: Namespace) -> str | None:
-    """A remark that names the options that were given but mean nothing on one host."""
-    made = parser()
+    """Return a remark that names the given options that mean nothing on one host; None if there is none."""
+    option_parser = parser()
     # --standalone says that all of these are to be chosen by the launcher.
-    given = [name for name in UNUSED if getattr(options, name) != made.get_default(name)]
-    if not given or options.standalone:
+    ignored = [name for name in UNUSED if getattr(options, name) != option_parser.get_default(name)]
+    if not ignored or options.standalone:
         return None
-    names = ", ".join("--" + name.replace("_", "-") for name in given)
+    names = ", ".join("--" + name.replace("_", "-") for name in ignored)
     return f"note: {names}: not used on one host; every start gets a store of its own on a free loopback port"
 
 

@@ -1,4 +1,4 @@
-"""The note that a failing rank leaves for its launcher: what it raised, and when, to the microsecond.
+"""The record of a rank's failure: the error, and when it was raised, to the microsecond.
 
 Standard library only, because ranks of plain scripts load this file by path (``hook/sitecustomize.py``). The
 note is torchelastic's error file, so that torchrun and ``@record`` understand it, with three keys more.
@@ -32,10 +32,10 @@ PEER_LOST = re.compile(
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank raised: ``ValueError: …``, the whole traceback, and when, in seconds since the epoch.
+    """The error of a rank: ``ValueError: …``, the whole traceback, and when, in seconds since the epoch.
 
-    ``usage`` says that it is a mistake of the caller's, of which the message is all that has to be shown.
-    ``blamed`` is None unless the error is a consequence of another rank's failure; then those ranks, as far as known.
+    ``usage`` says that it is a UsageError, of which only the message is shown. ``blamed`` is None unless the error is a
+    consequence of another rank's failure; then it holds those ranks, as far as they are known.
     """
 
     message: str
@@ -46,7 +46,7 @@ class Record:
 
 
 def write(path: str, record: Record) -> None:
-    """Leave `record` in the file `path`; a file that cannot be written must not hide the error itself."""
+    """Write `record` to the file `path`; a file that cannot be written must not hide the error itself."""
     note = {
         "message": {
             "message": record.message,
@@ -68,7 +68,7 @@ def _write(path: str, note: object) -> None:
 
 
 def read(path: str) -> Record | None:
-    """The record in the file `path`, by us or by torch's ``@record``; None if there is no whole one."""
+    """Return the record in the file `path`, by us or by torch's ``@record``; None if there is no complete one."""
     note = _read(path)
     try:
         message = note["message"]
@@ -84,7 +84,7 @@ def read(path: str) -> Record | None:
 
 
 def read_leaving(path: str) -> float | None:
-    """When the rank whose file is `path` began to leave without an error that it told; None if it did not."""
+    """Return when the rank whose file is `path` began to leave without reporting an error; None if it did not."""
     try:
         return float(_read(path)["leaving"])
     except (ValueError, KeyError, TypeError):
@@ -100,7 +100,7 @@ def _read(path: str) -> Any:
 
 
 def of(error: BaseException, usage: bool = False) -> Record:
-    """The record of `error`, raised just now."""
+    """Return the record of `error`, raised just now."""
     blamed = consequence(error)
     usage = usage and blamed is None
     text = str(error) if usage else f"{type(error).__name__}: {error}"
@@ -109,7 +109,7 @@ def of(error: BaseException, usage: bool = False) -> Record:
 
 
 def consequence(error: BaseException | None) -> tuple[int, ...] | None:
-    """The ranks whose failure led to `error`, as far as it names them; None if it is no consequence.
+    """Return the ranks whose failure led to `error`, as far as it names them; None if it is no consequence.
 
     An error that was raised from another one, or while another one was handled, is a consequence if that one is.
     """
@@ -129,12 +129,12 @@ def consequence(error: BaseException | None) -> tuple[int, ...] | None:
 
 
 def blamed_by(message: str) -> tuple[int, ...] | None:
-    """What :func:`consequence` says of an error of which only the text is known."""
+    """Return what :func:`consequence` returns for an error of which only the text is known."""
     return () if PEER_LOST.search(message) and TRANSPORT.search(message) else None
 
 
 def is_shown_by_launcher() -> bool:
-    """Whether a launcher shows this rank's error where the rank itself would: then the rank does not."""
+    """Return whether a launcher shows this rank's error where the rank would show it; then the rank does not."""
     try:
         theirs, ours = os.stat(f"/proc/{int(os.environ[LAUNCHER])}/fd/2"), os.fstat(2)
     except (KeyError, ValueError, OSError):
@@ -143,7 +143,7 @@ def is_shown_by_launcher() -> bool:
 
 
 def install() -> None:
-    """Record what this process fails to catch, before anything else is done about it, and when it leaves.
+    """Record uncaught exceptions of this process before anything else handles them, and when the process leaves.
 
     Before: a peer can lose its connection to this rank only after the interpreter began to shut down, so the
     order of the records is the order of cause and effect.
@@ -152,13 +152,13 @@ def install() -> None:
     if not path:
         return
 
-    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        mine = os.getpid() == process and not issubclass(kind, KeyboardInterrupt)
-        if mine:
+    def note(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_own_error = os.getpid() == process and not issubclass(error_type, KeyboardInterrupt)
+        if is_own_error:
             write(path, of(error))
             atexit.register(_leave_gloo)
-        if not mine or not is_shown_by_launcher():
-            shown(kind, error, trace)
+        if not is_own_error or not is_shown_by_launcher():
+            shown(error_type, error, trace)
 
     def leave() -> None:
         if os.getpid() == process and _read(path) is None:
@@ -170,9 +170,10 @@ def install() -> None:
 
 
 def _leave_gloo() -> None:
-    """Let go of the process group before the interpreter takes the process down around Gloo's threads.
+    """Release the process group before the interpreter shuts down around Gloo's threads.
 
-    Else they sometimes abort it, and a signal hides how it ended. NCCL's may wait for peers, so they are left alone.
+    Otherwise they sometimes abort it, and a signal hides how the rank ended. NCCL's threads may wait for peers, so they
+    are left alone.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized() and "nccl" not in str(dist.get_backend_config()):

@@ -1,4 +1,4 @@
-"""Several hosts: torchrun's own launcher, with its known trap disarmed and the ranks tied to it.
+"""Several hosts: torchrun's own launcher, with a workaround for a known defect and the ranks tied to it.
 
 Tested with two launchers on one host, over loopback. Not tested: real networks, and NCCL between hosts. The
 rendezvous listens on all interfaces, as torchrun's does, and whoever can reach it is trusted.
@@ -46,7 +46,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
         return 0
     except ChildFailedError as error:
         failed = error.failures.items()
-        ends = [End(rank, one.exitcode, one.timestamp, False, read(one.error_file)) for rank, one in failed]
+        ends = [End(rank, end.exitcode, end.timestamp, False, read(end.error_file)) for rank, end in failed]
         say("\n".join([*remarks(ends), f"error: {headline(ends)}"]))  # each rank has shown its own traceback
         return 1
     except SignalException as stop:

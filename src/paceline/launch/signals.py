@@ -1,4 +1,4 @@
-"""Signals to the launcher, kept until the launcher can act on them."""
+"""Signals to the launcher, kept until it can act on them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stopped(Exception):
 
 
 class Caught:
-    """While entered, signals are noted instead of raised, so that none strikes between two ranks' starts.
+    """A context manager that notes signals instead of raising, so that none arrives between two ranks' starts.
 
     A signal that the parent had ignored (``nohup``) stays ignored, SIGINT excepted: shells ignore it for
     background jobs, which ``kill -INT`` ought to end all the same. Without effect outside the main thread.

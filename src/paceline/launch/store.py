@@ -1,4 +1,4 @@
-"""The rendezvous store of one host, which listens on loopback only.
+"""A rendezvous store for one host, which listens on loopback only.
 
 ``TCPStore("127.0.0.1", …)`` binds every interface, whatever host it is given, and knows no authentication;
 a listening socket that is handed to it keeps its own address.

@@ -1,4 +1,4 @@
-"""Moments of a batch that lies on several ranks: each rank's count, mean and sum of squared deviations, combined.
+"""Moments of a batch that is spread over ranks: each rank's count, mean and sum of squared deviations, combined.
 
 After Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (Stanford
 STAN-CS-79-773, 1979): deviations are taken from a mean, never as E[x²] - E[x]², which cancels where the mean is large.
@@ -19,7 +19,7 @@ _PART = 2**20
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says of its input."""
+    """The shape of one rank's input, as it tells the others."""
 
     count: int
     """Values per channel."""
@@ -30,7 +30,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the whole batch: values per channel, their mean and biased variance, both of shape (C,)."""
+    """Moments of the whole batch: values per channel, their mean and biased variance, both of shape (C,)."""
 
     count: int
     mean: Tensor
@@ -38,12 +38,12 @@ class Moments:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which statistics of `dtype` are kept."""
+    """Return the dtype in which statistics of `dtype` are kept."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def pack(x: Tensor, features: int) -> Tensor:
-    """A rank's message of HEAD + 2C elements; of an input that does not have `features` channels the head only."""
+    """Return a rank's message of HEAD + 2C elements; only its head if the input has not `features` channels."""
     dtype = wide(x.dtype)
     channels = x.size(1) if x.dim() > 1 else 0
     count = x.numel() // features
@@ -58,18 +58,18 @@ def pack(x: Tensor, features: int) -> Tensor:
 
 
 def empty_message(features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The message of a rank that has no input at all."""
+    """Return the message of a rank that has no input."""
     return torch.zeros(HEAD + 2 * features, dtype=dtype, device=device)
 
 
 def reports(rows: Tensor) -> list[Report]:
-    """What every rank said, from messages of shape (ranks, HEAD + 2C)."""
+    """Return every rank's report, from messages of shape (ranks, HEAD + 2C)."""
     heads = rows[:, :HEAD].tolist()
     return [Report(int(high) * _PART + int(low), int(dims), int(channels)) for high, low, dims, channels in heads]
 
 
 def combine(rows: Tensor, counts: list[int]) -> Moments:
-    """The moments of all ranks' values together; of none at all, zeros. The same bits on every rank."""
+    """Return the moments of all ranks' values together, zeros if there are none. The same bits on every rank."""
     total = sum(counts)
     means, squares = rows[:, HEAD:].chunk(2, dim=1)
     weights = torch.tensor(counts, dtype=rows.dtype).to(rows.device).unsqueeze(1)
@@ -79,7 +79,7 @@ def combine(rows: Tensor, counts: list[int]) -> Moments:
 
 
 def _own_moments(x: Tensor, features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of one rank's values, by BatchNorm's own kernel."""
+    """Return mean and biased variance of one rank's values, by BatchNorm's own kernel."""
     # Running statistics of the wide type tell the kernel to answer in it, whatever the input's.
     first, second = (torch.zeros(features, dtype=dtype, device=x.device) for _ in range(2))
     mean, variance = torch.batch_norm_update_stats(x, first, second, 0.0)

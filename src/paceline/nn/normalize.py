@@ -18,15 +18,15 @@ from paceline.nn.moments import Moments, wide
 
 
 class Communicator(Protocol):
-    """What the functions need of their layer."""
+    """The parts of their layer that the autograd functions use."""
 
     eps: float
 
     def gather_moments(self, x: Tensor) -> Moments:
-        """The moments over all ranks."""
+        """Return the moments over all ranks."""
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """Sum over all ranks, in place."""
 
 
 class Normalize(Function):
@@ -34,24 +34,26 @@ class Normalize(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: Communicator) -> Tensor:
-        """Collective: the moments of all ranks are gathered."""
+        """Gather the moments of all ranks and normalize. Collective."""
         moments = layer.gather_moments(x)
         ctx.layer, ctx.count = layer, moments.count
         ctx.save_for_backward(x, weight, moments.mean, moments.variance)
         dtype = wide(x.dtype)
-        scale, shift = (None if one is None else one.to(dtype) for one in (weight, bias))
+        scale, shift = (None if parameter is None else parameter.to(dtype) for parameter in (weight, bias))
         return torch.native_batch_norm(x, scale, shift, moments.mean, moments.variance, False, 0.0, layer.eps)[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        """Collective, unless the input needs no gradient."""
+        """Compute the gradients. Collective, unless the input needs no gradient."""
         x, weight, mean, variance = ctx.saved_tensors
         gradients: tuple[Tensor | None, Tensor, Tensor]
         if torch.is_grad_enabled():  # create_graph=True
             gradients = _differentiable(x, weight, dy, ctx.count, ctx.layer)
         else:
             gradients = _gradients(x, weight, dy, mean, variance, ctx.count, ctx.layer, ctx.needs_input_grad[0])
-        dx, dw, db = (one if needed else None for one, needed in zip(gradients, ctx.needs_input_grad, strict=False))
+        dx, dw, db = (
+            gradient if needed else None for gradient, needed in zip(gradients, ctx.needs_input_grad, strict=False)
+        )
         return dx, _like(weight, dw), _like(weight, db), None
 
 
@@ -92,7 +94,7 @@ def _gradients(
 def _differentiable(
     x: Tensor, weight: Tensor | None, dy: Tensor, count: int, layer: Communicator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same from operations that autograd can differentiate again: three all-reduces in place of one."""
+    """Compute the same with operations that autograd can differentiate again: three all-reduces instead of one."""
     shape, dtype = _over_channels(x), wide(x.dtype)
     values, dy_wide = x.to(dtype), dy.to(dtype)
     dims = [0, *range(2, x.dim())]
@@ -113,7 +115,7 @@ def _over_channels(x: Tensor) -> list[int]:
 
 
 class _SumOverRanks(Function):
-    """A sum over ranks is its own adjoint: what flows back to each rank is the sum of what the ranks received."""
+    """A sum over ranks. It is its own adjoint: an input's gradient is the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, layer: Communicator) -> Tensor:

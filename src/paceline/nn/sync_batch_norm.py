@@ -28,10 +28,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Batch normalization over an input of shape (N, C, …) on every rank, with the statistics of all ranks together.
+    """Batch normalization of inputs of shape (N, C, …), with the statistics of all ranks together.
 
-    A drop-in for ``torch.nn.SyncBatchNorm``, with its arguments, and a subclass of it, so that whoever asks for that
-    class finds it. It runs on the CPU too; ranks may have batches of different sizes, or none. Statistics are
+    A drop-in for ``torch.nn.SyncBatchNorm``, with its arguments, and a subclass of it, so that code that checks for
+    that class finds it. It runs on the CPU too; ranks may have batches of different sizes, or none. Statistics are
     kept in float32 for half-precision inputs, float64 for float64. Gradients of weight and bias are those of this
     rank's values; :class:`paceline.DistributedDataParallel` averages them like all others.
 
@@ -82,7 +82,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return normalized
 
     def gather_moments(self, x: Tensor) -> Moments:
-        """Collective: the moments over all ranks, by which the running statistics are updated too."""
+        """Return the moments over all ranks, and update the running statistics. Collective."""
         if not self._is_compared:
             self._announce(_COMPARE | _code(x.dtype))
             self._compare(wide(x.dtype), x.device)
@@ -90,14 +90,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return self._combine(pack(x, self.num_features))
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Collective: the sum of `tensor` over all ranks, in place."""
+        """Sum `tensor` over all ranks, in place. Collective."""
         self._announce(tensor.numel() << 2 | _code(tensor.dtype))
         with collective("sum of SyncBatchNorm's gradients", self._group):
             dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def ranks(self) -> list[int]:
-        """The ranks, as the world counts them, whose statistics are joined."""
+        """Return the ranks, as the world counts them, whose statistics are joined."""
         return dist.get_process_group_ranks(self._group)
 
     def shadow(self, code: int, device: torch.device) -> None:
@@ -116,11 +116,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self.announce(code)
 
     def _compare(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Before messages of that size are exchanged, which Gloo and NCCL would do with whatever they get."""
-        mine = torch.tensor([self.num_features, _code(dtype)], device=device)
-        rows = mine.new_empty(self._ranks(), 2)
+        """Compare the layers before messages of their size are exchanged; Gloo and NCCL would take any size."""
+        own_layer = torch.tensor([self.num_features, _code(dtype)], device=device)
+        rows = own_layer.new_empty(self._ranks(), 2)
         with collective("comparison of SyncBatchNorm's channels", self._group):
-            dist.all_gather(list(rows.unbind()), mine, group=self._group)
+            dist.all_gather(list(rows.unbind()), own_layer, group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
         (first_width, first_code), *others = rows.tolist()
         for rank, (width, code) in zip(ranks[1:], others, strict=True):
@@ -148,7 +148,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _track(self, moments: Moments) -> None:
-        """Update the running statistics, with the unbiased variance, as BatchNorm does; without values only count."""
+        """Update the running statistics with the unbiased variance, as BatchNorm does; without values only count."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         factor = self.momentum
@@ -190,15 +190,15 @@ def _convert(cls: type[SyncBatchNorm], module: nn.Module, group: Any, done: dict
 
 
 def _converted(cls: type[SyncBatchNorm], module: _BatchNorm, group: Any) -> SyncBatchNorm:
-    kind = type(module)
+    old_class = type(module)
     if isinstance(module, LazyModuleMixin):
         raise UsageError(
-            f"{kind.__name__} does not know its channels before its first forward; run one, then convert the model"
+            f"{old_class.__name__} does not know its channels before its first forward; run one, then convert the model"
         )
-    if kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
+    if old_class.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
         warnings.warn(
-            f"{kind.__name__} has a forward of its own, which is lost as the layer becomes a SyncBatchNorm; if it does "
-            "more than normalize, move that into a layer of its own",
+            f"{old_class.__name__} has a forward of its own, which is lost as the layer becomes a SyncBatchNorm; if it "
+            "does more than normalize, move that into a layer of its own",
             stacklevel=4,
         )
     converted = cls.__new__(cls)
@@ -218,19 +218,19 @@ def _fits(dtype: torch.dtype, weight: torch.dtype) -> bool:
 
 def _check(everyone: list[Report], features: int, ranks: list[int]) -> None:
     """Refuse, on all ranks alike, inputs that do not belong together."""
-    given = [(rank, report) for rank, report in zip(ranks, everyone, strict=True) if report.dims]
-    for rank, report in given:
+    inputs = [(rank, report) for rank, report in zip(ranks, everyone, strict=True) if report.dims]
+    for rank, report in inputs:
         if report.channels != features:
             raise UsageError(
                 f"SyncBatchNorm of {features} channels got an input of {report.dims} dimensions with {report.channels} "
                 f"channels on rank {rank}; inputs have shape (N, {features}, …) on every rank"
             )
-        if report.dims != given[0][1].dims:
+        if report.dims != inputs[0][1].dims:
             raise UsageError(
-                f"SyncBatchNorm got an input of {given[0][1].dims} dimensions on rank {given[0][0]} but of "
+                f"SyncBatchNorm got an input of {inputs[0][1].dims} dimensions on rank {inputs[0][0]} but of "
                 f"{report.dims} on rank {rank}; give all ranks inputs of the same kind"
             )
-    if sum(report.count for _, report in given) == 1:
+    if sum(report.count for _, report in inputs) == 1:
         raise UsageError(
             f"SyncBatchNorm got one value per channel on all {len(ranks)} ranks together, which has no variance; use "
             "a larger batch, or model.eval()"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
 from paceline.ddp import DistributedDataParallel
 from paceline.digests import weights_sha256
+from paceline.output_tables import print_table
 from paceline.rollcall import collective
 from paceline.train import Result
 from paceline.world import World
@@ -77,6 +77,6 @@ def print_report(recipe: str, report: Report) -> None:
     table.add_row("gradient bytes per step", f"{report.gradient_bytes_per_step:,}")
     table.add_row("waiting for communication", f"{report.exposed_share:.1%} of the time")
     table.add_row("replicas identical", "yes" if report.replicas_identical else "NO")
-    Console().print(table)
+    print_table(table)
     # Below the table, which would break it in two on a narrow terminal.
     print(f"SHA-256 of the weights {report.replica_sha256[0]}")

@@ -1,4 +1,4 @@
-"""The trainer, for those who would rather not write the loop themselves."""
+"""A Trainer for those who prefer not to write the loop, and its parts."""
 
 from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, evaluate

@@ -1,4 +1,4 @@
-"""What the ranks of a training tell each other: sums of metrics, and that they work on the same data."""
+"""Collectives of a training run: sums of metrics, and a check that all ranks work on the same data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paceline.sources import Origin, difference
 
 
 def expect_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: int | None = None) -> None:
-    """Compare the data and, unless `epoch` is None, the order of that epoch over the model's ranks. Collective.
+    """Compare the data, and the order of `epoch` unless that is None, over the model's ranks. Collective.
 
-    Every synchronized backward compares them, too, but an evaluation has none, and before training a checkpoint may be
-    loaded.
+    Every synchronized backward compares them, too. But an evaluation has no backward, and before training a checkpoint
+    may be loaded.
 
     Raises:
         DesyncError: on every rank alike; says what differs, and the usual cause.
@@ -37,7 +37,7 @@ def expect_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: 
 
 
 def all_sum(values: Tensor, model: DistributedDataParallel, call: str = "the evaluation") -> Tensor:
-    """The sum over the model's ranks of `values`, a small float64 vector; a new one, on the CPU."""
+    """Return the sum over the model's ranks of `values`, a small float64 vector; a new one, on the CPU."""
     on_cpu = "cpu:" in str(dist.get_backend_config(model.process_group))
     total = values.to("cpu" if on_cpu else model.device, copy=True)
     if dist.get_world_size(model.process_group) > 1:

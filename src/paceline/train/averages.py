@@ -1,4 +1,4 @@
-"""The mean loss since the last line of metrics and since the epoch began; a resume goes on with both."""
+"""Mean loss since the last line of metrics, and since the epoch began; a resumed run continues both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from paceline.train.agreement import all_sum
 
 
 class LossAverage:
-    """Sums of losses and weights: since the last line, each rank's own; of the epoch up to that line, those of all."""
+    """Sums of losses and weights.
+
+    Since the last line they are those of this rank; for the epoch, up to that line, those of all ranks.
+    """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
@@ -29,14 +32,14 @@ class LossAverage:
         self._own[1] += float(weight)
 
     def line(self) -> float:
-        """The mean loss over all ranks since the last call. Collective."""
+        """Return the mean loss over all ranks since the last call. Collective."""
         sums = all_sum(self._own, self._model)
         self._epoch += sums
         self._own.zero_()
         return float(sums[0] / sums[1])
 
     def epoch(self) -> float:
-        """The mean loss over the epoch, up to the last line."""
+        """Return the mean loss over the epoch, up to the last line."""
         return float(self._epoch[0] / self._epoch[1])
 
     def restart(self) -> None:
@@ -45,22 +48,22 @@ class LossAverage:
         self._epoch.zero_()
 
     def gather(self) -> None:
-        """Get ready to be saved. Collective."""
+        """Gather every rank's sums, to be saved. Collective."""
         self._every_rank = rank_consensus.gather(rank_consensus.here(), [value.hex() for value in self._own.tolist()])
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums as of :meth:`gather`; the same on every rank."""
+        """Return the sums as of :meth:`gather`; the same on every rank."""
         return {"own": self._every_rank, "epoch": self._epoch.tolist()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with what was saved; with another number of ranks, rank 0 takes what all of them had."""
+        """Load saved sums; with another number of ranks, rank 0 takes those of all ranks."""
         here = rank_consensus.here()
-        ranks = [[float.fromhex(value) for value in own] for own in saved["own"]]
-        own = [0.0, 0.0]
+        ranks = [[float.fromhex(value) for value in own_sums] for own_sums in saved["own"]]
+        own_sums = [0.0, 0.0]
         if len(ranks) == here.size:
-            own = ranks[here.rank]
+            own_sums = ranks[here.rank]
         elif here.rank == 0 and ranks:
-            own = [sum(values) for values in zip(*ranks, strict=True)]
-        self._own.copy_(torch.tensor(own, dtype=torch.float64))
+            own_sums = [sum(values) for values in zip(*ranks, strict=True)]
+        self._own.copy_(torch.tensor(own_sums, dtype=torch.float64))
         self._epoch.copy_(torch.tensor(saved["epoch"], dtype=torch.float64))
         self._every_rank = saved["own"]

@@ -1,4 +1,4 @@
-"""What a training run is told, checked where it is made."""
+"""Settings of a training run, checked when they are made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.train.learning_rate import Decay, LrScaling
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long to train, with which schedule, and what to keep.
+    """Settings of a training run: its length, its schedule, and its outputs.
 
     The global batch of a step is ``accumulate`` times the loader's. Steps are optimizer steps.
 
@@ -27,7 +27,7 @@ class TrainConfig:
     accumulate: int = 1
     """Micro-batches per step."""
     lr_scaling: LrScaling = "none"
-    """How the optimizer's learning rate, meant for ``base_batch_size``, follows the global batch."""
+    """Rule by which the learning rate, chosen for ``base_batch_size``, follows the global batch."""
     base_batch_size: int | None = None
     """The global batch for which the learning rate was chosen, in samples."""
     warmup_steps: int = 0
@@ -44,7 +44,7 @@ class TrainConfig:
     checkpoint_every: int | None = None
     """Steps between two checkpoints; None to write one at the end of every epoch."""
     keep: int = 3
-    """How many checkpoints stay."""
+    """Number of checkpoints that stay."""
     resume: bool = False
     """Go on from the newest checkpoint in ``checkpoint_dir``."""
     metrics_file: str | None = None

@@ -22,7 +22,7 @@ Sums = Callable[[nn.Module, Any], tuple[dict[str, Tensor], int]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to evaluate on, and how.
+    """The data and metrics of an evaluation.
 
     ``sums(module, batch)`` gives, for one batch, the *sum* of each metric over its samples, as tensors without
     dimensions, and the number of samples.
@@ -36,10 +36,10 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str, float]:
-    """The mean of each metric over all samples of the evaluation's loader; the same on every rank.
+    """Return the mean of each metric over all samples of the evaluation's loader; the same on every rank. Collective.
 
-    Runs the module without its wrapper, in eval mode, with rank 0's running statistics. It may draw random numbers; the
-    generators are left as they were, so that training goes on with the same numbers with and without it. Collective.
+    The module runs without its wrapper, in eval mode, with rank 0's running statistics. It may draw random numbers: the
+    generators are restored afterwards, so training continues with the same numbers with and without an evaluation.
 
     Raises:
         DesyncError: if ranks differ in the evaluation's data.
@@ -74,14 +74,14 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
 
 
 def expect_evaluation(evaluation: Any, training: DataLoader | None = None) -> None:
-    """Refuse what is no :class:`Evaluation`, one with another loader than Paceline's, or with the `training` loader.
+    """Refuse an object that is no :class:`Evaluation`, or whose loader is not Paceline's, or is the `training` loader.
 
     Raises:
         UsageError: says what it is.
     """
     if not isinstance(evaluation, Evaluation):
-        kind = type(evaluation).__qualname__
-        raise UsageError(f"evaluation must be an Evaluation(loader, sums, names), not a {kind}; make one of it")
+        type_name = type(evaluation).__qualname__
+        raise UsageError(f"evaluation must be an Evaluation(loader, sums, names), not a {type_name}; make one of it")
     expect_loader(evaluation.loader, "Evaluation")
     if training is not None and evaluation.loader.progress is training.progress:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The Trainer's checkpoint folder: opened, refused where it does not suit the config, filled with what is saved."""
+"""Opens the Trainer's checkpoint folder, refuses one that contradicts the config, and registers what is saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.train.config import TrainConfig
 
 
 def open_folder(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str, Any]) -> Checkpointer:
-    """A Checkpointer of the config's folder, with `shared` objects and those that every rank has of its `own`.
+    """Return a Checkpointer of the config's folder, with `shared` objects and those that are each rank's `own`.
 
     Raises:
         NoCheckpoint: if there is no folder to resume from; it is not made.

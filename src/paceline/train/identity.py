@@ -1,4 +1,4 @@
-"""What must be equal when a run is resumed: the settings that decide its numbers, and its data."""
+"""Facts that must be equal when a run is resumed: the settings that decide its numbers, and its data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIXED = ("batch_size", "seed", "scheduler")
 
 
 class Settings:
-    """What decides the numbers of a run; a checkpoint is refused if it was written under other settings."""
+    """The settings that decide a run's numbers; a checkpoint written under other settings is refused."""
 
     def __init__(self, config: TrainConfig, **more: Any) -> None:
         chosen = asdict(config)
@@ -27,11 +27,11 @@ class Settings:
             del self._values["epochs"]  # a run may be made longer unless its schedule depends on its length
 
     def state_dict(self) -> dict[str, Any]:
-        """The settings by name."""
+        """Return the settings by name."""
         return dict(self._values)
 
     def check_state_dict(self, saved: dict[str, Any]) -> None:
-        """Compare with what was saved.
+        """Compare with the saved settings.
 
         Raises:
             CheckpointMismatch: names the first setting that differs, with both values, unless they may.
@@ -46,7 +46,7 @@ class Settings:
             )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Compare with what was saved; rank 0 says what is taken over.
+        """Compare with the saved settings; rank 0 says which ones are taken over.
 
         Raises:
             CheckpointMismatch: as :meth:`check_state_dict`.
@@ -57,27 +57,27 @@ class Settings:
             warnings.warn(f"this run's settings are taken over: {', '.join(changed)}", CheckpointWarning, stacklevel=2)
 
     def _changed(self, saved: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-        """Names, saved and own values of the settings that differ."""
+        """Return name, saved value and own value of the settings that differ."""
         names = sorted(saved.keys() | self._values.keys())
         both = [(name, saved.get(name), self._values.get(name)) for name in names]
         return [(name, before, now) for name, before, now in both if before != now]
 
 
 class DataIdentity:
-    """The data that a run trains on; a checkpoint is refused if it was written on other data.
+    """The data that a run trains on; a checkpoint written on other data is refused.
 
-    What is noticed is what :func:`paceline.digests.dataset_digest` reads.
+    A difference is noticed if :func:`paceline.digests.dataset_digest` reads it.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._digest = dataset_digest(dataset)
 
     def state_dict(self) -> dict[str, str]:
-        """The data set's SHA-256."""
+        """Return the data set's SHA-256."""
         return {"sha256": self._digest}
 
     def check_state_dict(self, saved: dict[str, str]) -> None:
-        """Compare with what was saved.
+        """Compare with the saved SHA-256.
 
         Raises:
             CheckpointMismatch: if the data differ.
@@ -89,7 +89,7 @@ class DataIdentity:
             )
 
     def load_state_dict(self, saved: dict[str, str]) -> None:
-        """Compare with what was saved.
+        """Compare with the saved SHA-256.
 
         Raises:
             CheckpointMismatch: if the data differ.

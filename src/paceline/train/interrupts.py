@@ -1,4 +1,4 @@
-"""Ctrl-C during training: it waits for the end of a step, so that ``fit()`` can go on exactly there."""
+"""Delays Ctrl-C during training until the end of a step, so that ``fit()`` can continue exactly there."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import FrameType, TracebackType
 
 
 class Interrupts:
-    """While it is entered, a Ctrl-C is kept until :meth:`step_ended`; a second one raises at once.
+    """A context manager that delays a Ctrl-C until :meth:`step_ended`; a second Ctrl-C raises at once.
 
-    Left alone where somebody else handles SIGINT, in threads, and unless `on`: of several ranks each would end after
+    It does nothing where other code handles SIGINT, in threads, and unless `on`: each of several ranks would end after
     another step, and their launcher ends them all anyway.
     """
 

@@ -23,7 +23,7 @@ Decay = Literal["none", "linear"]
 
 
 def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: int | None) -> float:
-    """The learning rate for a global batch of `batch_size`, given `lr` for one of `base_batch_size` samples.
+    """Return the learning rate for a global batch of `batch_size`, given `lr` for one of `base_batch_size` samples.
 
     Raises:
         UsageError: for an unknown rule, or a rule without a base batch size.
@@ -41,10 +41,10 @@ def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: i
 
 
 def lr_factor(step: int, warmup_steps: int, decay: Decay, total_steps: int | None) -> float:
-    """What the learning rate is multiplied with in optimizer step `step`, counted from 0.
+    """Return the factor of the learning rate in optimizer step `step`, counted from 0.
 
-    Rises in equal parts from 1/`warmup_steps` to 1, then stays, or falls in equal parts towards 0, which it would reach
-    one step after the last of `total_steps`; these are needed only to fall.
+    It rises in equal parts from 1/`warmup_steps` to 1. Then it stays there, or falls in equal parts towards 0, which it
+    would reach one step after the last of `total_steps`; only the decay needs `total_steps`.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -54,19 +54,19 @@ def lr_factor(step: int, warmup_steps: int, decay: Decay, total_steps: int | Non
 
 
 def steps_of(lengths: Sequence[int], accumulate: int) -> int:
-    """Optimizer steps in epochs of `lengths` batches, of which the last window of each may be short."""
+    """Return the optimizer steps in epochs of `lengths` batches; the last window of each epoch may be short."""
     return sum(-(-length // accumulate) for length in lengths)
 
 
 def lengths_of(sampler: GlobalBatchSampler, epochs: int, decay: Decay) -> list[int] | None:
-    """Batches in each epoch. None if only the user's order will tell, and no schedule needs to know before."""
+    """Return the batches in each epoch, or None if the user's order decides them and no schedule needs them."""
     if not sampler.varies:
         return [sampler.length] * epochs
     return None if decay == "none" else [sampler.length_of(epoch) for epoch in range(epochs)]
 
 
 class _Constant(LambdaLR):
-    """Leaves learning rates alone, also those that somebody else changes during training."""
+    """A schedule that leaves learning rates alone, also those that other code changes during training."""
 
     def get_lr(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -77,7 +77,7 @@ _scheduled: WeakSet[Optimizer] = WeakSet()
 
 
 def expect_unscheduled(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that a scheduler was made for which the Trainer does not know.
+    """Refuse an optimizer that has a scheduler which the Trainer does not know.
 
     Raises:
         UsageError: says how to hand it over.
@@ -92,7 +92,7 @@ def expect_unscheduled(optimizer: Optimizer) -> None:
 
 
 def own_schedule(optimizer: Optimizer, warmup_steps: int, decay: Decay, total_steps: int | None) -> LRScheduler:
-    """A schedule that starts from the current learning rates; without warm-up and decay it leaves them alone."""
+    """Return a schedule that starts from the current learning rates; without warm-up and decay it changes nothing."""
     for group in optimizer.param_groups:
         group.pop("initial_lr", None)  # an earlier Trainer's, which torch would start from
     _scheduled.add(optimizer)
@@ -102,7 +102,7 @@ def own_schedule(optimizer: Optimizer, warmup_steps: int, decay: Decay, total_st
 
 
 def settings_of(scheduler: LRScheduler) -> dict[str, Any]:
-    """The class of a user's scheduler and its plain values, before it has stepped: what a resume compares."""
+    """Return the class of a user's scheduler and its plain values before its first step, for a resume to compare."""
     plain = (bool, int, float, str)
     values = {
         name: list(value) if isinstance(value, list | tuple) else value

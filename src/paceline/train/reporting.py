@@ -1,4 +1,4 @@
-"""What rank 0 shows and writes while training: progress on the terminal, metrics to files."""
+"""Progress on the terminal and metrics in files, on rank 0."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def _reopen(path: Path, step: int, evaluates_first: bool) -> TextIO:
 
 
 def _lines_until(lines: Sequence[bytes], step: int, evaluates_first: bool) -> int:
-    """How many of `lines` a run keeps that is resumed at `step`: all of runs before it, and its own up to `step`.
+    """Return how many of `lines` stay when a run is resumed at `step`: those of earlier runs, and its own up to `step`.
 
-    Of `step` itself only the first, which is the training's, if the evaluation follows.
+    If the evaluation at `step` follows, only the first line of `step`, that of the training, stays.
     """
     steps = [_step_of(line) for line in lines]
     begin, before = 0, 0.0
@@ -94,7 +94,7 @@ def _lines_until(lines: Sequence[bytes], step: int, evaluates_first: bool) -> in
 
 
 def _step_of(line: bytes) -> float | None:
-    """The step of a whole line; None for half a one, of a run that was killed."""
+    """Return the step of a line; None for a line that is incomplete because its run was killed."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):
@@ -102,7 +102,7 @@ def _step_of(line: bytes) -> float | None:
 
 
 class ProgressDisplay:
-    """A bar over all steps on a terminal; elsewhere a line for every epoch. Shows nothing unless `on`."""
+    """A bar over all steps on a terminal; elsewhere a line per epoch. Shows nothing unless `on`."""
 
     def __init__(self, total_steps: int | None, step: int, *, on: bool) -> None:
         console = Console(file=sys.stdout)
@@ -113,12 +113,12 @@ class ProgressDisplay:
             self._task = self._bar.add_task("training", total=total_steps, completed=step)
 
     def advance(self, epoch: int) -> None:
-        """One step further."""
+        """Advance by one step."""
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=f"epoch {epoch + 1}")
 
     def epoch_ended(self, epoch: int, epochs: int, values: Mapping[str, float]) -> None:
-        """Say how the epoch went."""
+        """Show the results of the epoch."""
         if not self._on:
             return
         line = f"epoch {epoch + 1}/{epochs}  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items())

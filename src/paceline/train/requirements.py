@@ -1,4 +1,4 @@
-"""What the Trainer and evaluate() need, checked before work starts: a usual mistake is one line with its remedy."""
+"""Requirements of the Trainer and of evaluate(), checked before work starts; a message is one line with a remedy."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def expect_loader(loader: Any, owner: str) -> None:
 
 
 def expect_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Refuse what is no optimizer, and one over none of the model's parameters.
+    """Refuse an object that is no optimizer, and an optimizer over none of the model's parameters.
 
     Raises:
         UsageError: says which.
@@ -77,7 +77,7 @@ def expect_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def expect_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
-    """Refuse what cannot be stepped after every optimizer step, another optimizer's, and a second schedule.
+    """Refuse an object that cannot step after every optimizer step, another optimizer's, and a second schedule.
 
     Raises:
         UsageError: says which.
@@ -97,7 +97,7 @@ def expect_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: T
 
 
 def expect_same_world(model: DistributedDataParallel) -> None:
-    """Refuse a model that averages over a part of the world, over all of which data and checkpoints are split.
+    """Refuse a model that averages over a part of the world, because data and checkpoints are split over all of it.
 
     Raises:
         UsageError: names both sizes.
@@ -111,7 +111,7 @@ def expect_same_world(model: DistributedDataParallel) -> None:
 
 
 def expect_shared_buffers(model: DistributedDataParallel) -> None:
-    """Refuse to checkpoint buffers that every rank has of its own.
+    """Refuse to checkpoint buffers that differ between ranks.
 
     Raises:
         UsageError: names one of them.
@@ -126,7 +126,7 @@ def expect_shared_buffers(model: DistributedDataParallel) -> None:
 
 
 def summed_loss(returned: Any) -> tuple[Tensor, float]:
-    """The loss and the weight that a loss function has `returned`.
+    """Return the loss and the weight that a loss function has `returned`, checked.
 
     Raises:
         UsageError: if they are not a number to differentiate and a number.
@@ -151,7 +151,7 @@ def summed_loss(returned: Any) -> tuple[Tensor, float]:
 
 
 def summed_metrics(returned: Any, names: tuple[str, ...]) -> tuple[dict[str, Any], Any]:
-    """The sums by name, and the number of samples, that an evaluation's function has `returned`.
+    """Return the sums by name, and the number of samples, that an evaluation's function has `returned`, checked.
 
     Raises:
         UsageError: if they are something else, or have other names than `names`.
@@ -175,8 +175,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _described(value: Any) -> str:
-    kind = type(value)
+    value_type = type(value)
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    name = (
+        value_type.__qualname__
+        if value_type.__module__ == "builtins"
+        else f"{value_type.__module__}.{value_type.__qualname__}"
+    )
     return f"a {name}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Result:
-    """What a run came to."""
+    """The outcome of a training run."""
 
     steps: int = 0
     """Optimizer steps since the very beginning, those before a resume included."""
@@ -17,7 +17,7 @@ class Result:
     samples: int = 0
     """Samples that all ranks trained on in this process; one that an order names twice counts twice."""
     exposed_seconds: float = 0.0
-    """Of ``seconds``, time this rank waited for communication at the end of backwards."""
+    """Part of ``seconds`` in which this rank waited for communication at the end of backwards."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The last evaluation."""
     failed_saves: list[int] = field(default_factory=list)

@@ -43,7 +43,7 @@ Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
 
 
 class Trainer:
-    """Trains a model over the ranks of its wrapper. Made and called on all of them alike.
+    """Trains a model over the ranks of its wrapper. Make it and call it on all of them alike.
 
     ::
 
@@ -124,10 +124,10 @@ class Trainer:
     def fit(self) -> Result:
         """Train to the end of the last epoch, from the newest checkpoint if the config says so.
 
-        Ctrl-C ends it after the step in progress, a second one at once (of one process; the launcher ends several).
-        After that, or an error, calling it again goes on behind the last optimizer step: batches of which no step came
-        are taken again. An evaluation that was due, also at the checkpoint that was resumed from, is done first. The
-        checkpoint folder stays this Trainer's until training ends, or :meth:`close`.
+        Ctrl-C ends it after the step in progress, a second Ctrl-C at once. (This is for one process; the launcher ends
+        several.) After that, or after an error, call it again to continue behind the last optimizer step: batches that
+        no step followed are taken again. An evaluation that was due, also at the checkpoint that was resumed from, is
+        done first. The Trainer keeps the checkpoint folder until training ends, or :meth:`close`.
 
         A checkpoint that cannot be written does not end the training: every rank warns, and the next save tries
         again (:attr:`Result.failed_saves`).
@@ -156,7 +156,7 @@ class Trainer:
         return self.result
 
     def close(self) -> None:
-        """Let others use the checkpoint folder; :meth:`fit` trains no more. Harmless when already closed."""
+        """Release the checkpoint folder; :meth:`fit` trains no more. Harmless when already closed."""
         self._closed = True
         if self._checkpointer is not None:
             self._checkpointer.close()
@@ -170,7 +170,7 @@ class Trainer:
             log.close()
 
     def _open_log(self, rank: int) -> MetricsLog:
-        """The log; if rank 0 cannot write its files, every rank raises."""
+        """Open the log; if rank 0 cannot write its files, every rank raises."""
         config, failure, log = self.config, None, MetricsLog(None, None, step=self.result.steps)
         if rank == 0:
             try:
@@ -210,7 +210,7 @@ class Trainer:
         self._sampler.finish()
 
     def _expect_length(self) -> None:
-        """The schedule relies on the lengths that the order gave when the Trainer was made."""
+        """Refuse an epoch of another length than the schedule was made for."""
         epoch = self._sampler.epoch
         if self._lengths is not None and (now := self._sampler.length) != self._lengths[epoch]:
             raise UsageError(
@@ -220,7 +220,7 @@ class Trainer:
             )
 
     def _train_epoch(self, log: MetricsLog, display: ProgressDisplay) -> None:
-        """Take the steps that are left of the epoch; it stays the current one until :meth:`_end_epoch`."""
+        """Take the remaining steps of the epoch, which stays the current one until :meth:`_end_epoch`."""
         start, exposed, before = time.perf_counter(), self.model.exposed_seconds, self._sampler.samples_consumed
         epoch, self._stepped = self._sampler.epoch, self._sampler.position
         if self._stepped == 0:
@@ -249,7 +249,7 @@ class Trainer:
             self.result.exposed_seconds += self.model.exposed_seconds - exposed
 
     def _micro_batch(self, batch: Any) -> None:
-        """Forward and backward of one micro-batch, of which this rank may have no sample."""
+        """Run forward and backward of one micro-batch, of which this rank may have no sample."""
         if batch is None:
             if self.model.do_sync:
                 self.model.sync_gradients()
@@ -260,7 +260,7 @@ class Trainer:
         self._window.append((loss.detach(), weight))
 
     def _step(self) -> float:
-        """The optimizer's step; returns the learning rate that it used."""
+        """Step the optimizer; return the learning rate that it used."""
         if self.config.clip_norm is not None:
             clip_grad_norm_(self.model, self.config.clip_norm)
         self._lr = float(self.optimizer.param_groups[0]["lr"])
@@ -306,7 +306,7 @@ class Trainer:
         return self.loader.at_last and self._sampler.epoch == self.config.epochs - 1
 
     def _save(self) -> None:
-        """Save, or say on every rank that it failed: what was learnt is worth more than the checkpoint."""
+        """Save, or warn on every rank that it failed: the training is worth more than the checkpoint."""
         assert self._checkpointer is not None
         self._average.gather()
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,11 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 from paceline.comm.c10d.work import Runner
 from paceline.comm.forking import keep_in_children
 from paceline.comm.gloo import connect_gloo
+from paceline.errors import UsageError
 from paceline.torch_internals.compile import class_never_compiled
+
+if TYPE_CHECKING:
+    from paceline.comm.shm.engine import Engine
 
 
 @class_never_compiled
@@ -24,6 +28,9 @@ class Delegating(dist.ProcessGroup):
     that none overtakes another. Sends and receives do not wait: their partner may come to them before it comes to such
     a collective. (Every method calls its own name in C++ from a frame of that name; torch would find us again if not.)
     """
+
+    _engine: Engine | None
+    """Runs what is native, if anything is."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -38,6 +45,13 @@ class Delegating(dist.ProcessGroup):
         self.timeout = timeout
         self._runner = Runner(f"paceline rank {rank}")
         keep_in_children(self)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long everything begun from now on waits for a rank: what is delegated, and what is native."""
+        super().set_timeout(timeout)
+        self.timeout = timeout
+        if self._engine is not None:
+            self._engine.timeout = timeout
 
     def allreduce(self, *arguments: Any, **options: Any) -> Any:
         """Of CUDA, sparse and other tensors that are not native."""
@@ -109,6 +123,41 @@ class Delegating(dist.ProcessGroup):
         return backend.alltoall_base(output, tensor, *arguments, **options)
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
+
+    def gather_single(self, *arguments: Any, **options: Any) -> Any:
+        """torch 2.15's; never native."""
+        self._runner.drain()
+        return super().gather_single(*arguments, **options)  # type: ignore[misc]
+
+    gather_into_tensor = gather_single
+
+    def split_group(self, *_: Any, **__: Any) -> NoReturn:
+        """``dist.split_group``, which torch 2.15 calls also for groups without a device, and which Gloo has there.
+
+        Raises:
+            UsageError: always; torch's own takes the store of a group that was made in C++, and crashes for lack of it.
+        """
+        raise UsageError(
+            f"rank {self.rank()}: a process group of the paceline backend cannot be split; make the part with "
+            "dist.new_group(ranks), called by all ranks"
+        )
+
+    def merge_remote_group(self, *_: Any, **__: Any) -> NoReturn:
+        """As :meth:`split_group`."""
+        raise UsageError(
+            f"rank {self.rank()}: a process group of the paceline backend cannot be merged with another; make one of "
+            "all their ranks with dist.new_group(ranks)"
+        )
+
+    def register_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """torch 2.15's, which C++ calls around its own collectives alone.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(f"rank {self.rank()}: the paceline backend calls no hooks around collectives; use 'gloo'")
+
+    register_post_hook = register_pre_hook
 
     def monitored_barrier(self, *arguments: Any, **options: Any) -> Any:
         """Gloo's; ``dist.monitored_barrier`` itself refuses every backend whose name is not ``gloo``."""

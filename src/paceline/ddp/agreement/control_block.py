@@ -136,7 +136,7 @@ class ControlBlock:
             return []
         return (presence == 0).nonzero().flatten().tolist()
 
-    def apart(self) -> tuple[list[int], list[int]]:
+    def second_pass(self) -> tuple[list[int], list[int]]:
         """Parameters to be averaged apart from the buckets: as sparse gradients, and as dense ones.
 
         Sparse, if every gradient that any rank has of it is sparse. Dense, if a rank has a late delta, or a sparse

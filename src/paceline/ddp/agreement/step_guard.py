@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.errors import UsageError
 from paceline.torch_internals.compile import never_compiled
+from paceline.tracing import OPTIMIZER, Recorder
 
 _BY_HAND = "; if they are the same on every rank already, call model.gradients_are_averaged() on all of them first"
 
@@ -26,9 +27,14 @@ class StepGuard:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], ledger: Ledger, local_gradient: Callable[[], str | None]
+        self,
+        parameters: Sequence[nn.Parameter],
+        ledger: Ledger,
+        local_gradient: Callable[[], str | None],
+        recorder: Recorder,
     ) -> None:
-        self._ledger, self._local_gradient = ledger, local_gradient
+        self._ledger, self._local_gradient, self._recorder = ledger, local_gradient, recorder
+        self._stepped: Callable[[], None] = lambda: None  # ends the span of the step under way
         self.watch(parameters)
         self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._outermost: tuple[int, int] | None = None
@@ -48,6 +54,7 @@ class StepGuard:
             # raised never came to its end; it is over when the next gradients are there.
             if self._outermost is None or self._outermost[1] != self._ledger.synchronizations:
                 self._outermost = (id(optimizer), self._ledger.synchronizations)
+                self._stepped = self._recorder.open(OPTIMIZER)
 
     def expect_whole(self, caller: str, synchronizations_before: int | None = None) -> None:
         """Refuse gradients that hold something which was not averaged over the ranks, or not divided by its weight.
@@ -80,6 +87,7 @@ class StepGuard:
         """The optimizer has stepped."""
         if self._outermost is not None and self._outermost[0] == id(optimizer):
             self._outermost = None
+            self._stepped()
             self._ledger.status.optimizer_steps += 1
 
     def has_state(self) -> bool:

@@ -87,9 +87,9 @@ class BufferSync:
             self._forwards = 0
             self._at_rest.launch()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the broadcast that was launched, if one was, and take it over."""
-        if self._at_rest.settle():
+        if self._at_rest.wait():
             self._note()
 
     # -- inside join --------------------------------------------------------------------------------------------

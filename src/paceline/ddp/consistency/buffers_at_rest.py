@@ -49,7 +49,7 @@ class BuffersAtRest:
         self._launched = [self._channel.all_reduce(flat) for flat in self._flats]
 
     @torch.no_grad()
-    def settle(self) -> bool:
+    def wait(self) -> bool:
         """Wait for the broadcast and take it over; returns whether one was launched."""
         travelled = bool(self._launched)
         for launched in self._launched:

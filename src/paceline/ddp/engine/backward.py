@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,14 +16,15 @@ from paceline.buckets import Bucket, arrival_order
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.join_events import Event
 from paceline.ddp.agreement.weighting import scale_of
-from paceline.ddp.engine.new_parameters import Settled
+from paceline.ddp.engine.new_parameters import AgreedChange
 from paceline.ddp.engine.parts import EngineParts
-from paceline.ddp.engine.second_pass import average_apart
+from paceline.ddp.engine.second_pass import run_second_pass
 from paceline.ddp.engine.shared_parameters import Share
 from paceline.ddp.engine.sparse import elements_of
 from paceline.ddp.transport.channel import Launched, Pausing
 from paceline.errors import UsageError
 from paceline.torch_internals.autograd import GraphTask
+from paceline.tracing import CONTROL, LAUNCH, WAIT
 
 
 class Phase(Enum):
@@ -44,13 +46,16 @@ _NEXT = {
 }
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a backward that has come to its end found."""
 
     statuses: list[Status]
     """What every rank reported."""
-    new: Settled | None
+    new: AgreedChange | None
     """What all ranks found of parameters that the module got later."""
     unused: str | None
     """What is to be said of unused parameters."""
@@ -69,6 +74,8 @@ class Backward:
     """The parameters that other wrappers have, too."""
     at_end: bool = False
     """Whether buckets are launched when backward has ended rather than as they fill."""
+    gradients_came: Callable[[], None] = lambda: None
+    """Ends its span in traces; there is none in ``sync_gradients()``."""
     on_abort: Callable[[Backward], None] | None = None
     """Called when an exception has ended it."""
     ending: Iterator[bool] = field(default_factory=lambda: iter(()))
@@ -89,7 +96,7 @@ class Backward:
     """Buckets in the order of launch, then the control block."""
     _non_finite: list[int] = field(default_factory=list)
     """Parameters whose gradient on this rank holds NaN or Inf, where that is looked for."""
-    _left_out: list[int] = field(default_factory=list)
+    _sparse_in_buckets: list[int] = field(default_factory=list)
     """Parameters in buckets whose gradient was found to be sparse, so that zeros were launched."""
     _task: weakref.ref[GraphTask] | None = None
     """Dies with autograd's graph task; None without one, as in ``sync_gradients()``."""
@@ -134,7 +141,7 @@ class Backward:
     def launch(self, bucket: Bucket) -> None:
         """Move the gradients in, free the parameters' own, and hand the bucket to communication."""
         parts = self.parts
-        with parts.recorder.span("launch"):
+        with parts.recorder.span(LAUNCH, self.next):
             parts.storage.claim(self.next, self.share.elsewhere.keys())
             parameters = [parts.parameters[index] for index in bucket.indices]
             gradients = [parameter.grad for parameter in parameters]
@@ -164,7 +171,7 @@ class Backward:
                 view.zero_()
                 continue
             if gradient.is_sparse:
-                self._left_out.append(index)
+                self._sparse_in_buckets.append(index)
                 view.zero_()
                 continue
             if gradient is not view:
@@ -191,18 +198,18 @@ class Backward:
         parts = self.parts
         if parts.join.is_active:
             parts.join.tell(Event.END)
-        parts.ledger.status.changed = parts.newcomers.have_gradients()
+        parts.ledger.status.changed = parts.new_parameters.have_gradients()
         mine = self.launch_rest()
         parts.buffers.launch()
         parts.sharing.launched(self.absent)
         self.enter(Phase.WAITING)
         yield True
         statuses = self.wait()
-        parts.buffers.settle()
+        parts.buffers.wait()
         # 8. the second pass, and checks
         scale = scale_of([status.note for status in statuses])
-        apart = yield from average_apart(parts, mine, scale)
-        new = yield from parts.newcomers.settle(statuses, scale, parts)
+        apart = yield from run_second_pass(parts, mine, scale)
+        new = yield from parts.new_parameters.agree(statuses, scale, parts)
         unused = yield from parts.unused.look(parts.control.missing_somewhere(statuses), self.absent)
         drift = None
         if parts.replica_check is not None:
@@ -219,26 +226,28 @@ class Backward:
         parts = self.parts
         for bucket in parts.storage.buckets[self.next :]:
             self.launch(bucket)
+        self.gradients_came()
         gradients = enumerate(parameter.grad for parameter in parts.parameters)
         elsewhere = self.share.elsewhere
         apart = {index: gradient for index, gradient in gradients if gradient is not None and index not in elsewhere}
         if parts.sharing:
             self._take_common(apart)
         # A sparse gradient that comes after a dense one was launched is a late delta as any other.
-        alone = {*self.absent, *self._left_out, *parts.storage.outside}
+        alone = {*self.absent, *self._sparse_in_buckets, *parts.storage.unbucketed}
         sparse = [index for index, gradient in apart.items() if gradient.is_sparse and index in alone]
         late = [index for index in apart if index not in sparse] if len(sparse) < len(apart) else []
         if parts.check_finite:
             finite = {index: bool(torch.isfinite(elements_of(gradient)).all()) for index, gradient in apart.items()}
             self._non_finite += [index for index in apart if not finite[index]]
         # What comes late is present, too: its parameter must not end as None.
-        outside = [index for index in parts.storage.outside if index not in elsewhere]
+        outside = [index for index in parts.storage.unbucketed if index not in elsewhere]
         self.absent = [index for index in (*self.absent, *outside) if index not in apart]
         self.absent += [index for index in elsewhere if parts.sharing.lacks(index, self.share)]
         status = parts.ledger.report(parts.control.size, aborted=self.is_cut_short, hook_failed=parts.finisher.failed)
         order = self._observed_order()
-        block = parts.control.fill(self.absent, self._non_finite, late, status, sparse, order)
-        self._launched.append(parts.channel.all_reduce(block))
+        with parts.recorder.span(CONTROL):
+            block = parts.control.fill(self.absent, self._non_finite, late, status, sparse, order)
+            self._launched.append(parts.channel.all_reduce(block))
         return apart
 
     def _observed_order(self) -> list[int]:
@@ -265,10 +274,10 @@ class Backward:
             DesyncError: if one failed on another rank.
         """
         parts = self.parts
-        with parts.recorder.span("wait"):
+        with parts.recorder.span(WAIT):
             start = time.perf_counter()
             *buckets, block = self._launched
-            parts.finisher.wait(buckets, block, parts.channel, parts.control)
+            parts.finisher.wait(buckets, block, parts.channel, parts.control, parts.recorder)
             self.exposed_seconds = time.perf_counter() - start
         statuses = parts.control.statuses()
         notes = [status.note for status in statuses]
@@ -282,7 +291,7 @@ class Backward:
         """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
         parts = self.parts
         averages = parts.storage.averages(self.held)
-        parts.shown.show(averages, apart, parts.control.absent_everywhere(), self.share)
+        parts.published.publish(averages, apart, parts.control.absent_everywhere(), self.share)
         if not parts.ledger.status.joined:  # else nothing was to be expected
             parts.arrivals.end(self.absent)
         parts.ledger.synchronized()
@@ -298,6 +307,8 @@ class Backward:
         if not parts.arrivals.order_known and (order := parts.control.order()):
             parts.storage.assign_in(order)
             parts.follow_layout()
+            sizes = ", ".join(f"{bucket.flat.nbytes:,}" for bucket in parts.storage.buckets)
+            logger.info("rank %d: buckets are in rank 0's order of arrival; bytes: %s", parts.channel.rank, sizes)
 
 
 def _task_gone(backward: Backward | None) -> None:

@@ -23,13 +23,13 @@ class BucketSet:
         parameters: in the module's order.
         capacities: bytes of the first, second, … bucket; see :func:`paceline.buckets.assign`.
         channel: allocates the buckets.
-        outside: indices of parameters that get no place in a bucket.
+        unbucketed: indices of parameters that get no place in a bucket.
         reduce_dtype: of the buckets of real parameters; None for each parameter's own.
     """
 
     views: list[Tensor]
-    """For each parameter, its place in a bucket, shaped like its gradient; empty for those outside."""
-    outside: frozenset[int]
+    """For each parameter, its place in a bucket, shaped like its gradient; empty for those without one."""
+    unbucketed: frozenset[int]
     """Parameters that have no place in a bucket."""
 
     def __init__(
@@ -38,10 +38,10 @@ class BucketSet:
         parameters: Sequence[nn.Parameter],
         capacities: Sequence[int],
         channel: Channel,
-        outside: frozenset[int] = frozenset(),
+        unbucketed: frozenset[int] = frozenset(),
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self.outside = outside
+        self.unbucketed = unbucketed
         self._names, self._parameters, self._capacities, self._channel = names, parameters, capacities, channel
         self._reduce_dtype = reduce_dtype
         # Averages that are no bucket's view, and their addresses. Weak, as a gradient's memory goes when the user
@@ -71,7 +71,7 @@ class BucketSet:
     def assign_in(self, order: Sequence[int]) -> None:
         """Make the buckets anew for parameters that arrive in `order`."""
         kinds = [self._kind(index) for index in range(len(self._parameters))]
-        inside = [index for index in order if index not in self.outside]
+        inside = [index for index in order if index not in self.unbucketed]
         sizes = [p.numel() * dtype.itemsize for p, (dtype, _) in zip(self._parameters, kinds, strict=True)]
         self._use(assign(sizes, kinds, inside, self._capacities))
 
@@ -79,7 +79,7 @@ class BucketSet:
         """Make the buckets anew for other parameters; gradients stay in the old memory for as long as they are used."""
         before = list(zip(self.buckets, self._windows, strict=True))
         self.buckets, self._windows = [], []
-        self._names, self._parameters, self.outside = names, parameters, outside
+        self._names, self._parameters, self.unbucketed = names, parameters, outside
         self._copies = {}
         self.assign_in(range(len(parameters) - 1, -1, -1))
         for bucket, window in before:
@@ -105,7 +105,7 @@ class BucketSet:
                 )
         index_of = {name: index for index, name in enumerate(self._names)}
         indices = [[index_of[name] for name in names] for names in layout]
-        inside = sorted(name for index, name in enumerate(self._names) if index not in self.outside)
+        inside = sorted(name for index, name in enumerate(self._names) if index not in self.unbucketed)
         if held != inside or any(len({self._kind(index) for index in part}) != 1 for part in indices):
             raise CheckpointMismatch(
                 f"the bucket layout holds {len(held)} parameters in a way that does not fit this model of "
@@ -208,7 +208,7 @@ class BucketSet:
 
     def is_average(self, index: int, gradient: Tensor) -> bool:
         """Whether `gradient` lies where :meth:`averages` has put the parameter's average."""
-        if gradient.layout is not torch.strided or index in self.outside:
+        if gradient.layout is not torch.strided or index in self.unbucketed:
             return False
         if index not in self._copies:
             return gradient.data_ptr() == self._addresses[index]

@@ -17,7 +17,7 @@ def restore_gradients(backward: Backward) -> None:
             parameter.grad = None
         elif index in backward.held:
             parameter.grad = backward.held[index]
-    parts.newcomers.restore()
+    parts.new_parameters.restore()
     backward.held.clear()  # these keep their values while the others' collectives are met
     parts.sharing.abort(backward.share)
 

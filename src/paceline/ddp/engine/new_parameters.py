@@ -13,7 +13,7 @@ from paceline.ddp.agreement.control_block import Status, non_finite
 from paceline.ddp.consistency.initial_sync import first_difference
 from paceline.ddp.engine.module_changes import NON_FINITE, SPARSE, Change, ModuleWatch, Named
 from paceline.ddp.engine.parts import EngineParts
-from paceline.ddp.engine.second_pass import launch_late, settle_late
+from paceline.ddp.engine.second_pass import launch_late, wait_for_late
 from paceline.ddp.engine.sparse import as_dense, average_sparse
 from paceline.ddp.transport.channel import Channel, Pausing, gather_numbers
 from paceline.ddp.transport.finisher import AllReduce
@@ -25,7 +25,7 @@ OnChange = Callable[[Named, bool], None]
 
 
 @dataclass(frozen=True)
-class Settled:
+class AgreedChange:
     """What all ranks have found of a change: the averages of new parameters' gradients, or an error."""
 
     change: Change
@@ -35,7 +35,7 @@ class Settled:
     """What every rank raises; the same on each."""
 
 
-class Newcomers:
+class NewParameters:
     """New parameters of one wrapper's module, in the order of a synchronized backward.
 
     Args:
@@ -81,7 +81,7 @@ class Newcomers:
         """Whether this rank has gradients of new parameters, at the end of backward."""
         return self._change is not None and self._change.has_gradient()
 
-    def settle(self, statuses: Sequence[Status], scale: float, parts: EngineParts) -> Pausing[Settled | None]:
+    def agree(self, statuses: Sequence[Status], scale: float, parts: EngineParts) -> Pausing[AgreedChange | None]:
         """If a rank has gradients of new parameters, compare the ranks' changes; average them if all changed alike.
 
         Args:
@@ -103,18 +103,18 @@ class Newcomers:
             error = _not_finite(change, codes)
             if error is None:
                 averages = yield from _average(change, codes, scale, self._channel)
-        return Settled(change, averages, error)
+        return AgreedChange(change, averages, error)
 
-    def accept(self, settled: Settled) -> Named:
+    def accept(self, agreed: AgreedChange) -> Named:
         """Show the averages; returns all parameters that are averaged from now on.
 
         Raises:
             PacelineError: on every rank, if they have not agreed.
         """
-        if settled.error is not None:
-            raise settled.error
-        change = settled.change
-        change.show(settled.averages)
+        if agreed.error is not None:
+            raise agreed.error
+        change = agreed.change
+        change.show(agreed.averages)
         change.close()
         self._change = None
         self.watch.follow(change.named)
@@ -154,7 +154,7 @@ def _average(change: Change, codes: list[list[int]], scale: float, channel: Chan
     dense = {index: as_dense(gradient) for index, gradient in gradients.items() if index in targets}
     launched = launch_late(dense, targets, channel)
     yield True
-    settle_late(launched, targets, scale, channel)
+    wait_for_late(launched, targets, scale, channel)
     if sparse:
         names, parameters = zip(*change.new, strict=True)
         targets |= yield from average_sparse(sparse, gradients, parameters, names, scale, channel)

@@ -14,7 +14,7 @@ from paceline.ddp.agreement.ledger import Ledger
 from paceline.errors import UsageError
 
 
-class InBackward:
+class OptimizersInBackward:
     """Those of `parameters` that have such an optimizer at the first forward, as with torch DDP."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -18,7 +18,7 @@ from paceline.ddp.consistency.unused_parameters import UnusedReport
 from paceline.ddp.engine.arrivals import Arrivals
 from paceline.ddp.engine.bucket_set import BucketSet
 from paceline.ddp.engine.module_changes import Named
-from paceline.ddp.engine.published_gradients import Shown
+from paceline.ddp.engine.published_gradients import PublishedGradients
 from paceline.ddp.engine.shared_parameters import Sharing
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.finisher import Algorithms, AllReduce, Finisher
@@ -26,7 +26,7 @@ from paceline.torch_internals.dtensor import as_local, release
 from paceline.tracing import Recorder
 
 if TYPE_CHECKING:
-    from paceline.ddp.engine.new_parameters import Newcomers
+    from paceline.ddp.engine.new_parameters import NewParameters
 
 GradientHook = Callable[[int, Tensor], None]
 """Called as ``hook(index, parameter)`` when a gradient was accumulated into a parameter."""
@@ -54,7 +54,7 @@ class EngineParts:
     """What ranks tell each other besides gradients."""
     sharing: Sharing
     """Which of the parameters other wrappers have, too."""
-    shown: Shown
+    published: PublishedGradients
     """Sets ``p.grad`` to averages, and knows them again."""
     unused: UnusedReport
     """Finds parameters without a gradient."""
@@ -68,7 +68,7 @@ class EngineParts:
     """Records spans while it is on."""
     options: Options
     """What the user chose, but for `check_finite`."""
-    newcomers: Newcomers
+    new_parameters: NewParameters
     """Looks for parameters that the module got later."""
     buffers: BufferSync
     """Travel at the end of backwards."""
@@ -87,13 +87,13 @@ class EngineParts:
         names, given = [name for name, _ in named], [parameter for _, parameter in named]
         local = [as_local(parameter) for parameter in given]
         parameters, channel, storage = list(local), self.channel, self.storage
-        storage.use_parameters(names, parameters, self.newcomers.watch.sparse(given))
+        storage.use_parameters(names, parameters, self.new_parameters.watch.sparse(given))
         channel.free(self.control.vector)
         control = ControlBlock(names, channel.rank, channel.size, channel.allocate)
         sharing = self.sharing.renewed(names, given, parameters)
-        shown = Shown(names, parameters, storage, sharing)
+        published = PublishedGradients(names, parameters, storage, sharing)
         gradients = ((index, parameter.grad) for index, parameter in enumerate(parameters))
-        shown.note({index: gradient for index, gradient in gradients if gradient is not None})
+        published.remember({index: gradient for index, gradient in gradients if gradient is not None})
         return replace(
             self,
             names=names,
@@ -103,7 +103,7 @@ class EngineParts:
             arrivals=_expecting_all(parameters, storage, hook),
             control=control,
             sharing=sharing,
-            shown=shown,
+            published=published,
             unused=UnusedReport(self.options.unused, names, parameters, channel),
         )
 
@@ -125,7 +125,7 @@ def make_parts(
     ledger: Ledger,
     options: Options,
     recorder: Recorder,
-    newcomers: Newcomers,
+    new_parameters: NewParameters,
     buffers: BufferSync,
     join: JoinEvents,
     replica_check: ReplicaCheck | None,
@@ -135,7 +135,7 @@ def make_parts(
     names, given = [name for name, _ in named], [parameter for _, parameter in named]
     local = [as_local(parameter) for parameter in given]
     parameters = list(local)
-    sparse = newcomers.watch.sparse(given)
+    sparse = new_parameters.watch.sparse(given)
     storage = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype)
     sharing = Sharing(names, given, parameters, ledger, channel.members)
     sums = Algorithms(channel, options.algorithm) if options.algorithm else channel
@@ -148,13 +148,13 @@ def make_parts(
         _expecting_all(parameters, storage, hook),
         ControlBlock(names, channel.rank, channel.size, channel.allocate),
         sharing,
-        Shown(names, parameters, storage, sharing),
+        PublishedGradients(names, parameters, storage, sharing),
         UnusedReport(options.unused, names, parameters, channel),
         channel,
         ledger,
         recorder,
         options,
-        newcomers,
+        new_parameters,
         buffers,
         join,
         replica_check,

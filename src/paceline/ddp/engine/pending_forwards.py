@@ -24,7 +24,7 @@ class Forward:
         self.block = block
 
 
-class Forwards:
+class PendingForwards:
     """The forwards that wait for their backward.
 
     Args:

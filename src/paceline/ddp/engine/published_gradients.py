@@ -12,7 +12,7 @@ from paceline.ddp.engine.shared_parameters import Share, Sharing
 from paceline.ddp.engine.sparse import elements_of
 
 
-class Shown:
+class PublishedGradients:
     """Shows averages, and tells them from other gradients.
 
     Args:
@@ -29,26 +29,26 @@ class Shown:
         # Averages that are no bucket's view; weak, as a gradient's memory goes when the user drops it.
         self._apart: dict[int, weakref.ref[Tensor]] = {}
 
-    def show(
+    def publish(
         self, averages: Sequence[Tensor], apart: Mapping[int, Tensor], absent: Sequence[int], share: Share
     ) -> None:
         """Set ``p.grad`` to the parameter's average, or to what came `apart`, or to None where it is `absent`."""
-        self.note(apart)
+        self.remember(apart)
         special: dict[int, Tensor | None] = {**apart, **dict.fromkeys(absent)}
         if self._sharing:
             common = self._sharing.common
-            ours = {index: averages[index] for index in common - self._storage.outside}
+            ours = {index: averages[index] for index in common - self._storage.unbucketed}
             self._sharing.show({index: special.pop(index, ours.get(index)) for index in common}, share)
-            left_out = common | self._storage.outside | special.keys()
+            left_out = common | self._storage.unbucketed | special.keys()
         else:
-            left_out = self._storage.outside | special.keys()
+            left_out = self._storage.unbucketed | special.keys()
         for index, (parameter, average) in enumerate(zip(self._parameters, averages, strict=True)):
             if not left_out or index not in left_out:
                 parameter.grad = average
         for index, gradient in special.items():
             self._parameters[index].grad = gradient
 
-    def note(self, apart: Mapping[int, Tensor]) -> None:
+    def remember(self, apart: Mapping[int, Tensor]) -> None:
         """Remember that these are the averages that are no bucket's view."""
         self._apart = {index: weakref.ref(average) for index, average in apart.items()}
 

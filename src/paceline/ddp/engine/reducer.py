@@ -27,15 +27,16 @@ from paceline.ddp.engine.bucket_set import BucketSet
 from paceline.ddp.engine.concurrent_wrappers import begin_others, enter, settle_all
 from paceline.ddp.engine.exception_recovery import restore_gradients, settle
 from paceline.ddp.engine.gradient_engine import GradientEngine
-from paceline.ddp.engine.new_parameters import Settled
-from paceline.ddp.engine.optimizer_in_backward import InBackward, optimizer_inside
+from paceline.ddp.engine.new_parameters import AgreedChange
+from paceline.ddp.engine.optimizer_in_backward import OptimizersInBackward, optimizer_inside
 from paceline.ddp.engine.parts import EngineParts, GradientHook
-from paceline.ddp.engine.pending_forwards import Forward, Forwards
+from paceline.ddp.engine.pending_forwards import Forward, PendingForwards
 from paceline.ddp.transport.channel import Pausing
 from paceline.ddp.transport.finisher import Finisher
 from paceline.errors import CommunicationError, ReplicaMismatch, UsageError
 from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
 from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
+from paceline.tracing import BACKWARD
 
 
 @class_never_compiled
@@ -49,7 +50,7 @@ class Reducer(GradientEngine):
     def __init__(self, make: Callable[[GradientHook], EngineParts]) -> None:
         self._parts = make(self._gradient_arrived)
         """Replaced between two backwards only; a backward keeps those that it began with."""
-        self._forwards = Forwards(self._parts.ledger, self.backward_reached)
+        self._forwards = PendingForwards(self._parts.ledger, self.backward_reached)
         """The forwards whose backward has not come yet."""
         self._backward = Backward(self._parts)
         """The backward under way, or one that was ended by an exception; an idle one between two."""
@@ -58,8 +59,9 @@ class Reducer(GradientEngine):
 
     def _notice(self, parameters: Sequence[nn.Parameter]) -> None:
         """Look out for `parameters` of the module, the new ones included, when a backward begins."""
-        self._accumulators = Accumulators(parameters)  # tell whether the graph under way accumulates into any of them
-        self._in_backward = InBackward(parameters)  # optimizers that are tied to them, and step at the end of backward
+        # Whether the graph under way accumulates into any of them; optimizers that step at the end of backward.
+        self._accumulators = Accumulators(parameters)
+        self._in_backward = OptimizersInBackward(parameters)
 
     @property
     def storage(self) -> BucketSet:
@@ -90,7 +92,7 @@ class Reducer(GradientEngine):
         """Look for NaN and Inf in gradients, or not, from the next backward on."""
         self._parts = replace(self._parts, check_finite=enabled)
 
-    def finish_with(self, finisher: Finisher) -> None:
+    def use_finisher(self, finisher: Finisher) -> None:
         """Let `finisher` take the place of the buckets' all-reduce, from the next backward on; on all ranks alike."""
         self.settle_aborted()
         self._parts = replace(self._parts, finisher=finisher)
@@ -139,7 +141,7 @@ class Reducer(GradientEngine):
         """Whether the backward under way is going to reach a forward of this wrapper, and to be synchronized."""
         if self._backward.phase is not Phase.IDLE or not self.sync_enabled or not self._forwards:
             return False
-        self._look_for_newcomers()
+        self._look_for_new_parameters()
         return self._accumulators.are_reached(self._parts.sharing.common)
 
     def begin_early(self) -> None:
@@ -151,6 +153,7 @@ class Reducer(GradientEngine):
     def _begin_in_task(self) -> None:
         """Begin a backward that autograd runs; at its pauses the callbacks of other wrappers run."""
         self._begin()
+        self._backward.gradients_came = self._parts.recorder.open(BACKWARD)
         task = GraphTask()
         self._backward.follow(task)
         queue_callback(partial(self._advance_and_queue, task))
@@ -168,8 +171,8 @@ class Reducer(GradientEngine):
             if is_stepped_inside and share.elsewhere:
                 raise optimizer_inside(parts.names[min(share.elsewhere)])
             shadowed = parts.join.is_active and parts.join.tell(Event.BACKWARD)
-            self._look_for_newcomers()
-            parts.newcomers.begin()
+            self._look_for_new_parameters()
+            parts.new_parameters.begin()
         except BaseException:
             parts.sharing.abort(share)
             raise
@@ -177,7 +180,7 @@ class Reducer(GradientEngine):
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
         clear = all(parameter.grad is None for parameter in parts.parameters)
         at_end = parts.finisher.launches_at_end(shadowed=shadowed)
-        self._backward = backward = Backward(parts, clear, share, at_end, restore_gradients)
+        self._backward = backward = Backward(parts, clear, share, at_end, on_abort=restore_gradients)
         backward.ending = self._end(backward)
         backward.enter(Phase.LAUNCHING)
         parts.arrivals.begin(clear=clear and not share.elsewhere, hook_all=self._forwards.are_differentiated)
@@ -231,19 +234,18 @@ class Reducer(GradientEngine):
     # -- parameters that the module got after it was wrapped, see paceline.ddp.engine.module_changes ---------------
 
     def _is_meant(self) -> bool:
-        self._look_for_newcomers()  # first, as all that trains may be new
+        self._look_for_new_parameters()  # first, as all that trains may be new
         return self._accumulators.are_meant()
 
-    def _look_for_newcomers(self) -> None:
+    def _look_for_new_parameters(self) -> None:
         parts = self._parts
-        if parts.newcomers.look():
-            self._notice([*parts.given, *parts.newcomers.parameters()])
-            pairs = zip(parts.given, parts.local, strict=True)
-            parts.parameters[:] = [parts.newcomers.stand_in(given, local) for given, local in pairs]
+        if parts.new_parameters.look():
+            self._notice([*parts.given, *parts.new_parameters.parameters()])
+            parts.parameters[:] = map(parts.new_parameters.stand_in, parts.given, parts.local)
 
-    def _take_in(self, new: Settled) -> None:
+    def _take_in(self, new: AgreedChange) -> None:
         """Average from now on what the module has now."""
-        named = self._parts.newcomers.accept(new)
+        named = self._parts.new_parameters.accept(new)
         try:
             self._parts = self._parts.rebuilt(named, self._gradient_arrived)
         except BaseException:
@@ -259,15 +261,15 @@ class Reducer(GradientEngine):
         self.settle_aborted()
         self._parts.ledger.forget_dropped(self.parameters, in_backward=False)
         self._begin()
-        self.finish()
+        self.complete()
 
     def launch_all(self) -> None:
-        """Begin to average what ``p.grad`` holds now; :meth:`finish` is due later, and launches what is to wait."""
+        """Begin to average what ``p.grad`` holds now; :meth:`complete` is due later, and launches what is to wait."""
         self._begin()
         if not self._backward.at_end:
             self._backward.advance()
 
-    def finish(self) -> None:
+    def complete(self) -> None:
         """Carry a synchronization to its end."""
         while self._backward.advance():
             pass
@@ -282,10 +284,7 @@ class Reducer(GradientEngine):
         return settle(self._backward)
 
     def settle_aborted(self) -> None:
-        """Take part in what the other ranks wait for since this rank's backward was ended by an exception.
-
-        So do all wrappers that it ran through. The other ranks learn of it from the control block, and raise.
-        """
+        """Take part in what other ranks wait for since an exception, as do all wrappers that it ran through."""
         if self._backward.phase is Phase.BROKEN:
             raise CommunicationError(
                 f"rank {self._parts.channel.rank}: a step of this model has failed in the middle before, so ranks no "
@@ -306,12 +305,12 @@ class Reducer(GradientEngine):
 
     def local_gradient(self) -> str | None:
         """The name of a parameter whose gradient the wrapper has not averaged; None if there is none."""
-        return self._parts.shown.local_gradient()
+        return self._parts.published.local_gradient()
 
     def close(self) -> None:
         """Take the hooks off the parameters, and let go of what refers back to the reducer."""
         self._parts.release()
-        self._parts.newcomers.close()
+        self._parts.new_parameters.close()
         self._forwards.close()
         self._parts.sharing.close()
         self._backward.forget_task()

@@ -13,7 +13,7 @@ from paceline.ddp.engine.sparse import as_dense, average_sparse
 from paceline.ddp.transport.channel import Channel, Launched, Pausing
 
 
-def average_apart(parts: EngineParts, mine: Mapping[int, Tensor], scale: float) -> Pausing[dict[int, Tensor]]:
+def run_second_pass(parts: EngineParts, mine: Mapping[int, Tensor], scale: float) -> Pausing[dict[int, Tensor]]:
     """Average, on all ranks alike, what the control block says is in no bucket on some rank.
 
     Args:
@@ -24,14 +24,14 @@ def average_apart(parts: EngineParts, mine: Mapping[int, Tensor], scale: float) 
     Returns:
         The averages that are in no bucket, by parameter. Where a bucket has a part of it, the rest was added there.
     """
-    sparse, late = parts.control.apart()
+    sparse, late = parts.control.second_pass()
     targets = {index: _target(parts, index) for index in late}
     if late:
         dense = {index: as_dense(mine[index]) for index in late if index in mine}
         launched = launch_late(dense, targets, parts.channel)
         yield True
-        settle_late(launched, targets, scale, parts.channel)
-    averages = {index: target for index, target in targets.items() if index in parts.storage.outside}
+        wait_for_late(launched, targets, scale, parts.channel)
+    averages = {index: target for index, target in targets.items() if index in parts.storage.unbucketed}
     if sparse:
         averages |= yield from average_sparse(sparse, mine, parts.parameters, parts.names, scale, parts.channel)
     return averages
@@ -39,7 +39,7 @@ def average_apart(parts: EngineParts, mine: Mapping[int, Tensor], scale: float) 
 
 def _target(parts: EngineParts, index: int) -> Tensor:
     """Where the sum of late deltas is added."""
-    if index in parts.storage.outside:
+    if index in parts.storage.unbucketed:
         return torch.zeros_like(parts.parameters[index].detach())
     return parts.storage.views[index]
 
@@ -68,7 +68,7 @@ def launch_late(mine: Mapping[int, Tensor], targets: Mapping[int, Tensor], chann
     return launched
 
 
-def settle_late(
+def wait_for_late(
     launched: Sequence[LateReduction], targets: Mapping[int, Tensor], scale: float, channel: Channel
 ) -> None:
     """Wait for the sums and add them, scaled, to the averages in `targets`."""

@@ -15,7 +15,7 @@ from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, scale_of
 from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.module_changes import ModuleWatch, Named
 from paceline.ddp.engine.new_parameters import OnChange
-from paceline.ddp.engine.optimizer_in_backward import InBackward
+from paceline.ddp.engine.optimizer_in_backward import OptimizersInBackward
 from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.engine.shared_parameters import Share, Sharing
 from paceline.ddp.engine.sparse import elements_of
@@ -59,7 +59,7 @@ class SingleRankEngine(GradientEngine):
         self._names = [name for name, _ in named]
         parameters = [parameter for _, parameter in named]
         self._parameters = [as_local(parameter) for parameter in parameters]
-        self._in_backward, self._accumulators = InBackward(parameters), Accumulators(parameters)
+        self._in_backward, self._accumulators = OptimizersInBackward(parameters), Accumulators(parameters)
         self._sharing = Sharing(self._names, parameters, self._parameters, self._ledger, ranks=[0])
 
     def _look_at_module(self) -> None:

@@ -16,7 +16,8 @@ from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.sparse import sparse_by_layer
 from paceline.ddp.replica import Replica
 from paceline.ddp.transport.channel import timeout_of
-from paceline.ddp.transport.comm_hook import Hook, HookFinisher, check_hook, name_of
+from paceline.ddp.transport.comm_hook import HookFinisher
+from paceline.ddp.transport.hook_signature import Hook, check_hook, name_of
 from paceline.errors import UsageError
 from paceline.torch_internals.dtensor import local_of
 from paceline.unwrapping import Communicates
@@ -140,5 +141,5 @@ class CommHook:
             steps_inside=steps_inside,
             layers_first=layers and self._options.unused == "allow",
         )
-        reducer.finish_with(finisher)
+        reducer.use_finisher(finisher)
         self.registered.append((hook, state))

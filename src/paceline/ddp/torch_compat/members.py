@@ -19,7 +19,7 @@ from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.replica import Replica
 from paceline.ddp.torch_compat.copying import copied_state, expect_default_group, portable_state
 from paceline.ddp.torch_compat.hooks import CommHook
-from paceline.ddp.transport.comm_hook import Hook
+from paceline.ddp.transport.hook_signature import Hook
 from paceline.errors import UsageError
 from paceline.unwrapping import plain_name
 
@@ -84,6 +84,24 @@ class TorchMembers:
     """The rank whose model all ranks got when the last ``join`` ended."""
     reducer = Face("reducer", "prepare_for_backward", "prepare_for_forward", "_rebuild_buckets")
     logger = Face("logger")
+
+    lazy_bucket_allocation = False
+    _require_manual_backward_finalization = False
+    should_finalize_after_backward = False
+    """As in torch where manual finalization is off, which it is always."""
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Always ``False``: every backward ends with the averages in place. Setting it to ``True`` is refused."""
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            raise UsageError(
+                f"require_manual_backward_finalization={required!r} is not supported: every backward of Paceline ends "
+                "with the averages in p.grad; leave it out, and finalize_backward() with it"
+            )
 
     # -- communication hooks ------------------------------------------------------------------------------------
 
@@ -251,6 +269,8 @@ class TorchMembers:
     _passing_sync_batchnorm_handle = _refusing("_passing_sync_batchnorm_handle")
     _update_process_group = _refusing("_update_process_group")
     _assign_modules_buffers = _refusing("_assign_modules_buffers")
+    _check_manual_backward_finalization_supported = _refusing("_check_manual_backward_finalization_supported")
+    finalize_backward = _refusing("finalize_backward")
 
 
 def accept_bare_keys(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

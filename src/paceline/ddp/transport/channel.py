@@ -8,6 +8,7 @@ own.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import pickle
 import time
@@ -34,6 +35,8 @@ from paceline.comm.shm.header import Note
 from paceline.ddp.agreement.weighting import scale_of
 from paceline.errors import CommunicationError, PacelineError
 from paceline.rollcall import called_by_all, collective, failed
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Pausing: TypeAlias = Generator[bool, None, Result]
@@ -291,6 +294,11 @@ def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     with called_by_all("DistributedDataParallel(…)"), collective("connection of the ranks", group):
         own = open_own_group(group, backend, timeout_of(group, device))
     shared = device.type == "cpu" and isinstance(own, PacelineProcessGroup) and own.native
+    logger.info(
+        "rank %d: gradients travel through %s",
+        dist.get_rank(group),
+        "shared memory" if shared else f"the group's backend, {backend}",
+    )
     return SharedChannel(group, own) if shared else Channel(group, own)
 
 

@@ -21,6 +21,7 @@ from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weighting import scale_of
 from paceline.ddp.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
+from paceline.tracing import BUCKET_WAIT, Recorder
 
 CONTROL = "exchange of control blocks"
 Notes = Sequence[tuple[float, float]]
@@ -47,7 +48,14 @@ class Finisher(Protocol):
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Hand bucket number `at` to communication."""
 
-    def wait(self, buckets: Sequence[Launched], block: Launched, channel: Channel, control: ControlBlock) -> None:
+    def wait(
+        self,
+        buckets: Sequence[Launched],
+        block: Launched,
+        channel: Channel,
+        control: ControlBlock,
+        recorder: Recorder,
+    ) -> None:
         """Wait for all that :meth:`launch` returned, in its order, and for the control block."""
 
     def scale(self, bucket: Bucket, notes: Notes) -> None:
@@ -90,10 +98,18 @@ class AllReduce:
             return self._channel.all_reduce(bucket.flat)
         return self._channel.all_reduce(bucket.flat, self._ledger.status.note)
 
-    def wait(self, buckets: Sequence[Launched], block: Launched, channel: Channel, control: ControlBlock) -> None:
+    def wait(
+        self,
+        buckets: Sequence[Launched],
+        block: Launched,
+        channel: Channel,
+        control: ControlBlock,
+        recorder: Recorder,
+    ) -> None:
         """Wait for them in the order of launch."""
         for at, launched in enumerate(buckets):
-            channel.wait(launched, f"all-reduce of gradient bucket {at}")
+            with recorder.span(BUCKET_WAIT, at):
+                channel.wait(launched, f"all-reduce of gradient bucket {at}")
         channel.wait(block, CONTROL)
 
     def scale(self, bucket: Bucket, notes: Notes) -> None:

@@ -1,4 +1,4 @@
-"""Python imports this at the start of a rank, before the script, which stays exactly what the user wrote.
+"""Prepares a rank for error reports; Python imports it before the script, which stays as the user wrote it.
 
 It removes itself from the path, so that neither the script nor its children see it, lets the user's own
 ``sitecustomize`` run, and then has uncaught exceptions recorded for the launcher.
@@ -9,7 +9,7 @@ import sys
 
 
 def _leave() -> None:
-    """Take this folder out of the path and the environment, and import who else has this name."""
+    """Take this folder out of the path and the environment, and import the user's own module of this name."""
     here = os.path.dirname(os.path.abspath(__file__))
     if here in sys.path:
         sys.path.remove(here)
@@ -30,7 +30,7 @@ def _leave() -> None:
 
 
 def _install() -> None:
-    """Load ``record.py`` by its path: importing paceline would import torch."""
+    """Load ``record.py`` by its path, because importing paceline would import torch."""
     from importlib.util import module_from_spec, spec_from_file_location
 
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

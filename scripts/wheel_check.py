@@ -1,0 +1,118 @@
+"""Build the sdist and, from it, the wheel; install that into a new environment and train there: ``make wheel-check``.
+
+1. The sdist holds every file of the repository.
+2. The wheel, built from the sdist alone, is installed with the versions of constraints.txt into an environment that
+   knows nothing of the source tree, and its metadata carry the README.
+3. In an empty folder the commands of a first quarter of an hour run: version, env, explain, and a short training.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+TIMEOUT_S = 900
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+"""Without PYTHONPATH, which could lead to the source tree."""
+IMPORTED = """
+import paceline, importlib.metadata
+print(paceline.__file__)
+assert paceline.__version__ == importlib.metadata.version("paceline")
+"""
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="paceline-wheel-") as folder:
+        place = Path(folder)
+        run(place, sys.executable, "-m", "build", "--outdir", str(place), str(copy_sources(place / "sources")))
+        [sdist], [wheel] = place.glob("*.tar.gz"), place.glob("*.whl")
+        check_sdist(sdist)
+        check_wheel(wheel)
+        use(install(wheel, place / "venv"), place)
+    print("the wheel works by itself")
+
+
+def run(folder: Path, *command: str) -> str:
+    """Run `command` in `folder`; its stdout, which is shown only if it fails."""
+    print("  " + " ".join(command), flush=True)
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode != 0:
+        raise SystemExit(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def tracked(*folders: str) -> list[str]:
+    return [name for name in run(ROOT, "git", "ls-files", *folders).splitlines() if (ROOT / name).exists()]
+
+
+def copy_sources(place: Path) -> Path:
+    """Copy the repository's files alone: what an earlier build left would put files into the sdist, too."""
+    for name in tracked():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, place / name)
+    return place
+
+
+def check(right: bool, complaint: str) -> None:
+    if not right:
+        raise SystemExit(f"error: {complaint}")
+
+
+def check_sdist(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    missing = sorted(set(tracked()) - held)
+    check(not missing, f"the sdist lacks {', '.join(missing)}; name them in MANIFEST.in")
+
+
+def check_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+        [metadata] = (message_from_bytes(archive.read(name)) for name in held if name.endswith(".dist-info/METADATA"))
+    missing = sorted({name.removeprefix("src/") for name in tracked("src")} - held)
+    check(not missing, f"the wheel lacks {', '.join(missing)}; name them in [tool.setuptools.package-data]")
+    check(any("/licenses/LICENSE" in name for name in held), "the wheel lacks the LICENSE")
+    check(metadata["Description-Content-Type"] == "text/markdown", "the README is not announced as Markdown")
+    readme = metadata.get_payload(decode=True)
+    check(
+        isinstance(readme, bytes) and readme.strip() == README.read_bytes().strip(), "the README is not in the metadata"
+    )
+
+
+def install(wheel: Path, place: Path) -> Path:
+    """A new environment with the wheel; its folder of commands."""
+    venv.create(place, with_pip=True)
+    commands = place / "bin"
+    options = ("--quiet", "--no-compile", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt"))
+    run(place, str(commands / "python"), "-m", "pip", "install", *options, f"{wheel}[digits]")
+    return commands
+
+
+def use(commands: Path, place: Path) -> None:
+    """Run, in an empty folder, what a newcomer runs."""
+    empty = place / "empty"
+    empty.mkdir()
+    imported = run(empty, str(commands / "python"), "-c", IMPORTED).strip()
+    check(Path(imported).is_relative_to(commands.parent), f"{imported} was imported, which is not the wheel")
+    paceline = str(commands / "paceline")
+    run(empty, paceline, "--version")
+    check(
+        imported.removesuffix("/__init__.py") in run(empty, paceline, "env"), "paceline env describes another package"
+    )
+    run(empty, paceline, "explain", "ring", "--out", "ring.html")
+    trained = run(empty, paceline, "train", "digits", "--nproc", "2", "--epochs", "2")
+    check("replicas identical" in trained, f"the training reported\n{trained}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Checks what can be known of a communication hook before it is called: torch's own checks of its signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from paceline.errors import HookError
+
+Hook = Callable[[Any, Any], Any]
+_ZERO = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
+_ANY = (inspect.Parameter.empty, Any, object)
+
+
+def name_of(hook: object) -> str:
+    """The hook's name, for messages."""
+    return str(getattr(hook, "__qualname__", None) or repr(hook))
+
+
+def check_hook(hook: Any) -> None:
+    """What can be known of a hook before it is called: torch's checks of its signature.
+
+    Raises:
+        HookError: if it is not callable, does not take a state and a bucket, or says of itself that it takes or
+            returns something else.
+    """
+    wanted = "give a function hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]"
+    if not callable(hook):
+        raise HookError(f"Communication hook must be callable, but {hook!r} is not; {wanted}")
+    if zero_step := next((part for part in _parts(hook) if part.__module__ == _ZERO), None):
+        raise HookError(
+            f"Communication hook: {name_of(zero_step).partition('.')[0]} steps with what it finds inside torch's own "
+            "reducer, which Paceline does not have; use ZeroRedundancyOptimizer without overlap_with_ddp, and step it "
+            "after backward"
+        )
+    name = name_of(hook)
+    signature = _signature(hook)
+    if signature is None:
+        return
+    try:
+        bound = signature.bind(None, None)
+    except TypeError as error:
+        raise HookError(f"Communication hook {name!r} does not take a state and a bucket ({error}); {wanted}") from None
+    parameter = signature.parameters.get("bucket") or signature.parameters[list(bound.arguments)[-1]]
+    bucket, returned = parameter.annotation, signature.return_annotation
+    is_open = parameter.kind is inspect.Parameter.VAR_POSITIONAL or isinstance(bucket, str) or bucket in _ANY
+    if not is_open and bucket is not c10d.GradBucket:
+        raise HookError(
+            f"Communication hook: bucket annotation should be dist.GradBucket, but {name!r} has {bucket!r}; {wanted}"
+        )
+    futures = (torch.futures.Future, torch.futures.Future[Tensor])
+    if not isinstance(returned, str) and returned not in (*_ANY, *futures):
+        raise HookError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor], but "
+            f"{name!r} has {returned!r}; {wanted}"
+        )
+
+
+def _parts(hook: Any) -> Iterator[Any]:
+    """The functions that `hook` is made of: those that it wraps, and itself."""
+    found, waiting = set[int](), [hook]
+    while waiting:
+        part = waiting.pop()
+        if id(part) in found or not callable(part):
+            continue
+        found.add(id(part))
+        part = getattr(part, "__func__", part)  # of a bound method
+        if isinstance(part, functools.partial):
+            waiting += [part.func, *part.args, *part.keywords.values()]
+        elif isinstance(part, FunctionType):
+            yield part
+            for cell in part.__closure__ or ():
+                with suppress(ValueError):  # an empty cell
+                    waiting.append(cell.cell_contents)
+
+
+def _signature(hook: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(hook, eval_str=True)
+    except (ValueError, TypeError):
+        return None  # it is written in C and says nothing of itself
+    except Exception:  # an annotation names what is only there for a type checker
+        return inspect.signature(hook)

@@ -1,0 +1,215 @@
+"""Commands in tests without the seconds that an interpreter takes to load torch: forked from one that has loaded it.
+
+    process = Forked(["-m", "paceline", "run", "script.py"], folder, environment, out, err)      as after ``python``
+    process = Forked(…, ranks=True)                          as are the ranks, if the command is one that starts some
+    call(function, argument)                                 a function's result, from a process of its own
+
+Code, arguments, environment, streams, signals and exit code are those of a command of its own. What differs is how the
+interpreter starts and ends: tests of that, and of each kind of command one, start real ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import util
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ranks import _context, plain_start_method
+
+TIMEOUT_S = 300.0
+
+
+class Forked:
+    """``python COMMAND`` in a child of the fork server; has of :class:`subprocess.Popen` what tests use."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        out: Path,
+        err: Path,
+        ranks: bool = False,
+        first: Callable[[], None] | None = None,
+    ) -> None:
+        """With `first`, that is called in the process before anything else."""
+        self._process = _context.Process(
+            target=_command, args=(list(command), str(folder), dict(environment), str(out), str(err), ranks, first)
+        )
+        self._process.start()
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("paceline", timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `function(*arguments)` in a process of its own, which ends at once afterwards; its result."""
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=_answer, args=(theirs, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(TIMEOUT_S), f"{function.__name__} does not end"
+        ok, value = ours.recv()
+        assert ok, value
+        return value
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _answer(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    plain_start_method()
+    try:
+        pipe.send((True, function(*arguments)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    os._exit(0)
+
+
+def _command(
+    command: list[str],
+    folder: str,
+    environment: dict[str, str],
+    out: str,
+    err: str,
+    ranks: bool,
+    first: Callable[[], None] | None,
+) -> None:
+    """The command's life."""
+    if first is not None:
+        first()
+    os.chdir(folder)
+    with open(out, "a") as stdout, open(err, "a") as stderr:
+        _become(environment, stdout.fileno(), stderr.fileno())
+    if ranks:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+        SubprocessHandler._popen = _rank  # type: ignore[method-assign]
+    _run(command)
+
+
+def _rank(handler: Any, command: tuple[str, ...], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """In the launcher: start a rank as a copy of this process; ``python -I -S child.py PID python -u …``."""
+    child, launcher, *rank = command[3:]
+    assert command[:3] == (sys.executable, "-I", "-S"), command
+    assert rank[:2] == [sys.executable, "-u"], rank
+    out = handler._stdout.fileno() if handler._stdout else 1
+    err = handler._stderr.fileno() if handler._stderr else 2
+    pid = os.fork()
+    if pid:
+        return _Child(pid)
+    try:
+        os.setsid()
+        runpy.run_path(child)["die_with"](int(launcher))
+        _become(environment, out, err)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the launcher's
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
+        sys.modules.pop("sitecustomize", None)
+        __import__("sitecustomize")  # our hook, which removes itself from the path
+        _run(rank[2:])
+    except BaseException:
+        traceback.print_exc()
+    os._exit(70)
+
+
+class _Child(subprocess.Popen[bytes]):
+    """A child that this process has forked itself."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.args, self.returncode = pid, [], None
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created, self._communication_started, self._input = True, False, None
+        self._waitpid_lock = threading.Lock()
+
+
+def _become(environment: Mapping[str, str], out: int, err: int) -> None:
+    """Give this process what a new one would have: signals, environment, streams, and nothing left to do at its end."""
+    plain_start_method()
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit._clear()
+    util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    os.environ.clear()
+    os.environ.update(environment)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, place in ((null, 0), (out, 1), (err, 2)):
+        os.dup2(descriptor, place)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def _run(command: list[str]) -> None:
+    """Do what ``python COMMAND`` does, and end."""
+    first, *rest = command
+    if first == "-m":
+        sys.argv = rest
+        sys.path.insert(0, os.getcwd())
+        _end(lambda: runpy.run_module(rest[0], run_name="__main__", alter_sys=True))
+    elif first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        _end(lambda: exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"}))
+    else:
+        sys.argv = command
+        sys.path.insert(0, str(Path(first).resolve().parent))
+        _end(lambda: runpy.run_path(first, run_name="__main__"))
+
+
+def _end(program: Callable[[], Any]) -> None:
+    """Run `program` and end the process as the interpreter would have."""
+    code: Any = 0
+    try:
+        program()
+    except SystemExit as stop:
+        code = stop.code
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, _own(error.__traceback__))
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code or 0)
+
+
+def _own(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that is the program's."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
