@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.errors import UsageError
 from paceline.torch_internals.compile import never_compiled
-from paceline.tracing import OPTIMIZER, Recorder
+from paceline.tracing import OPTIMIZER, Recorder, recorder
 
 _BY_HAND = "; if they are the same on every rank already, call model.gradients_are_averaged() on all of them first"
 
@@ -31,7 +31,7 @@ class StepGuard:
         parameters: Sequence[nn.Parameter],
         ledger: Ledger,
         local_gradient: Callable[[], str | None],
-        recorder: Recorder,
+        recorder: Recorder = recorder,
     ) -> None:
         self._ledger, self._local_gradient, self._recorder = ledger, local_gradient, recorder
         self._stepped: Callable[[], None] = lambda: None  # ends the span of the step under way
