@@ -18,10 +18,9 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
 from paceline.errors import CommunicationError
 from paceline.rollcall import REMEDY, missing_from, named_ranks, reason_of
+from paceline.torch_internals.c10d import PrefixStore, Store
 
 _FAREWELL_S = 0.2
 """Time for the others to read who is missing, before rank 0 ends, and with it the store if it serves it."""

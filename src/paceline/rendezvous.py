@@ -25,11 +25,10 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
-
 from paceline.errors import CommunicationError
 from paceline.meeting import meet
 from paceline.rollcall import REMEDY, missing_from, open_store
+from paceline.torch_internals.c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 STORE = "PACELINE_STORE"
 """Environment variable by which our launcher tells its ranks of the private store: the job's port, and the path."""

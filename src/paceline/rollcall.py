@@ -16,10 +16,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from paceline.errors import CommunicationError, PacelineError
+from paceline.torch_internals.c10d import PrefixStore, Store, TCPStore, get_default_store
 
 GRACE_S = 1.0
 """Time for the other ranks to report a failure, once this rank has one. Gloo then closes all connections at once."""
@@ -55,7 +55,7 @@ def report(event: str) -> tuple[Store, int]:
         RuntimeError: if the store is lost.
         ValueError: if there is none, as torch knows no process group.
     """
-    store = PrefixStore("paceline/failed/", dist.distributed_c10d._get_default_store())
+    store = PrefixStore("paceline/failed/", get_default_store())
     turn = store.add(f"failures/{dist.get_rank()}", 1)
     store.set(f"{turn}/{dist.get_rank()}", event)
     return store, turn

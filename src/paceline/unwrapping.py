@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from paceline.torch_internals.compile import original_of
+
 
 @runtime_checkable
 class HasBucketLayout(Protocol):
@@ -56,7 +58,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             module = module.module
-        elif isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
-            module = module._orig_mod
+        elif (original := original_of(module)) is not None:
+            module = original
         else:
             return module

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 
 from paceline.errors import PacelineError, WorldError
 from paceline.meeting import meet
 from paceline.rendezvous import world_stores
 from paceline.rollcall import called_by_all, collective, failed_to_connect
+from paceline.torch_internals.c10d import HashStore, PrefixStore, Store
 
 OWN_BACKEND = "paceline"
 """Registered by ``import paceline``, which importing this module does first."""

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import torch.distributed as dist
-
 from paceline.errors import CommunicationError
+from paceline.torch_internals.c10d import get_known_groups
 
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 """Process groups that :func:`keep_in_children` was given."""
@@ -58,6 +57,6 @@ def _register() -> None:
 
 def _keep_all() -> None:
     """In a child: take a reference to every group and its store that is never given back, not even at exit."""
-    known = dist.distributed_c10d._world.pg_map
+    known = get_known_groups()
     for kept in (*_groups, *known, *known.values()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

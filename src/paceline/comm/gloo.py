@@ -6,12 +6,11 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
-
 from paceline.comm.gloo_visitors import find_stranger, own_sockets
 from paceline.errors import CommunicationError
 from paceline.rendezvous import is_private
 from paceline.rollcall import CONNECTION_REMEDY, GRACE_S, missing_from, named_ranks, reason_of
+from paceline.torch_internals.c10d import ProcessGroupGloo, Store
 
 
 def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> ProcessGroupGloo:

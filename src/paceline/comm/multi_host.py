@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, BarrierOptions, BroadcastOptions
 from torch.distributed import ReduceOp
 
 from paceline.comm.arithmetic import reduce_into
 from paceline.comm.shm.collectives import Collectives
 from paceline.errors import PacelineError
 from paceline.rollcall import failed
+from paceline.torch_internals.c10d import AllgatherOptions, AllToAllOptions, BarrierOptions, BroadcastOptions
 
 CHUNK_BYTES = 8 * 2**20
 """Bytes that are reduced at once; while one chunk is on the network, the next is reduced inside."""

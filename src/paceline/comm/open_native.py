@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
 from paceline.comm.gloo import connect_gloo
 from paceline.comm.multi_host import Hierarchy
 from paceline.comm.shm import descriptors
@@ -17,6 +15,7 @@ from paceline.comm.shm.engine import Engine
 from paceline.comm.shm.handshake import connect
 from paceline.comm.topology import Refused, agree_on_hosts, rows_of
 from paceline.rendezvous import private_store
+from paceline.torch_internals.c10d import PrefixStore, Store
 
 
 def agree_on_rows(

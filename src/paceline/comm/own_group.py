@@ -13,10 +13,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import _unregister_process_group
 
 from paceline.comm.forking import keep_in_children
 from paceline.meeting import meet
+from paceline.torch_internals.c10d import forget_group, get_default_timeout, get_known_groups, open_group
 
 
 def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | None) -> Any:
@@ -25,31 +25,17 @@ def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | 
     Raises:
         CommunicationError: if a rank does not come in time.
     """
-    c10d: Any = dist.distributed_c10d
-    ranks, store = dist.get_process_group_ranks(group), c10d._world.pg_map[group][1]
-    timeout = timeout or c10d._get_default_timeout(dist.Backend(backend))
+    ranks, store = dist.get_process_group_ranks(group), get_known_groups()[group][1]
+    timeout = timeout or get_default_timeout(backend)
     number = meet(store, group.rank(), group.size(), timeout, ranks)
     name = f"{group.group_name}/own/{number}"
-    opened, _ = c10d._new_process_group_helper(
-        group.size(), group.rank(), ranks, dist.Backend(backend), store, name, timeout=timeout
-    )
-    _forget(opened, name)
+    opened = open_group(group, ranks, backend, store, name, timeout)
+    forget_group(opened, name)
     keep_in_children(opened)
     keep_in_children(group)  # torch does not know it any more once it is destroyed
     return opened
 
 
-def _forget(group: Any, name: Any) -> None:
-    """Take a new group out of torch's tables."""
-    world: Any = dist.distributed_c10d._world
-    for table in (world.pg_map, world.pg_names, world.pg_backend_config):
-        table.pop(group)
-    for groups in world.tags_to_pg.values():
-        groups[:] = [other for other in groups if other is not group]
-    world.tags_to_pg.pop(world.pg_to_tag.pop(group))
-    _unregister_process_group(name)
-
-
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Tell whether `group`, which torch made, has not been destroyed."""
-    return group in dist.distributed_c10d._world.pg_map
+    return group in get_known_groups()

@@ -12,10 +12,9 @@ from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from torch._C._distributed_c10d import Store
-
 from paceline.comm.shm.arena import Arena
 from paceline.rollcall import ranks_by_value, read_from
+from paceline.torch_internals.c10d import Store
 
 SPLIT = "PACELINE_HOSTS"
 """Environment variable that makes one host count as several, for tests: ranks are dealt to so many in blocks."""

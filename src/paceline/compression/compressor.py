@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 
 from paceline.compression.gradients import Gradients
 from paceline.compression.wire import all_gather_bytes, all_reduce_bytes
 from paceline.errors import CheckpointMismatch, UsageError
+from paceline.torch_internals.c10d import get_default_group
+from paceline.torch_internals.ddp import GradBucket
 from paceline.torch_internals.dtensor import is_sharded, local_of
+from paceline.torch_internals.tensors import add_each, copy_each
 from paceline.unwrapping import plain_name, unwrap
 
 
@@ -58,7 +60,7 @@ class Compressor(ABC):
                 f"{type(self).__name__} got a model with tensor-parallel parameters that is not wrapped, so it cannot "
                 "know which ranks hold the same shards; give it the wrapped model, or the wrapper's process_group"
             )
-        self.group = process_group or dist.distributed_c10d._get_default_group()
+        self.group = process_group or get_default_group()
         self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self._parameters = {plain_name(name): local_of(parameter) for name, parameter in module.named_parameters()}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -90,7 +92,7 @@ class Compressor(ABC):
         for name, view in zip(gradients.names, gradients.views, strict=True):
             if name not in self._residuals:
                 self._residuals[name] = torch.zeros_like(view)
-        torch._foreach_add_(gradients.views, [self._residuals[name] for name in gradients.names])
+        add_each(gradients.views, [self._residuals[name] for name in gradients.names])
 
     def _finish(self, gradients: Gradients, mean: Tensor) -> Tensor:
         """Give the bucket its `mean`, and keep the rest in ``gradients.flat`` for the next step.
@@ -99,7 +101,7 @@ class Compressor(ABC):
         because NaN would never leave them.
         """
         if self._residuals and bool(torch.isfinite(mean.sum())):
-            torch._foreach_copy_([self._residuals[name] for name in gradients.names], gradients.views)
+            copy_each([self._residuals[name] for name in gradients.names], gradients.views)
         return gradients.write(mean)
 
     def _all_reduce(self, tensor: Tensor) -> Any:

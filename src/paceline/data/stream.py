@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
-import torch.utils.data
 from torch.utils.data import Dataset, get_worker_info
 
 from paceline.data.arguments import iterable_anew
@@ -21,6 +20,7 @@ from paceline.data.fetch import Collate, Failure, own_streams
 from paceline.data.partition import slice_bounds
 from paceline.data.position import Position
 from paceline.rng import derive_seed, sow
+from paceline.torch_internals.data import hide_worker_info
 
 
 class GlobalBatchStream(Position):
@@ -153,9 +153,5 @@ def undivided() -> Iterator[None]:
     if get_worker_info() is None:
         yield
         return
-    worker: Any = torch.utils.data._utils.worker
-    info, worker._worker_info = worker._worker_info, None
-    try:
+    with hide_worker_info():
         yield
-    finally:
-        worker._worker_info = info

@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, MIB
 from paceline.errors import UsageError, WorldError, WrapError
+from paceline.torch_internals.c10d import get_default_group
 
 Algorithm = Literal["ring", "tree", "halving-doubling", "hierarchical"]
 ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree", "halving-doubling", "hierarchical")
@@ -151,7 +152,7 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> d
             )
         group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
         return group
-    return process_group if process_group is not None else dist.distributed_c10d._get_default_group()
+    return process_group if process_group is not None else get_default_group()
 
 
 def check_delayed(named: Any, hooked: Any) -> tuple[tuple[str, nn.Parameter], ...]:

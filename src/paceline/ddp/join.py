@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from paceline.ddp.agreement.join_events import Event, Message, Stage, decode, encode, event_number
@@ -32,6 +32,7 @@ from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.replica import Replica
 from paceline.ddp.transport.channel import Channel
 from paceline.torch_internals.compile import class_never_compiled
+from paceline.torch_internals.ddp import make_disabled_join
 from paceline.torch_internals.dtensor import local_of
 from paceline.unwrapping import Communicates
 
@@ -149,7 +150,7 @@ class Leaving(JoinHook):
 
     def end(self) -> None:
         """Leave the wrapper as it was before ``join``; may be called twice."""
-        self._wrapper._join_config = _JoinConfig.construct_disabled_join_config()
+        self._wrapper._join_config = make_disabled_join()
 
 
 class Shadow(Leaving):

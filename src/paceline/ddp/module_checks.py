@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paceline.errors import UsageError, WrapError
+from paceline.torch_internals.tensors import has_overlap
 
 
 def trained_parameters(
@@ -82,7 +83,7 @@ def check_broadcast(named: Sequence[tuple[str, Tensor]], backend: str) -> None:
         obstacle = _unfit_layout(tensor)
         if not obstacle and (tensor.dtype in unfit or (tensor.dtype.itemsize == 1 and tensor.is_floating_point())):
             obstacle = f"of dtype {tensor.dtype}"
-        if not obstacle and torch._debug_has_internal_overlap(tensor) == 1:
+        if not obstacle and has_overlap(tensor):
             obstacle = f"expanded, of dtype {tensor.dtype}, so that several of its elements share memory,"
         if obstacle:
             raise UsageError(

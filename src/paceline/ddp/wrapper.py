@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
-from torch.distributed.utils import _to_kwargs
 
 from paceline import tracing
 from paceline.buckets import FIRST_CAPACITY
@@ -35,6 +34,7 @@ from paceline.ddp.torch_compat.members import TorchMembers, accept_bare_keys
 from paceline.ddp.torch_compat.mixed_precision import LowPrecision, low_precision
 from paceline.torch_internals.autograd import is_in_backward
 from paceline.torch_internals.compile import call_module, compiled_below, never_compiled
+from paceline.torch_internals.ddp import move_inputs
 from paceline.tracing import FORWARD, Recorder
 
 
@@ -245,8 +245,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward; with gradients enabled, its outputs are hooked for backward."""
         if self._input_device is not None:
-            moved, moved_kwargs = _to_kwargs(inputs, kwargs, self._input_device, False)
-            inputs, kwargs = moved[0], moved_kwargs[0]
+            inputs, kwargs = move_inputs(inputs, kwargs, self._input_device)
         if not torch.is_grad_enabled():
             return self._call_module(None, inputs, kwargs)
         on_local = self._begin_forward()

@@ -17,7 +17,6 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, cast
 
-from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event, EventSource
@@ -30,6 +29,7 @@ from paceline.launch.files import RankFiles
 from paceline.launch.signals import SPARE, Caught, Stopped
 from paceline.launch.store import LOOPBACK, loopback_store
 from paceline.rendezvous import STORE, make_file, path_of
+from paceline.torch_internals.c10d import HashStore, TCPStore
 
 INTERRUPT_GRACE_S = 1.0  # after Ctrl-C everything has to be gone within 2 s
 FAILURE_GRACE_S = 3.0  # after a failure the others have to be gone within 5 s

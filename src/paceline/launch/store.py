@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
+from paceline.torch_internals.c10d import TCPStore
 
 LOOPBACK = "127.0.0.1"
 

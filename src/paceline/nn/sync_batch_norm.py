@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from paceline.errors import ReplicaMismatch, UsageError
 from paceline.nn.moments import Moments, Report, combine, empty_message, pack, reports, wide
 from paceline.nn.normalize import Normalize
 from paceline.rollcall import collective
+from paceline.torch_internals.c10d import get_default_group
+from paceline.torch_internals.compile import leaves_graph
+from paceline.torch_internals.ddp import AnyBatchNorm
 
 _DTYPES = (torch.float32, torch.float64)
 _COMPARE = 2  # a bit of the codes that say which collective it is, beside the type and the number of elements
@@ -56,7 +57,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Normalize `input`; in training mode together with all ranks."""
         # With a group of one rank it announces what it does all the same, as the layer on other ranks may not be alone.
         if not self.training or (self._ranks() == 1 and self.announce is None):
-            return _BatchNorm.forward(self, input)
+            return AnyBatchNorm.forward(self, input)
         return self._synchronized(input)
 
     # -- the collectives ----------------------------------------------------------------------------------------
@@ -68,10 +69,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = self.process_group or dist.distributed_c10d._get_default_group()
+        group: dist.ProcessGroup = self.process_group or get_default_group()
         return group
 
-    @_disable_dynamo  # a compiled model leaves the graph here, as collectives have to stay in order
+    @leaves_graph  # a compiled model leaves the graph here, as collectives have to stay in order
     def _synchronized(self, x: Tensor) -> Tensor:
         if self.weight is not None and not _fits(x.dtype, self.weight.dtype):
             raise UsageError(
@@ -182,20 +183,20 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 def _convert(cls: type[SyncBatchNorm], module: nn.Module, group: Any, done: dict[int, nn.Module]) -> nn.Module:
     if (known := done.get(id(module))) is not None:
         return known
-    result = done[id(module)] = _converted(cls, module, group) if isinstance(module, _BatchNorm) else module
+    result = done[id(module)] = _converted(cls, module, group) if isinstance(module, AnyBatchNorm) else module
     for name, child in module._modules.items():
         if child is not None:
             result._modules[name] = _convert(cls, child, group, done)
     return result
 
 
-def _converted(cls: type[SyncBatchNorm], module: _BatchNorm, group: Any) -> SyncBatchNorm:
+def _converted(cls: type[SyncBatchNorm], module: AnyBatchNorm, group: Any) -> SyncBatchNorm:
     old_class = type(module)
     if isinstance(module, LazyModuleMixin):
         raise UsageError(
             f"{old_class.__name__} does not know its channels before its first forward; run one, then convert the model"
         )
-    if old_class.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
+    if old_class.forward not in (AnyBatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
         warnings.warn(
             f"{old_class.__name__} has a forward of its own, which is lost as the layer becomes a SyncBatchNorm; if it "
             "does more than normalize, move that into a layer of its own",

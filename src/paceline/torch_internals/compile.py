@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._compile import _disable_dynamo
 
 from paceline.errors import UsageError
 
@@ -41,6 +42,20 @@ def class_never_compiled(kind: AnyClass) -> AnyClass:
         if isinstance(member, FunctionType):
             never_compiled(member)
     return kind
+
+
+def leaves_graph(function: AnyFunction) -> AnyFunction:
+    """Have a compiled graph end before `function`, which runs as it is written, and another begin after it."""
+    return cast("AnyFunction", _disable_dynamo(function))
+
+
+def original_of(module: nn.Module) -> nn.Module | None:
+    """Return the module that ``torch.compile`` made `module` of; None if it did not make it."""
+    evaluation = sys.modules.get("torch._dynamo.eval_frame")  # without it, nothing was compiled
+    if evaluation is None or not isinstance(module, evaluation.OptimizedModule):
+        return None
+    original: nn.Module = module._orig_mod
+    return original
 
 
 def _mark(function: Any, below: _FrameAction) -> None:

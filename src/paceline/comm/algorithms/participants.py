@@ -14,6 +14,7 @@ from paceline.comm.arithmetic import name_of
 from paceline.comm.shm.header import DTYPES
 from paceline.errors import DesyncError, PacelineError, UsageError, WorldError
 from paceline.rollcall import failed, named_ranks, ranks_by_value
+from paceline.torch_internals.c10d import get_default_group, get_known_groups
 
 TAG = 5202
 """Keeps our messages apart from sends of the user's own on the same group."""
@@ -54,14 +55,14 @@ class Members:
         if group is None:
             if not dist.is_initialized():
                 raise WorldError("there is no process group yet; call paceline.init() first, or name a group")
-            group = dist.distributed_c10d._get_default_group()
+            group = get_default_group()
         if group == dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
             who = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
             raise UsageError(f"{who} is not in the group; call the collective only on the group's ranks")
         self._group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
-        known = group in dist.distributed_c10d._world.pg_map  # a bare ProcessGroupGloo is not
+        known = group in get_known_groups()  # a bare ProcessGroupGloo is not
         self.world_ranks: list[int] = dist.get_process_group_ranks(group) if known else list(range(self.size))
         """The members as messages to people call them."""
 

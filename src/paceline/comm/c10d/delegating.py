@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
 
 from paceline.comm.c10d.work import Runner
 from paceline.comm.forking import keep_in_children
 from paceline.comm.gloo import connect_gloo
 from paceline.errors import UsageError
+from paceline.torch_internals.c10d import PrefixStore, ProcessGroup, Store
 from paceline.torch_internals.compile import class_never_compiled
 
 if TYPE_CHECKING:

@@ -13,16 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    PrefixStore,
-    ReduceScatterOptions,
-    Store,
-)
 from torch.distributed import ReduceOp
 
 from paceline.comm.arithmetic import supports
@@ -37,6 +27,16 @@ from paceline.comm.shm.header import DTYPES, Note
 from paceline.comm.shm.operation import Operation
 from paceline.errors import UsageError
 from paceline.rendezvous import store_of_group
+from paceline.torch_internals.c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ReduceScatterOptions,
+    Store,
+)
 from paceline.torch_internals.compile import class_never_compiled
 
 NAME = "paceline"

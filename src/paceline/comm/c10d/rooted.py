@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch._C._distributed_c10d import AllToAllOptions, GatherOptions, ReduceOptions, ScatterOptions
 
 from paceline.comm.arithmetic import supports
 from paceline.comm.c10d.delegating import Delegating
 from paceline.comm.c10d.operands import Flat, options_of, reduction_of
 from paceline.comm.shm.collectives import Collectives
 from paceline.errors import UsageError
+from paceline.torch_internals.c10d import AllToAllOptions, GatherOptions, ReduceOptions, ScatterOptions
 from paceline.torch_internals.compile import class_never_compiled
 
 if TYPE_CHECKING:

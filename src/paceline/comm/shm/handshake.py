@@ -16,12 +16,11 @@ import struct
 import time
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store
-
 from paceline.comm.shm.arena import Arena
 from paceline.comm.shm.introduction import Introduction, Peer, Rejected, credentials
 from paceline.errors import CommunicationError
 from paceline.rollcall import late, read_from
+from paceline.torch_internals.c10d import Store
 
 _SECRET_BYTES = 32
 

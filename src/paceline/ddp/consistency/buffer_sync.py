@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from paceline.ddp.agreement.join_events import Event, JoinEvents
 from paceline.ddp.consistency.buffers import Buffers
@@ -19,6 +18,7 @@ from paceline.ddp.consistency.buffers_at_rest import BuffersAtRest
 from paceline.ddp.consistency.replica_check import ReplicaCheck
 from paceline.ddp.transport.channel import Channel
 from paceline.torch_internals.compile import class_never_compiled
+from paceline.torch_internals.ddp import BufferHookLocation
 
 
 @class_never_compiled
@@ -119,4 +119,4 @@ class BufferSync:
 
 def runs_before_forward(hook: Any) -> bool:
     """Return whether buffers are synchronized before a forward: always, unless torch's `hook` is to run after it."""
-    return hook is None or bool(hook.buffer_comm_hook_location == _BufferCommHookLocation.PRE_FORWARD)
+    return hook is None or bool(hook.buffer_comm_hook_location == BufferHookLocation.PRE_FORWARD)

@@ -8,10 +8,10 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from paceline.ddp.transport.channel import Channel
 from paceline.torch_internals.dtensor import local_of
+from paceline.torch_internals.tensors import keep_versions
 
 
 class Buffers:
@@ -63,7 +63,7 @@ class Buffers:
     def run_hook(self, hook: Callable[[Any, dict[str, Tensor]], Any], state: Any) -> None:
         """Synchronize as a user's hook does it, ``hook(state, buffers by name)``, and wait for its futures."""
         buffers = self.named()
-        with _unsafe_preserve_version_counter(tuple(buffers.values())):
+        with keep_versions(buffers.values()):
             futures = hook(state, buffers)
             for future in futures if isinstance(futures, list) else [futures]:
                 if future is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.torch_internals.dtensor import local_of
+from paceline.torch_internals.tensors import copy_each, zero_each
 
 _ALIGNMENT = 16  # bytes; every dtype may begin there
 
@@ -42,9 +43,9 @@ class BuffersAtRest:
             self._allocate()
             self._layout = layout
         if self._channel.rank == 0:
-            torch._foreach_copy_(self._places, self._tensors)
+            copy_each(self._places, self._tensors)
         else:
-            torch._foreach_zero_(self._flats)
+            zero_each(self._flats)
         # As a sum of whole numbers to which only rank 0 contributes: exact, whatever the dtype.
         self._launched = [self._channel.all_reduce(flat) for flat in self._flats]
 
@@ -55,7 +56,7 @@ class BuffersAtRest:
         for launched in self._launched:
             self._channel.wait(launched, "broadcast of buffers")
         if travelled and self._channel.rank != 0:
-            torch._foreach_copy_(self._tensors, self._places)
+            copy_each(self._tensors, self._places)
         self._launched, self._tensors = [], []
         return travelled
 

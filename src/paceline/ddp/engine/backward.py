@@ -24,6 +24,7 @@ from paceline.ddp.engine.sparse import stored_elements
 from paceline.ddp.transport.channel import Launched, Pausing
 from paceline.errors import UsageError
 from paceline.torch_internals.autograd import GraphTask
+from paceline.torch_internals.tensors import copy_each
 from paceline.tracing import CONTROL, LAUNCH, WAIT
 
 
@@ -147,7 +148,7 @@ class Backward:
             gradients = [parameter.grad for parameter in parameters]
             dense = [gradient for gradient in gradients if gradient is not None and gradient.layout is torch.strided]
             if self.clear and not self.share.elsewhere and len(dense) == len(gradients):
-                torch._foreach_copy_(bucket.views, dense)
+                copy_each(bucket.views, dense)
                 for parameter in parameters:
                     parameter.grad = None
             else:
@@ -182,7 +183,7 @@ class Backward:
                     self.held[index] = gradient
             self.parts.parameters[index].grad = None
         if sources:
-            torch._foreach_copy_(targets, sources)
+            copy_each(targets, sources)
 
     def _expect_dense(self, index: int, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:

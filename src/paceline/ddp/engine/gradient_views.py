@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buckets import views_of
+from paceline.torch_internals.tensors import count_uses
 
 
 class Window:
@@ -75,7 +76,7 @@ class Window:
 
     def _references(self) -> int:
         """How many tensors refer to the memory, and how many Python objects to its handle."""
-        return int(torch._C._storage_Use_Count(self._storage._cdata)) + sys.getrefcount(self._storage)
+        return count_uses(self._storage) + sys.getrefcount(self._storage)
 
     def _made_views(self) -> list[Tensor]:
         # Detached, as autograd lets nobody call detach_() on views that it knows.
@@ -90,12 +91,12 @@ def shared(gradients: Mapping[int, Tensor]) -> list[int]:
     return [
         index
         for index, tensor, count in zip(gradients, tensors, counts, strict=True)
-        if count > alone or torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _OF_ONE_TENSOR
+        if count > alone or count_uses(tensor.untyped_storage()) > _OF_ONE_TENSOR
     ]
 
 
 _one = [torch.empty(1)]
 _IN_NO_LIST = next(map(sys.getrefcount, _one)) - 1
 """The count that ``map(sys.getrefcount, …)`` gives for a tensor, less the lists that hold it."""
-_OF_ONE_TENSOR: int = torch._C._storage_Use_Count(_one[0].untyped_storage()._cdata)
+_OF_ONE_TENSOR = count_uses(_one[0].untyped_storage())
 """The count for the memory of a tensor with which nobody shares it."""

@@ -23,6 +23,7 @@ from paceline.errors import DesyncError
 from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
 from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
 from paceline.torch_internals.dtensor import as_local, release
+from paceline.torch_internals.tensors import multiply_each
 
 
 @class_never_compiled
@@ -144,7 +145,7 @@ class SingleRankEngine(GradientEngine):
         parameters = [parameter for index, parameter in pairs if index not in self._share.elsewhere]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if dense := [gradient for gradient in gradients if not gradient.is_sparse]:
-            torch._foreach_mul_(dense, scale)
+            multiply_each(dense, scale)
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad * scale  # its values may be expanded, so not in place

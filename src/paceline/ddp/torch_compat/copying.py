@@ -10,9 +10,10 @@ import copy
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.algorithms.join import _JoinConfig
 
 from paceline.errors import UsageError
+from paceline.torch_internals.c10d import get_default_group
+from paceline.torch_internals.ddp import make_disabled_join
 
 _MADE_AGAIN = (
     "process_group",
@@ -28,7 +29,7 @@ _MADE_AGAIN = (
 def portable_state(wrapper: Any) -> dict[str, Any]:
     """Return the attributes of `wrapper` that belong to no process group and no ``join``; all others are made again."""
     state = {name: value for name, value in wrapper.__dict__.items() if name not in _MADE_AGAIN}
-    return state | {"_join_config": _JoinConfig.construct_disabled_join_config()}
+    return state | {"_join_config": make_disabled_join()}
 
 
 def copied_state(wrapper: Any, memo: dict[int, Any]) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def expect_default_group(group: dist.ProcessGroup) -> None:
     Raises:
         UsageError: says what to pickle instead.
     """
-    if group is not dist.distributed_c10d._get_default_group():
+    if group is not get_default_group():
         raise UsageError(
             "only a DistributedDataParallel over the default process group can be pickled, as the others have no "
             "name elsewhere; pickle paceline.unwrap(model) and wrap it again"

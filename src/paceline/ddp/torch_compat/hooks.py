@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import BuiltinCommHookType as Builtin
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.ddp.config import Options
@@ -19,6 +18,8 @@ from paceline.ddp.transport.channel import timeout_of
 from paceline.ddp.transport.comm_hook import HookFinisher
 from paceline.ddp.transport.hook_signature import Hook, check_hook, name_of
 from paceline.errors import UsageError
+from paceline.torch_internals.ddp import BuiltinCommHookType as Builtin
+from paceline.torch_internals.ddp import fuse_optimizer
 from paceline.torch_internals.dtensor import local_of
 from paceline.unwrapping import Communicates
 
@@ -90,7 +91,6 @@ class CommHook:
                 "a fused optimizer steps with what is in the buckets and counts no steps, so it goes neither with "
                 "reduce_dtype nor with check_replicas_every; leave these out"
             )
-        from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as overlap
         from torch.distributed.optim import as_functional_optim
 
         chosen = None if optimized is None else list(optimized)
@@ -99,9 +99,7 @@ class CommHook:
             functional = as_functional_optim(optimizer, *arguments, **keywords)
         except ValueError as error:
             raise UsageError(f"torch cannot fuse {optimizer.__qualname__} with backward ({error})") from None
-        hook = overlap._hook_then_optimizer(
-            default_hooks.allreduce_hook, overlap._OptimizerHookState(functional, chosen)
-        )
+        hook = fuse_optimizer(default_hooks.allreduce_hook, functional, chosen)
         self._put(engine, self._process_group, hook, steps_inside=True)
 
     def _expect_fusible(self, chosen: list[nn.Parameter] | None) -> None:

@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.utils import _cast_forward_inputs
-from torch.nn.parallel.distributed import _MixedPrecision
-from torch.nn.utils.stateless import _reparametrize_module
 
 from paceline.ddp.config import check_reduce_dtype
 from paceline.errors import UsageError
+from paceline.torch_internals.ddp import MixedPrecision, cast_inputs, replace_parameters
 
 
 class LowPrecision:
@@ -34,7 +32,7 @@ class LowPrecision:
     """The dtype in which gradients are summed; None for each parameter's own."""
 
     def __init__(self, policy: Any, reduce_dtype: torch.dtype | None) -> None:
-        if not isinstance(policy, _MixedPrecision):
+        if not isinstance(policy, MixedPrecision):
             raise UsageError(
                 f"DistributedDataParallel(mixed_precision={policy!r}) takes torch.nn.parallel.distributed."
                 "_MixedPrecision; for autocast, put torch.autocast around forward and leave it out"
@@ -52,7 +50,7 @@ class LowPrecision:
 
     def cast_inputs(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return a forward's inputs, with their floating-point tensors in the low precision."""
-        return _cast_forward_inputs(self._dtype, *inputs, **kwargs)
+        return cast_inputs(self._dtype, inputs, kwargs)
 
     def cast_parameters(self, module: nn.Module, ignored: set[str]) -> AbstractContextManager[Any]:
         """Surround a forward in which parameters are in the low precision; tied ones stay tied."""
@@ -60,8 +58,7 @@ class LowPrecision:
             return nullcontext()
         named = module.named_parameters()
         cast = {name: p.to(self._dtype) for name, p in named if p.is_floating_point() and name not in ignored}
-        context: AbstractContextManager[Any] = _reparametrize_module(module, cast, tie_weights=True)
-        return context
+        return replace_parameters(module, cast)
 
 
 def low_precision(policy: Any, reduce_dtype: torch.dtype | None) -> tuple[LowPrecision | None, torch.dtype | None]:

@@ -22,12 +22,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    ReduceScatterOptions,
-    _broadcast_coalesced,
-)
 
 from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.comm.own_group import is_alive, open_own_group
@@ -35,6 +29,12 @@ from paceline.comm.shm.header import Note
 from paceline.ddp.agreement.weighting import compute_scale
 from paceline.errors import CommunicationError, PacelineError
 from paceline.rollcall import called_by_all, collective, failed
+from paceline.torch_internals.c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+    broadcast_coalesced,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Channel:
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Make `tensors` equal to those of rank `source`, in place; returns when that is done."""
         if tensors:
-            self.run("broadcast", _broadcast_coalesced, self.group, list(tensors), 25 * 2**20, source)
+            self.run("broadcast", broadcast_coalesced, self.group, tensors, 25 * 2**20, source)
 
     def reduce_scatter(self, flat: Tensor) -> Launched:
         """Launch the sum of `flat` over all ranks, of which each gets its own shard, in place; see :meth:`shard`.

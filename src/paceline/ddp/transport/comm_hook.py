@@ -30,6 +30,7 @@ from paceline.ddp.transport.grad_bucket import GradBucket
 from paceline.ddp.transport.hook_signature import Hook, name_of
 from paceline.errors import CommunicationError, DesyncError, HookError, PacelineError
 from paceline.rollcall import named_ranks
+from paceline.torch_internals.ddp import Future
 from paceline.torch_internals.dtensor import is_sharded
 from paceline.tracing import BUCKET_WAIT, Recorder
 
@@ -98,7 +99,7 @@ class HookFinisher:
         shown = GradBucket.of(bucket, self._parameters, at, last=last)
         try:
             future = self._hook(self._state, shown)
-            if not isinstance(future, torch._C.Future):
+            if not isinstance(future, Future):
                 raise HookError(
                     f"{where}, returned a {type(future).__qualname__}; let it return a "
                     "torch.futures.Future[torch.Tensor]"

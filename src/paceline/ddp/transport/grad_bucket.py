@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
 from paceline.buckets import Bucket
+from paceline.torch_internals.ddp import GradBucket as TorchGradBucket
 
 
-class GradBucket(c10d.GradBucket):
+class GradBucket(TorchGradBucket):
     """A bucket as hooks know it. A subclass, as hooks and their annotations ask for torch's class.
 
     torch's can be made in C++ only and has no constructor, so none of its state is there: every method of it is

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
 
 from paceline.errors import HookError
+from paceline.torch_internals.ddp import GradBucket
 
 Hook = Callable[[Any, Any], Any]
 _ZERO = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
@@ -52,7 +52,7 @@ def check_hook(hook: Any) -> None:
     parameter = signature.parameters.get("bucket") or signature.parameters[list(bound.arguments)[-1]]
     bucket, returned = parameter.annotation, signature.return_annotation
     is_open = parameter.kind is inspect.Parameter.VAR_POSITIONAL or isinstance(bucket, str) or bucket in _ANY
-    if not is_open and bucket is not c10d.GradBucket:
+    if not is_open and bucket is not GradBucket:
         raise HookError(
             f"Communication hook: bucket annotation should be dist.GradBucket, but {name!r} has {bucket!r}; {wanted}"
         )

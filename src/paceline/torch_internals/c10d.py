@@ -1,0 +1,116 @@
+"""torch's process groups, stores and options of collectives, and the tables in which torch keeps its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    FileStore,
+    GatherOptions,
+    HashStore,
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    Store,
+    TCPStore,
+    _broadcast_coalesced,
+    _unregister_process_group,
+)
+
+__all__ = [
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "FileStore",
+    "GatherOptions",
+    "HashStore",
+    "PrefixStore",
+    "ProcessGroup",
+    "ProcessGroupGloo",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
+    "Store",
+    "TCPStore",
+    "broadcast_coalesced",
+    "forget_group",
+    "get_default_group",
+    "get_default_store",
+    "get_default_timeout",
+    "get_known_groups",
+    "open_group",
+]
+
+_c10d: Any = dist.distributed_c10d
+
+
+def get_default_group() -> dist.ProcessGroup:
+    """Return the default process group; torch raises a ValueError if there is none."""
+    group: dist.ProcessGroup = _c10d._get_default_group()
+    return group
+
+
+def get_default_store() -> Store:
+    """Return the store of the default process group; torch raises a ValueError if there is none."""
+    store: Store = _c10d._get_default_store()
+    return store
+
+
+def get_default_timeout(backend: str) -> timedelta:
+    """Return the timeout of a process group of `backend` that is made without one."""
+    timeout: timedelta = _c10d._get_default_timeout(dist.Backend(backend))
+    return timeout
+
+
+def get_known_groups() -> Mapping[Any, tuple[str, Store]]:
+    """Return torch's own table of the process groups that it made and that are not destroyed.
+
+    The value of each is its backend and its store. A bare ``ProcessGroupGloo`` is not in it.
+    """
+    groups: Mapping[Any, tuple[str, Store]] = _c10d._world.pg_map
+    return groups
+
+
+def open_group(
+    group: dist.ProcessGroup, ranks: Sequence[int], backend: str, store: Store, name: str, timeout: timedelta
+) -> Any:
+    """Open a process group of the members of `group`, which are `ranks` of the world, under a name that they agree on.
+
+    All members call this, and nobody else. torch enters the group in its tables; see :func:`forget_group`.
+    """
+    opened, _ = _c10d._new_process_group_helper(
+        group.size(), group.rank(), ranks, dist.Backend(backend), store, name, timeout=timeout
+    )
+    return opened
+
+
+def forget_group(group: Any, name: Any) -> None:
+    """Take a new group out of torch's tables."""
+    world = _c10d._world
+    for table in (world.pg_map, world.pg_names, world.pg_backend_config):
+        table.pop(group)
+    for groups in world.tags_to_pg.values():
+        groups[:] = [other for other in groups if other is not group]
+    world.tags_to_pg.pop(world.pg_to_tag.pop(group))
+    _unregister_process_group(name)
+
+
+def broadcast_coalesced(group: Any, tensors: Sequence[Tensor], buffer_bytes: int, source: int) -> None:
+    """Make `tensors` equal to those of rank `source`, in place, in messages of about `buffer_bytes`."""
+    _broadcast_coalesced(group, list(tensors), buffer_bytes, source)

@@ -1,0 +1,20 @@
+"""The workers of torch's ``DataLoader``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.utils.data
+
+
+@contextmanager
+def hide_worker_info() -> Iterator[None]:
+    """Have ``get_worker_info()`` return None, as in the main process."""
+    worker: Any = torch.utils.data._utils.worker
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
