@@ -6,9 +6,8 @@
            backward │ end                  ──►
     … until the step is over                      … until the step is over
 
-A rank that ran out learns from events what comes next (:mod:`paceline.ddp.agreement.join_events`), nothing is guessed:
-SyncBatchNorm's collectives are shadowed one by one, also by a rank that never had a batch. While every rank has data
-only the first event of a step is told, by which each learns that.
+A rank that ran out learns from events what comes next (:mod:`paceline.ddp.agreement.join_events`): SyncBatchNorm's
+collectives are shadowed one by one. While every rank has data only the first event of a step is told.
 """
 
 from __future__ import annotations

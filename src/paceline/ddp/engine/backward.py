@@ -156,8 +156,8 @@ class Backward:
             if parts.check_finite and not torch.isfinite(bucket.flat.sum()):
                 pairs = zip(bucket.indices, bucket.views, strict=True)
                 self._non_finite += [index for index, view in pairs if not torch.isfinite(view).all()]
-            last = self.next == len(parts.storage) - 1
-            self._launched.append(parts.finisher.launch(bucket, self.next, last=last))
+            is_last = self.next + 1 == len(parts.storage)
+            self._launched.append(parts.finisher.launch(bucket, self.next, last=is_last))
 
     def _move_in_one_by_one(self, bucket: Bucket) -> None:
         """Where gradients are absent, sparse, or were there before."""
@@ -254,10 +254,8 @@ class Backward:
     def _observed_order(self) -> list[int]:
         """Rank 0's order of arrival, for the first backward's control block; empty if there is none to tell."""
         arrivals = self.parts.arrivals
-        is_mine_to_tell = self.parts.channel.rank == 0 and not arrivals.order_known and not self.is_cut_short
-        if not is_mine_to_tell or not arrivals.observed:
-            return []
-        return arrival_order(arrivals.observed, len(self.parts.parameters))
+        is_asked = self.parts.channel.rank == 0 and not arrivals.order_known and not self.is_cut_short
+        return arrival_order(arrivals.observed, len(self.parts.parameters)) if is_asked and arrivals.observed else []
 
     def _take_common(self, apart: dict[int, Tensor]) -> None:
         """Leave no gradient of `apart` where another wrapper could take it for its own."""
