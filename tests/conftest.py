@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from twins import Pools
+
+# How long an example takes depends on how busy the machine is, which no test may.
+settings.register_profile("paceline", deadline=None)
+settings.load_profile("paceline")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Which versions of torch this Paceline was tested with; pyproject.toml asks pip for the same."""
+"""The versions of torch that this Paceline was tested with; pyproject.toml asks pip for the same."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -641,6 +642,46 @@ def disabled(world: World) -> None:
 
 def test_it_can_be_turned_off(pools: Pools) -> None:
     pools.run(2, disabled)
+
+
+def disabled_by_torch(world: World) -> list[float]:
+    model = DistributedDataParallel(ConvNet())
+    with Join([model], enable=False):
+        loss_of(model(batch(world.rank, 0))).backward()
+        return [float(buffer.double().sum()) for buffer in model.buffers()]
+
+
+def test_a_join_of_torch_that_is_turned_off_changes_nothing(pools: Pools) -> None:
+    """Buffers travel with backward, as outside of join: it never ends, as torch calls no hook of one that is off."""
+    first, second = pools.run(2, disabled_by_torch)
+    assert first == second
+
+
+def copied_inside(world: World) -> list[bool]:
+    model = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(ConvNet()))
+    with model.join():
+        loss_of(model(batch(world.rank, 0))).backward()
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        copies = [copy.deepcopy(model), torch.load(buffer, weights_only=False)]
+        announced = [
+            layer.announce is not None
+            for net in (*copies, copy.deepcopy(model.module))
+            for layer in net.modules()
+            if isinstance(layer, SyncBatchNorm)
+        ]
+    for other in copies:  # trains by itself
+        other.zero_grad()
+        loss_of(other(batch(world.rank, 1))).backward()
+    return [*announced, *(other._join_config.enable for other in copies)]
+
+
+def test_a_copy_made_inside_join_belongs_to_no_join(pools: Pools) -> None:
+    """Its steps would be told to ranks that run out of data, and nobody would listen."""
+    for shown in pools.run(2, copied_inside):
+        assert len(shown) == 8
+        assert not any(shown)
 
 
 def forgotten(world: World) -> None:

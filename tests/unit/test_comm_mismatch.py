@@ -149,7 +149,7 @@ def launch_differently(world: World) -> list[str]:
     said = []
     for operation in [group.launch_all_reduce(tensor) for tensor in tensors]:
         try:
-            group.finish(operation)
+            group.wait_for(operation)
             said.append("")
         except DesyncError as error:
             said.append(str(error))

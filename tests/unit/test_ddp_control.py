@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.ddp.agreement.control_block import ControlBlock, Status
-from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, scale_of
+from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, compute_scale
 from paceline.errors import DesyncError, NonFiniteGradient
 from paceline.sources import Origin
 
@@ -155,7 +155,7 @@ def test_non_finite_names_ranks_and_parameters() -> None:
 )  # fmt: skip
 def test_scale(weights: list[float], weighting: list[int], expected: float) -> None:
     pairs = list(zip(weights, weighting, strict=True))
-    assert scale_of(pairs) == pytest.approx(expected, rel=1e-15)
+    assert compute_scale(pairs) == pytest.approx(expected, rel=1e-15)
 
 
 TOLD = Origin(*(2**52 + number for number in range(len(Origin._fields))))

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.ddp.agreement.join_events import Event, Message, decode, encode, number_of
+from paceline.ddp.agreement.join_events import Event, Message, decode, encode, event_number
 from paceline.errors import DesyncError, UsageError
 
 BACKWARD, LAYER = Message(Event.BACKWARD), Message(Event.LAYER, 3, 17)
-WRAPPER = number_of("12")
+WRAPPER = event_number("12")
 
 
 def maximum(*messages: Message | None, wrappers: list[int] | None = None) -> Tensor:
@@ -52,4 +52,4 @@ def test_ranks_that_tell_different_things_are_out_of_step(messages: tuple[Messag
 
 def test_steps_of_two_wrappers_at_once_are_refused() -> None:
     with pytest.raises(UsageError, match="one wrapper's step began before another's had ended"):
-        decode(maximum(BACKWARD, None, wrappers=[WRAPPER, number_of("13")]))
+        decode(maximum(BACKWARD, None, wrappers=[WRAPPER, event_number("13")]))

@@ -1,4 +1,4 @@
-"""What a benchmark ends with: a table for people, JSON for programs, and a plot."""
+"""Presents a benchmark's results: a table for people, JSON for programs, and a plot."""
 
 from __future__ import annotations
 

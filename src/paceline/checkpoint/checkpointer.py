@@ -113,9 +113,8 @@ class Checkpointer:
     def save(self, step: int, metadata: Mapping[str, Any] | None = None, protect: bool = False) -> Path:
         """Save every registered object as the checkpoint of `step`; it is durable when this returns.
 
-        If `step` is there already it is replaced: the old one goes only once the new one is complete. Then
-        all but the newest ``keep`` up to `step`, the protected ones and the best one are deleted. The path is that
-        on rank 0's host.
+        If `step` is there already it is replaced: the old one goes only once the new one is complete. Then all but the
+        newest ``keep`` up to `step`, the protected and the best one are deleted. The path is that on rank 0's host.
 
         Args:
             step: number of optimizer steps done; the same on every rank.
@@ -124,8 +123,7 @@ class Checkpointer:
             protect: whether it stays until someone deletes it by hand.
 
         Raises:
-            CheckpointError: on every rank, if it could not be written. What was there before is intact,
-                nothing is deleted, and it can be tried again.
+            CheckpointError: on every rank, if it could not be written. Nothing is deleted, and it can be tried again.
             UsageError: if `step` is no whole number from 0 on, the ranks have registered different objects, a
                 registered wrapper is in the middle of an accumulation window, or what `keep_best` names is no number.
             DesyncError: if `step` differs between ranks.

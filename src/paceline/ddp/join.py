@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from paceline.ddp.agreement.join_events import Event, Message, Stage, decode, encode, number_of
+from paceline.ddp.agreement.join_events import Event, Message, Stage, decode, encode, event_number
 from paceline.ddp.agreement.layer_collectives import expect_shadowable
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.consistency.buffer_sync import BufferSync
@@ -74,7 +74,7 @@ class JoinedSteps:
 
     def forward_begins(self) -> None:
         """Begin a step, unless the forward is one more in a step that others shadow; only while it is active."""
-        if self.stage in (Stage.IDLE, Stage.ALONE):
+        if self.stage in (Stage.IDLE, Stage.ALL_HAVE_DATA):
             self._open_step()
 
     def tell(self, event: Event, layer: int = 0, code: int = 0) -> bool:
@@ -96,7 +96,7 @@ class JoinedSteps:
         """Collective: what the ranks that have data do next, and which these are; None for a rank that ran out."""
         wrapper, channel = self._wrapper(), self.channel
         assert wrapper is not None
-        values = encode(message, number_of(channel.name), channel.rank, channel.size)
+        values = encode(message, event_number(channel.name), channel.rank, channel.size)
         vector = torch.tensor(values, device=wrapper.join_device)
         # On the group of Join's own messages, where a wrapper whose turn it is not meets them, too. Collectives of
         # layers and of communication hooks, which may be on it as well, come before or after it on all ranks alike.
@@ -113,7 +113,7 @@ class JoinedSteps:
         if work is not None:
             work.wait()
         self.exchange(Message(Event.FORWARD))
-        self.stage = Stage.ALONE if len(self.present) == self.channel.size else Stage.FOLLOWED
+        self.stage = Stage.ALL_HAVE_DATA if len(self.present) == self.channel.size else Stage.FOLLOWED
 
 
 class Announcement:

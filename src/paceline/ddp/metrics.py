@@ -100,7 +100,7 @@ def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
 
 
 def _from_every_rank(call: str, own: Any, refusal: str | None) -> list[Any]:
-    """What each rank has, in the order of ranks; the first rank's refusal as an error on all."""
+    """Return each rank's value, in the order of ranks; raise the first rank's refusal on all."""
     everyone: list[Any] = [(own, refusal)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
@@ -211,7 +211,7 @@ def _concatenated(given: Sequence[tuple[int, Tensor]], place: str) -> Tensor:
 
 
 def _kind(part: Any) -> str:
-    """What has to be the same on all ranks; a subclass of dict is a dict."""
+    """Return the kind that has to be the same on all ranks; a subclass of dict is a dict."""
     if isinstance(part, Tensor):
         return "a tensor"
     return "a dict" if isinstance(part, dict) else f"a {type(part).__name__}"

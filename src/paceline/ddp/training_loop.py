@@ -1,4 +1,4 @@
-"""What a plain training loop needs beside the wrapper: accumulation and clipping."""
+"""Functions for a plain training loop: gradient accumulation and clipping."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _take_over(self, named: Named, averaged: bool) -> None:
         """Guard steps over the parameters `named`, which came after wrapping, and have them `averaged` if so."""
-        self._guard.watch(parameter for _, parameter in named)
+        self._guard.guard(parameter for _, parameter in named)
         if averaged:
             if self._low_precision is not None:
                 self._low_precision.cast_buffers(self.module, self.parameters_to_ignore)
@@ -288,7 +288,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     @never_compiled
     def _end_forward(self, output: Any, on_local: Callable[[], None]) -> None:
         # 2. outputs are hooked: backward will reach them first
-        self._engine.watch_outputs(tensors_in(output), on_local)
+        self._engine.hook_outputs(tensors_in(output), on_local)
         if self._connection is not None and self.training and self.do_sync:
             self._connection.buffers.forward_ends()
 

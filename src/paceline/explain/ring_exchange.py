@@ -103,7 +103,7 @@ def chunk_name(chunk: int) -> str:
 
 
 def verb(step: Step) -> str:
-    """What receivers do in `step`."""
+    """Return what receivers do in `step`, as a verb."""
     kinds = {transfer.reduce for transfer in step}
     return "receivers add or copy" if len(kinds) > 1 else "receivers add" if kinds == {True} else "receivers copy"
 
@@ -187,7 +187,7 @@ class Board:
         return "".join([*names, *letters, *cells, *ways])
 
     def flight(self, transfer: Transfer, held: list[list[Terms]]) -> str:
-        """What `transfer` carries, where it starts, with the way that it has to go."""
+        """Draw the load of `transfer` where it starts, with the way that it has to go."""
         distance = self.at(transfer.dst, 0)[0] - self.at(transfer.src, 0)[0]
         cells = [self._cell(transfer.src, one, held[transfer.src][one], True, True) for one in transfer.chunks]
         return f'<g class="flight" style="--dx: {distance:g}px">{"".join(cells)}</g>'

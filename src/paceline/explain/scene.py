@@ -28,7 +28,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is drawn of one algorithm."""
+    """The drawing of one algorithm."""
 
     title: str
     summary: str

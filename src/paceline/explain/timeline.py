@@ -73,7 +73,7 @@ def assumption() -> str:
 
 
 def outcome(of: Example) -> str:
-    """What overlap gains, in words."""
+    """Say in words what overlap gains."""
     late, early = of.at_the_end, of.when_full
     return (
         f"All-reduce {AFTER}: {ms(late.end[-1])} in total, {number(late.exposed)} of it waiting. "
@@ -82,7 +82,7 @@ def outcome(of: Example) -> str:
 
 
 def hint(of: Example) -> str:
-    """What to watch while the timeline is played."""
+    """Say what to watch while the timeline is played."""
     if of.ranks == 1:
         return "One rank has nothing to reduce."
     return (

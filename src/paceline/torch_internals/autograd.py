@@ -1,4 +1,4 @@
-"""What is asked of torch's autograd engine, some of which has no public name."""
+"""Asks torch's autograd engine about the backward under way; some of this has no public name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` is told of Paceline: it runs between compiled graphs, never inside one.
+"""Tells ``torch.compile`` to leave Paceline alone: it runs between compiled graphs, never inside one.
 
 torch.compile translates a Python function when it is called, and so it would hooks and collectives of ours that run
 between two graphs. They are marked with the call by which torch marks its own; torch._dynamo, slow to load, is left

@@ -80,8 +80,7 @@ class Trainer:
         scheduler: LRScheduler | None = None,
     ) -> None:
         self.model, self.optimizer, self.loss, self.loader = model, optimizer, loss, loader
-        self.config, self.evaluation = config, evaluation
-        self.result = Result()
+        self.config, self.evaluation, self.result = config, evaluation, Result()
         self._refuse_what_cannot_work(scheduler)
         assert isinstance(loader.progress, GlobalBatchSampler)
         expect_same_data(loader, model)
@@ -211,8 +210,8 @@ class Trainer:
 
     def _expect_length(self) -> None:
         """Refuse an epoch of another length than the schedule was made for."""
-        epoch = self._sampler.epoch
-        if self._lengths is not None and (now := self._sampler.length) != self._lengths[epoch]:
+        epoch, now = self._sampler.epoch, self._sampler.length
+        if self._lengths is not None and now != self._lengths[epoch]:
             raise UsageError(
                 f"the order of epoch {epoch} has {now} batches now but had {self._lengths[epoch]} when the Trainer "
                 "asked how long the learning rate may fall; let order depend on the epoch alone, or give a "

@@ -97,7 +97,7 @@ class PacelineProcessGroup(Exchanging):
     ) -> Operation:
         """Begin the sum of `tensor`, which :meth:`allocate` gave, times `factor` of all ranks' notes.
 
-        No thread works on it: :meth:`progress` carries it on, :meth:`finish` waits.
+        No thread works on it: :meth:`progress` carries it on, :meth:`wait_for` waits.
         """
         assert isinstance(self._collectives, Collectives), "only among ranks of one host; see native"
         return self._collectives.post_all_reduce(tensor, ReduceOp.SUM, None, note, factor)
@@ -106,7 +106,7 @@ class PacelineProcessGroup(Exchanging):
         """Take launched operations as far as they go now, without waiting."""
         self._whole_engine().progress()
 
-    def finish(self, operation: Operation) -> None:
+    def wait_for(self, operation: Operation) -> None:
         """Wait for a launched operation."""
         self._whole_engine().wait(operation)
 

@@ -1,1 +1,1 @@
-"""What ranks tell each other in every synchronized backward besides gradients, and what follows from it."""
+"""Tells the other ranks what they need besides gradients in every synchronized backward, and acts on it."""

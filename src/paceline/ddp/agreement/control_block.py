@@ -30,7 +30,7 @@ NO_DATA = Origin()
 
 @dataclass
 class Status:
-    """What one rank reports of itself."""
+    """One rank's report of itself."""
 
     forwards: int = 0
     """Forwards that broadcast buffers (training mode, outside ``no_sync``), since the wrapper was made."""
@@ -67,7 +67,7 @@ class Status:
 
     @property
     def note(self) -> tuple[float, float]:
-        """What the scale of the gradients depends on."""
+        """Return weight and weighting, on which the scale of the gradients depends."""
         return self.weight, self.weighting
 
 
@@ -150,7 +150,7 @@ class ControlBlock:
         return wholly.nonzero().flatten().tolist(), dense.nonzero().flatten().tolist()
 
     def statuses(self) -> list[Status]:
-        """What every rank reported, in the order of ranks."""
+        """Return every rank's report, in the order of ranks."""
         rows = self.vector[_SECTIONS * self.count : self._end].view(self.size, _WIDTH).tolist()
         return [_status_of(row) for row in rows]
 

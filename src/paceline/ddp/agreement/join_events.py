@@ -1,4 +1,4 @@
-"""What ranks that still have data tell those that ran out, inside ``join``: which of their collectives comes next.
+"""Events inside ``join``: ranks that still have data tell those that ran out which collective comes next.
 
 One int64 vector, the maximum over the ranks in one collective of its own:
 
@@ -27,13 +27,13 @@ class Stage(Enum):
     """Where a rank is inside ``join``: idle → alone or followed → idle; shadowing once it has run out."""
 
     IDLE = "between steps"
-    ALONE = "in a step in which every rank has data"
+    ALL_HAVE_DATA = "in a step in which every rank has data"
     FOLLOWED = "in a step that ranks without data shadow"
     SHADOWING = "this rank has run out of data and shadows the others' steps"
 
 
 class Event(IntEnum):
-    """What comes next."""
+    """The collective that comes next."""
 
     FORWARD = 0
     """A step begins; nothing to take part in yet."""
@@ -76,13 +76,13 @@ class Message:
         return f"{self.event.name} of layer {self.layer}" if self.event is Event.LAYER else self.event.name
 
 
-def number_of(name: str) -> int:
+def event_number(name: str) -> int:
     """A number for the wrapper whose channel is called `name`, the same on every rank."""
     return zlib.crc32(name.encode())
 
 
 def encode(message: Message | None, wrapper: int, rank: int, size: int) -> list[int]:
-    """What rank `rank` of `size` contributes; without a message if it has run out of data."""
+    """Return the numbers that rank `rank` of `size` contributes; without a message if it has run out of data."""
     if message is None:
         return [*[NOTHING] * 6, wrapper, -wrapper, *[0] * size]
     values = message.event, message.layer, message.code
@@ -90,7 +90,7 @@ def encode(message: Message | None, wrapper: int, rank: int, size: int) -> list[
 
 
 def decode(vector: Tensor) -> tuple[Message | None, list[int]]:
-    """What the ranks that have data told, None if no rank has any; and which ranks these are.
+    """Return the message of the ranks that have data, None if no rank has any; and which ranks these are.
 
     Raises:
         DesyncError: on all ranks, if those that have data told different things.

@@ -211,7 +211,7 @@ class Ledger:
             )
 
     def factor(self, *, is_common: bool) -> float:
-        """What a gradient that arrives now is multiplied by; 1 unless the loss is a mean over weighted items.
+        """Return the factor of a gradient that arrives now; 1 unless the loss is a mean over weighted items.
 
         A gradient may come before the backward has reached an output, such as that of a penalty on a parameter which
         the forward did not use.

@@ -31,7 +31,7 @@ _SAME = tuple(f"{name}Backward" for name in _KEEPS)
 
 
 class Origin(Enum):
-    """What a loss came out of."""
+    """The operation that a loss came out of."""
 
     MEAN_LOSS = "a loss function that averages"
     MEAN = "a mean"
@@ -99,7 +99,7 @@ def _is_mean(root: Tensor) -> bool:
 
 
 def origin(node: Any, depth: int = DEPTH) -> Origin:
-    """What the scalar that `node` made came out of, looking through at most `depth` nodes."""
+    """Return the operation that the scalar of `node` came out of, looking through at most `depth` nodes."""
     if node is None or not depth:
         return Origin.OTHER
     name = node.name().rpartition("::")[2]

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.errors import UsageError
 from paceline.torch_internals.compile import never_compiled
-from paceline.tracing import OPTIMIZER, Recorder
+from paceline.tracing import OPTIMIZER, Recorder, recorder
 
 _BY_HAND = "; if they are the same on every rank already, call model.gradients_are_averaged() on all of them first"
 
@@ -31,16 +31,16 @@ class StepGuard:
         parameters: Sequence[nn.Parameter],
         ledger: Ledger,
         local_gradient: Callable[[], str | None],
-        recorder: Recorder,
+        recorder: Recorder = recorder,
     ) -> None:
         self._ledger, self._local_gradient, self._recorder = ledger, local_gradient, recorder
         self._stepped: Callable[[], None] = lambda: None  # ends the span of the step under way
-        self.watch(parameters)
+        self.guard(parameters)
         self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._outermost: tuple[int, int] | None = None
         _guards().add(self)
 
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+    def guard(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take `parameters` for those that are averaged."""
         self._ours = {id(parameter) for parameter in parameters}
 

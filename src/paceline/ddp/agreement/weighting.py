@@ -8,8 +8,8 @@ UNWEIGHTED, WEIGHTED, UNCOUNTED = 1, 2, 4
 """Bits of :attr:`~paceline.ddp.agreement.control_block.Status.weighting`."""
 
 
-def scale_of(notes: Sequence[tuple[float, float]]) -> float:
-    """What sums over ranks are multiplied with: 1/N, or 1/Σw where micro-batches were weighted.
+def compute_scale(notes: Sequence[tuple[float, float]]) -> float:
+    """Return the factor that turns sums over ranks into means: 1/N, or 1/Σw where micro-batches were weighted.
 
     N counts the ranks, without those that have no data and are not to be counted (``UNCOUNTED``).
 

@@ -33,7 +33,7 @@ def expect_equal_gradients(names: Sequence[str], parameters: Sequence[nn.Paramet
 
 
 def unequal(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str | None:
-    """What differs from rank 0, given every rank's digests; None if nothing does."""
+    """Say which gradient differs from rank 0's, given every rank's digests; None if none does."""
     differing = [place for place in range(len(names)) if len({row[place] for row in rows}) > 1]
     if not differing:
         return None

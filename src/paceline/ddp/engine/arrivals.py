@@ -1,4 +1,4 @@
-"""Which gradients have arrived in the running backward, found out with as few Python hooks as possible.
+"""Finds out which gradients have arrived in the running backward, with as few Python hooks as possible.
 
 A hook costs microseconds, so once the order of arrival is known only the parameter that arrives last in a bucket keeps
 one, and ``p.grad is not None`` tells of the others. Where that cannot tell, because gradients were there before

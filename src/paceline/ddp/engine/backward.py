@@ -15,12 +15,12 @@ from torch import Tensor
 from paceline.buckets import Bucket, arrival_order
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.join_events import Event
-from paceline.ddp.agreement.weighting import scale_of
+from paceline.ddp.agreement.weighting import compute_scale
 from paceline.ddp.engine.new_parameters import AgreedChange
 from paceline.ddp.engine.parts import EngineParts
 from paceline.ddp.engine.second_pass import run_second_pass
 from paceline.ddp.engine.shared_parameters import Share
-from paceline.ddp.engine.sparse import elements_of
+from paceline.ddp.engine.sparse import stored_elements
 from paceline.ddp.transport.channel import Launched, Pausing
 from paceline.errors import UsageError
 from paceline.torch_internals.autograd import GraphTask
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a backward that has come to its end found."""
+    """The findings of a backward that has come to its end."""
 
     statuses: list[Status]
     """What every rank reported."""
@@ -208,7 +208,7 @@ class Backward:
         statuses = self.wait()
         parts.buffers.wait()
         # 8. the second pass, and checks
-        scale = scale_of([status.note for status in statuses])
+        scale = compute_scale([status.note for status in statuses])
         apart = yield from run_second_pass(parts, mine, scale)
         new = yield from parts.new_parameters.agree(statuses, scale, parts)
         unused = yield from parts.unused.look(parts.control.missing_somewhere(statuses), self.absent)
@@ -238,7 +238,7 @@ class Backward:
         sparse = [index for index, gradient in apart.items() if gradient.is_sparse and index in alone]
         late = [index for index in apart if index not in sparse] if len(sparse) < len(apart) else []
         if parts.check_finite:
-            finite = {index: bool(torch.isfinite(elements_of(gradient)).all()) for index, gradient in apart.items()}
+            finite = {index: bool(torch.isfinite(stored_elements(gradient)).all()) for index, gradient in apart.items()}
             self._non_finite += [index for index in apart if not finite[index]]
         # What comes late is present, too: its parameter must not end as None.
         outside = [index for index in parts.storage.unbucketed if index not in elsewhere]

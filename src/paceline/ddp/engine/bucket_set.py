@@ -177,7 +177,7 @@ class BucketSet:
             self._keepers[number] = []
 
     def averages(self, held: Mapping[int, Tensor]) -> Sequence[Tensor]:
-        """What to show as each parameter's gradient: its view, or in other memory than the bucket's a copy.
+        """Return the tensors to publish as gradients: each parameter's view, or a copy outside of the bucket's memory.
 
         A copy where the view has another dtype than the parameter, and where users keep gradients. What was there
         before backward (`held`) becomes the average itself if anybody refers to it, such as a flat buffer.

@@ -38,7 +38,7 @@ class DormantEngine(GradientEngine):
     def check_finite(self, enabled: bool) -> None:
         """Do nothing yet: the reducer that takes over is given the wrapper's options."""
 
-    def watch_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+    def hook_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward."""
         forward = Forward(self._ledger.forward_in_block())
         for output in outputs:

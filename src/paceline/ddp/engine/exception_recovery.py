@@ -1,4 +1,4 @@
-"""What a rank does when an exception has ended its backward: restore the gradients, and later give peers their part."""
+"""Recovers from an exception that ended a backward: restores the gradients, and later gives peers their part."""
 
 from __future__ import annotations
 

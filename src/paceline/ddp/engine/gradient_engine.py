@@ -25,7 +25,7 @@ class GradientEngine:
     exposed_seconds: float = 0.0
     """Time waited for communication at the end of backwards, in seconds, since the wrapper was made."""
 
-    def watch_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+    def hook_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward, so that its backward is noticed.
 
         `on_local` is called if that backward turns out to be local, inside ``no_sync``.

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from paceline.comm.forking import finalize
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.engine.module_changes import ModuleWatch
-from paceline.ddp.engine.shared_parameters import partners_of
+from paceline.ddp.engine.shared_parameters import find_partners
 from paceline.errors import UsageError
 
 
@@ -46,7 +46,7 @@ def _remove(hooked: dict[int, tuple[weakref.ref[Tensor], RemovableHandle]]) -> N
 def _multiplied(ledger: Ledger, to: weakref.ref[Tensor], gradient: Tensor) -> Tensor | None:
     """The `gradient` that is accumulated instead, or None to leave it as it is."""
     parameter = to()
-    partners = [] if parameter is None else partners_of(parameter, ledger)
+    partners = [] if parameter is None else find_partners(parameter, ledger)
     factor = ledger.factor(is_common=bool(partners))
     if factor == 1:
         return None

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paceline.ddp.consistency.initial_sync import describe_form
-from paceline.ddp.engine.sparse import elements_of, sparse_by_layer
+from paceline.ddp.engine.sparse import sparse_by_layer, stored_elements
 from paceline.torch_internals.autograd import current_task
 from paceline.torch_internals.dtensor import as_local, release
 from paceline.unwrapping import plain_name
@@ -78,7 +78,7 @@ class Change:
         codes = []
         for gradient in (parameter.grad for parameter in self._locals):
             code = 0 if gradient is None else SPARSE if gradient.is_sparse else DENSE
-            if gradient is not None and check_finite and not torch.isfinite(elements_of(gradient)).all():
+            if gradient is not None and check_finite and not torch.isfinite(stored_elements(gradient)).all():
                 code |= NON_FINITE
             codes.append(code)
         return codes

@@ -1,4 +1,4 @@
-"""What one wrapper's reducer does about new parameters of the module: all ranks agree, average, and take them in."""
+"""Takes in parameters that the module got after it was wrapped: all ranks agree on them, and average them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OnChange = Callable[[Named, bool], None]
 
 @dataclass(frozen=True)
 class AgreedChange:
-    """What all ranks have found of a change: the averages of new parameters' gradients, or an error."""
+    """A change on which all ranks have agreed: the averages of new parameters' gradients, or an error."""
 
     change: Change
     averages: dict[int, Tensor]

@@ -34,7 +34,7 @@ GradientHook = Callable[[int, Tensor], None]
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What every backward of a wrapper works with. Replaced as a whole when one changes, between two backwards."""
+    """The parts that every backward of a wrapper works with. Replaced as a whole, between two backwards."""
 
     # These go by a parameter's index, in the order of the module.
     names: list[str]

@@ -46,7 +46,7 @@ class PendingForwards:
         """Whether one waits whose outputs are hooked, or derivatives that were taken of one."""
         return bool(self._waiting) or self.are_differentiated
 
-    def watch(self, outputs: Sequence[Tensor], on_local: Callable[[], None], block: Block | None) -> None:
+    def hook(self, outputs: Sequence[Tensor], on_local: Callable[[], None], block: Block | None) -> None:
         """Hook the outputs of a forward that ran in `block`; `on_local` is handed on."""
         forward, hooked = Forward(block), False
         for output in outputs:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline.ddp.engine.bucket_set import BucketSet
 from paceline.ddp.engine.shared_parameters import Share, Sharing
-from paceline.ddp.engine.sparse import elements_of
+from paceline.ddp.engine.sparse import stored_elements
 
 
 class PublishedGradients:
@@ -61,7 +61,7 @@ class PublishedGradients:
             gradient = parameter.grad
             if gradient is None or self._is_average(index, gradient):
                 continue
-            if bool(elements_of(gradient).any()):
+            if bool(stored_elements(gradient).any()):
                 return name
         return None
 

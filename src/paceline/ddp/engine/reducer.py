@@ -103,10 +103,10 @@ class Reducer(GradientEngine):
 
     # -- 2. outputs are hooked, 3. a backward reaches one of them --------------------------------------------------
 
-    def watch_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+    def hook_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward: the first sign of its backward, before any gradient of ours is there."""
         self._in_backward.take_over()
-        self._forwards.watch(outputs, on_local, self._parts.ledger.forward_in_block())
+        self._forwards.hook(outputs, on_local, self._parts.ledger.forward_in_block())
 
     def backward_reached(self, on_local: Callable[[], None], forward: Forward | None, _gradient: Tensor) -> None:
         """A backward has reached an output of the wrapper."""

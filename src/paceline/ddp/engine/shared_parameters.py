@@ -157,7 +157,7 @@ class Sharing:
     def renewed(
         self, names: Sequence[str], identities: Sequence[Tensor], parameters: Sequence[nn.Parameter]
     ) -> Sharing:
-        """What takes this one's place at the end of a backward, when its wrapper has got other parameters."""
+        """Return the successor of this one at the end of a backward, when its wrapper has got other parameters."""
         self.close()
         renewed = Sharing(names, identities, parameters, self._ledger, self._ranks)
         renewed.end()
@@ -232,7 +232,7 @@ def _sum(total: Tensor, more: Tensor) -> Tensor:
     return total + more
 
 
-def partners_of(parameter: Tensor, ledger: Ledger) -> list[Ledger]:
+def find_partners(parameter: Tensor, ledger: Ledger) -> list[Ledger]:
     """The ledgers of the other live wrappers that train `parameter`, too."""
     sharings = (one for one in list(_everyone()) if id(parameter) in one._index_of)
     return [one._ledger for one in sharings if one._ledger is not ledger]

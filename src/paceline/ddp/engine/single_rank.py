@@ -11,14 +11,14 @@ from torch import Tensor
 
 from paceline.ddp.agreement.control_block import non_finite
 from paceline.ddp.agreement.ledger import Block, Ledger
-from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, scale_of
+from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, compute_scale
 from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.module_changes import ModuleWatch, Named
 from paceline.ddp.engine.new_parameters import OnChange
 from paceline.ddp.engine.optimizer_in_backward import OptimizersInBackward
 from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.engine.shared_parameters import Share, Sharing
-from paceline.ddp.engine.sparse import elements_of
+from paceline.ddp.engine.sparse import stored_elements
 from paceline.errors import DesyncError
 from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
 from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
@@ -76,7 +76,7 @@ class SingleRankEngine(GradientEngine):
         """Look for NaN and Inf in gradients, or not, from the next backward on."""
         self._check_finite = enabled
 
-    def watch_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+    def hook_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward, in case its micro-batch is weighted."""
         self._in_backward.take_over()
         block = self._ledger.forward_in_block()
@@ -132,7 +132,7 @@ class SingleRankEngine(GradientEngine):
                 "some micro-batches of this step ran inside model.weight() and some outside; weigh all or none"
             )
         if weighting & WEIGHTED:
-            self._scale(scale_of([self._ledger.status.note]))
+            self._scale(compute_scale([self._ledger.status.note]))
         self._ledger.synchronized()
         self._sharing.show(dict.fromkeys(self._share.aside), self._share)
         self._sharing.end()
@@ -153,7 +153,7 @@ class SingleRankEngine(GradientEngine):
     def _expect_finite(self) -> None:
         named = zip(self._names, self._parameters, strict=True)
         present = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
-        if bad := [name for name, gradient in present if not torch.isfinite(elements_of(gradient)).all()]:
+        if bad := [name for name, gradient in present if not torch.isfinite(stored_elements(gradient)).all()]:
             raise non_finite([0], bad, len(self._names))
 
     def connected(self) -> Reducer:

@@ -25,7 +25,7 @@ def sparse_by_layer(module: nn.Module) -> set[int]:
     return {id(layer.weight) for layer in layers}
 
 
-def elements_of(gradient: Tensor) -> Tensor:
+def stored_elements(gradient: Tensor) -> Tensor:
     """The elements that a gradient stores: all of a dense one's, the values of a sparse one."""
     return gradient._values() if gradient.is_sparse else gradient
 

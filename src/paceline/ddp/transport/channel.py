@@ -26,7 +26,7 @@ from torch import Tensor
 from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.comm.own_group import is_alive, open_own_group
 from paceline.comm.shm.header import Note
-from paceline.ddp.agreement.weighting import scale_of
+from paceline.ddp.agreement.weighting import compute_scale
 from paceline.errors import CommunicationError, PacelineError
 from paceline.rollcall import called_by_all, collective, failed
 from paceline.torch_internals.c10d import (
@@ -259,7 +259,7 @@ class _InSharedMemory:
         if not channel.group.holds(tensor):
             self._copy = shared = channel.allocate(tensor.numel(), tensor.dtype)
             shared.copy_(tensor.view(-1))
-        factor = scale_of if note is not None else None
+        factor = compute_scale if note is not None else None
         self._operation = channel.group.launch_all_reduce(shared, note, factor)
 
     def is_completed(self) -> bool:
@@ -269,7 +269,7 @@ class _InSharedMemory:
 
     def wait(self) -> None:
         """Return when it is finished."""
-        self._channel.group.finish(self._operation)
+        self._channel.group.wait_for(self._operation)
         if self._copy is not None:
             self._tensor.view(-1).copy_(self._copy)
             self._channel.free(self._copy)

@@ -23,9 +23,9 @@ from torch import Tensor
 from paceline.buckets import Bucket
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weighting import UNCOUNTED, WEIGHTED, scale_of
+from paceline.ddp.agreement.weighting import UNCOUNTED, WEIGHTED, compute_scale
 from paceline.ddp.transport.channel import Channel, Launched
-from paceline.ddp.transport.finisher import CONTROL, Finished, Notes
+from paceline.ddp.transport.finisher import CONTROL, AlreadyDone, Notes
 from paceline.ddp.transport.grad_bucket import GradBucket
 from paceline.ddp.transport.hook_signature import Hook, name_of
 from paceline.errors import CommunicationError, DesyncError, HookError, PacelineError
@@ -84,7 +84,7 @@ class HookFinisher:
             CommunicationError: if the hook could not reach the other ranks.
         """
         if self._untold is not None:
-            return Finished()
+            return AlreadyDone()
         where = f"rank {self._rank}: communication hook {name_of(self._hook)!r}, called for bucket {at}"
         if self._failure is not None:
             raise HookError(
@@ -112,7 +112,7 @@ class HookFinisher:
             if not isinstance(error, PacelineError):
                 self._untold = HookError(f"{where}, raised {type(error).__qualname__}: {error}; mend the hook")
                 self._untold.__cause__ = error
-            return Finished()
+            return AlreadyDone()
         except BaseException as error:
             self._failure = error
             raise
@@ -162,7 +162,7 @@ class HookFinisher:
     def scale(self, bucket: Bucket, notes: Notes) -> None:
         """Turn the mean over all ranks into that over the weights, or over the ranks that count, where these differ."""
         if any(int(weighting) & (WEIGHTED | UNCOUNTED) for _, weighting in notes):
-            bucket.flat.mul_(scale_of(notes) * len(notes))
+            bucket.flat.mul_(compute_scale(notes) * len(notes))
 
 
 def _expect_none(failed: Sequence[int], rank: int) -> None:

@@ -18,7 +18,7 @@ from paceline.comm.shm.header import Note
 from paceline.comm.topology import host_number
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weighting import scale_of
+from paceline.ddp.agreement.weighting import compute_scale
 from paceline.ddp.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.tracing import BUCKET_WAIT, Recorder
@@ -63,7 +63,7 @@ class Finisher(Protocol):
 
 
 class Sums(Protocol):
-    """What sums buckets: a channel, or an algorithm in its place."""
+    """Sums buckets over the ranks: a channel, or an algorithm in its place."""
 
     size: int
     scales: bool
@@ -115,13 +115,13 @@ class AllReduce:
     def scale(self, bucket: Bucket, notes: Notes) -> None:
         """Multiply the sums, unless the channel has done so."""
         if bucket.flat.dtype is torch.float16:
-            bucket.flat.mul_(scale_of(notes) * self._channel.size)
+            bucket.flat.mul_(compute_scale(notes) * self._channel.size)
         elif not self._channel.scales:
-            bucket.flat.mul_(scale_of(notes))
+            bucket.flat.mul_(compute_scale(notes))
 
 
-class Finished:
-    """What is launched and finished at once."""
+class AlreadyDone:
+    """A collective that was finished when its launch returned."""
 
     def wait(self) -> None:
         """Return."""
@@ -141,8 +141,8 @@ class Algorithms:
             self._options["hosts"] = channel.all_gather_object(host_number(channel.rank, channel.size))
         self._checked = False
 
-    def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Finished:
+    def all_reduce(self, tensor: Tensor, note: Note | None = None) -> AlreadyDone:
         """Sum `tensor` over all ranks, in place. Only the first is compared between ranks: the layouts are equal."""
         self._run(tensor, group=self._group, check=not self._checked, **self._options)
         self._checked = True
-        return Finished()
+        return AlreadyDone()

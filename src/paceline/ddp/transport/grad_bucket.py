@@ -1,4 +1,4 @@
-"""What a communication hook gets to see of a bucket: torch's ``GradBucket``, over one of our buckets."""
+"""The bucket as a communication hook sees it: torch's ``GradBucket``, over one of our buckets."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def name_of(hook: object) -> str:
 
 
 def check_hook(hook: Any) -> None:
-    """What can be known of a hook before it is called: torch's checks of its signature.
+    """Check a hook before it is called, by its signature, as torch does.
 
     Raises:
         HookError: if it is not callable, does not take a state and a bucket, or says of itself that it takes or
