@@ -225,7 +225,7 @@ def is_compiled(mark: Callable[[Any], Any]) -> bool:
         return values + 1
 
     marked = mark(anew(inner))
-    outer = torch.compile(anew(lambda values: marked(values * 2) * 3), backend="eager")
+    outer: Any = torch.compile(anew(lambda values: marked(values * 2) * 3), backend="eager")
     assert outer(torch.ones(1)).item() == 9
     return seen[-1]
 
@@ -369,7 +369,7 @@ def _() -> None:
     outer.set("key", "value")
     assert inner.num_keys() == 1
     assert isinstance(outer, c10d.Store)
-    base: Any = outer._underlying_non_prefix_store
+    base: Any = cast("Any", outer)._underlying_non_prefix_store
     assert isinstance(base, c10d.HashStore)
     base.set("found", "value")
     assert inner.check(["found"])
