@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import CommunicationError, DesyncError, NonFiniteGradient
+from paceline.errors import CommunicationError, DesyncError, NonFiniteGradient, UsageError
 from paceline.world import World
 from ranks import RankFailed, Ranks
 from twins import Pools, same_gradients
@@ -245,6 +245,25 @@ def test_an_exception_keeps_what_was_accumulated_into_zeroed_buckets(pools: Pool
 
 
 # -- a peer that is gone -----------------------------------------------------------------------------------------------
+
+
+def goes_in_mid_backward(world: World) -> tuple[str, bool]:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    kept = [DistributedDataParallel(net)]
+
+    def drop(_gradient: Tensor) -> None:
+        kept.clear()
+
+    net[1].weight.register_hook(drop)
+    with pytest.raises(UsageError) as caught:
+        kept[0](torch.full((2, 4), 1.0 + world.rank)).square().mean().backward()
+    return str(caught.value), all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_a_wrapper_that_goes_in_the_middle_of_its_backward_leaves_no_gradients_of_one_rank(pools: Pools) -> None:
+    for said, is_clean in pools.run(2, goes_in_mid_backward):
+        assert "this process group was destroyed" in said
+        assert is_clean
 
 
 def peer_dies(world: World) -> list[str]:

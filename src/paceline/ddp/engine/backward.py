@@ -126,10 +126,8 @@ class Backward:
         self._task = weakref.ref(task, lambda _: _task_gone(this()))
 
     def forget_task(self) -> None:
-        """Do not notice any more, as the wrapper is gone; one that is under way does not come to its end."""
+        """Take no exception for this rank's own any more, as the wrapper is gone; the end of backward raises then."""
         self._task = None
-        if self.is_under_way:
-            self.ending = iter(())
 
     @torch.no_grad()
     def advance(self) -> bool:
