@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models import chain
 from paceline import Checkpointer, compression
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
 from paceline.data import DataLoader
@@ -118,8 +119,7 @@ def test_collectives_of_many_buckets_keep_their_order_on_either_backend(backend:
 
 
 def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 25), nn.Tanh(), nn.Linear(25, 4))
+    return chain(20, 30, 25, 4)
 
 
 def gradients(model: nn.Module, rank: int, steps: int) -> list[list[Tensor]]:

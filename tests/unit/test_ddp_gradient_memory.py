@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from models import chain
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.engine.bucket_set import BucketSet
 from paceline.world import World
@@ -29,9 +30,7 @@ TINY = 1e-4
 
 
 def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-    return layers.double()
+    return chain(6, 8, 8, 3, dtype=torch.float64)
 
 
 def mine(world: World) -> Tensor:

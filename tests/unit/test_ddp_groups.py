@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import paceline
+from models import chain
 from paceline.comm.own_group import open_own_group
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CommunicationError
@@ -32,8 +33,7 @@ def either(request: pytest.FixtureRequest) -> Iterator[Pools]:
 
 
 def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return chain(3, 4, 2, dtype=torch.float64)
 
 
 def step(group: dist.ProcessGroup | None, model: DistributedDataParallel | None = None) -> DistributedDataParallel:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from models import chain
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.world import World
@@ -36,8 +37,7 @@ def two() -> Iterator[Ranks]:
 
 
 def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+    return chain(FEATURES, 5, CLASSES, dtype=torch.float64)
 
 
 def batch(seed: int, count: int) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 
+from models import chain
 from paceline.ddp import DistributedDataParallel, clip_grad_norm_
 from paceline.errors import NonFiniteGradient, ReplicaMismatch, UsageError
 from paceline.world import World
@@ -33,8 +34,7 @@ def two() -> Iterator[Ranks]:
 
 
 def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return chain(3, 4, 2, dtype=torch.float64)
 
 
 def sample(world: World, count: int = 4) -> Tensor:
