@@ -103,12 +103,12 @@ class Panel:
         yield from self._names(ends)
 
     def x(self, nbytes: float) -> float:
-        """Where a size is."""
+        """Return the horizontal place of a size."""
         first, last = math.log2(self.sizes[0]), math.log2(self.sizes[-1])
         return LEFT + (WIDE * (math.log2(nbytes) - first) / (last - first) if last > first else WIDE / 2)
 
     def y(self, relative: float) -> float:
-        """Where a time relative to the reference is."""
+        """Return the vertical place of a time relative to the reference."""
         return TOP + HIGH * (1 - relative / (self.marks * self.step))
 
     def _times(self) -> Iterator[str]:

@@ -225,7 +225,7 @@ class SyncControl(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Where ``Join``'s own collectives have their tensors."""
+        """The device of the tensors of ``Join``'s own collectives."""
         return self.device
 
     @property

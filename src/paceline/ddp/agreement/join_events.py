@@ -24,7 +24,7 @@ _HEAD = 8
 
 
 class Stage(Enum):
-    """Where a rank is inside ``join``: idle → alone or followed → idle; shadowing once it has run out."""
+    """A rank's stage inside ``join``: idle → all have data, or followed → idle; shadowing once it has run out."""
 
     IDLE = "between steps"
     ALL_HAVE_DATA = "in a step in which every rank has data"

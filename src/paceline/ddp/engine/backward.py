@@ -29,7 +29,7 @@ from paceline.tracing import CONTROL, LAUNCH, WAIT
 
 
 class Phase(Enum):
-    """Where a backward is; :data:`_NEXT` has what may follow."""
+    """The phase of a backward; :data:`_NEXT` lists those that may follow each."""
 
     IDLE = "no synchronized backward is under way"
     LAUNCHING = "gradients arrive, complete buckets are launched"
@@ -158,7 +158,7 @@ class Backward:
             self._launched.append(parts.finisher.launch(bucket, self.next, last=is_last))
 
     def _move_in_one_by_one(self, bucket: Bucket) -> None:
-        """Where gradients are absent, sparse, or were there before."""
+        """Move gradients in where some are absent, sparse, or were there before."""
         sources, targets = [], []
         for index, view in zip(bucket.indices, bucket.views, strict=True):
             if index in self.share.elsewhere:

@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 
 
 class OptimizersInBackward:
-    """Those of `parameters` that have such an optimizer at the first forward, as with torch DDP."""
+    """Steps the optimizers that `parameters` have in backward, as found at the first forward, like torch DDP."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters

@@ -38,7 +38,7 @@ def run_second_pass(parts: EngineParts, mine: Mapping[int, Tensor], scale: float
 
 
 def _target(parts: EngineParts, index: int) -> Tensor:
-    """Where the sum of late deltas is added."""
+    """Return the tensor to which the sum of late deltas is added."""
     if index in parts.storage.unbucketed:
         return torch.zeros_like(parts.parameters[index].detach())
     return parts.storage.views[index]
