@@ -88,8 +88,8 @@ class EngineParts:
         local = [as_local(parameter) for parameter in given]
         parameters, channel, storage = list(local), self.channel, self.storage
         storage.use_parameters(names, parameters, self.new_parameters.watch.sparse(given))
-        channel.free(self.control.vector)
-        control = ControlBlock(names, channel.rank, channel.size, channel.allocate)
+        channel.host.free(self.control.vector)
+        control = ControlBlock(names, channel.rank, channel.size, channel.host.allocate)
         sharing = self.sharing.renewed(names, given, parameters)
         published = PublishedGradients(names, parameters, storage, sharing)
         gradients = ((index, parameter.grad) for index, parameter in enumerate(parameters))
@@ -146,7 +146,7 @@ def make_parts(
         parameters,
         storage,
         _expecting_all(parameters, storage, hook),
-        ControlBlock(names, channel.rank, channel.size, channel.allocate),
+        ControlBlock(names, channel.rank, channel.size, channel.host.allocate),
         sharing,
         PublishedGradients(names, parameters, storage, sharing),
         UnusedReport(options.unused, names, parameters, channel),
