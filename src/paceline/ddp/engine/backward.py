@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from paceline.ddp.engine.shared_parameters import Share
 from paceline.ddp.engine.sparse import stored_elements
 from paceline.ddp.transport.channel import Launched, Pausing
 from paceline.errors import UsageError
-from paceline.torch_internals.autograd import GraphTask
+from paceline.torch_internals.autograd import GraphTask, has_ended
 from paceline.torch_internals.tensors import copy_each
 from paceline.tracing import CONTROL, LAUNCH, WAIT
 
@@ -46,6 +47,9 @@ _NEXT = {
     Phase.BROKEN: set[Phase](),
 }
 
+
+_ENDING = threading.RLock()
+"""Held while a backward becomes one that an exception has ended."""
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +105,8 @@ class Backward:
     """Parameters in buckets whose gradient was found to be sparse, so that zeros were launched."""
     _task: weakref.ref[GraphTask] | None = None
     """Dies with autograd's graph task; None without one, as in ``sync_gradients()``."""
+    _task_number: int = -1
+    """That of the graph task."""
 
     # -- where it stands ----------------------------------------------------------------------------------------
 
@@ -124,6 +130,13 @@ class Backward:
         """Notice when autograd drops the graph `task`: if this backward is under way then, an exception ended it."""
         this = weakref.ref(self)  # no reference back, so that what was launched goes with the last reference
         self._task = weakref.ref(task, lambda _: _task_gone(this()))
+        self._task_number = task.number
+
+    def look_for_end(self) -> None:
+        """Notice an exception that has ended it where a thread of autograd still holds on to the graph task."""
+        if self._task is not None and self.is_under_way and has_ended(self._task_number):
+            self._task = None
+            _task_gone(self)
 
     def forget_task(self) -> None:
         """Take no exception for this rank's own any more, as the wrapper is gone; the end of backward raises then."""
@@ -246,7 +259,7 @@ class Backward:
         order = self._observed_order()
         with parts.recorder.span(CONTROL):
             block = parts.control.fill(self.absent, self._non_finite, late, status, sparse, order)
-            self._launched.append(parts.channel.all_reduce(block))
+            self._launched.append(parts.channel.host.all_reduce(block))
         return apart
 
     def _observed_order(self) -> list[int]:
@@ -309,8 +322,10 @@ class Backward:
 
 
 def _task_gone(backward: Backward | None) -> None:
-    """Autograd has dropped the graph task of `backward`."""
-    if backward is not None and backward.is_under_way:
+    """An exception has ended `backward`, which is learned once: in a thread of autograd, or before in our own."""
+    with _ENDING:
+        if backward is None or not backward.is_under_way:
+            return
         backward.is_cut_short = backward.phase is Phase.LAUNCHING
         backward.enter(Phase.ABORTED)
         if backward.on_abort is not None:

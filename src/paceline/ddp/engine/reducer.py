@@ -112,6 +112,7 @@ class Reducer(GradientEngine):
         """A backward has reached an output of the wrapper."""
         ledger = self._parts.ledger
         expect_eager_backward(self._parts.channel.rank)
+        self._backward.look_for_end()
         block = forward.block if forward is not None else None
         if self._backward.is_under_way:
             ledger.expect_one_mean(block)
@@ -277,6 +278,7 @@ class Reducer(GradientEngine):
     @property
     def is_aborted(self) -> bool:
         """Whether an exception ended a backward, of which peers still wait for this rank's part."""
+        self._backward.look_for_end()
         return self._backward.phase is Phase.ABORTED
 
     def settle(self) -> Generator[None, None, None]:
@@ -294,6 +296,7 @@ class Reducer(GradientEngine):
 
     def expect_idle(self) -> None:
         """Refuse to go on where a backward has not come to its end."""
+        self._backward.look_for_end()
         if (phase := self._backward.phase) is not Phase.IDLE:
             raise UsageError(f"rank {self._parts.channel.rank}: the last backward has not ended: {phase.value}")
 
