@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.topology import SPLIT
-from paceline.ddp.transport.opening import APART, open_channel, open_host_group
+from paceline.ddp.agreement.late_reading import APART
+from paceline.ddp.transport.opening import open_channel, open_host_group
 from paceline.errors import CommunicationError
-from paceline.torch_internals.c10d import get_default_group
 from paceline.world import World
 from ranks import run_ranks
 
@@ -25,7 +25,7 @@ def values(rank: int) -> torch.Tensor:
 
 
 def collectives(world: World) -> tuple[list[float], list[float], list[list[int]], str]:
-    channel = open_channel(get_default_group(), torch.device("cpu"))
+    channel = open_channel(dist.group.WORLD, torch.device("cpu"))
     flat = channel.allocate(LENGTH, torch.float32)
     flat.copy_(values(world.rank))
     channel.wait(channel.reduce_scatter(flat), "reduce-scatter")
@@ -55,7 +55,7 @@ def host_channel(world: World, hosts: int) -> tuple[str, list[list[int]], list[l
     os.environ.update({APART: "1", SPLIT: str(hosts)})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        channel = open_channel(get_default_group(), torch.device("cpu"))
+        channel = open_channel(dist.group.WORLD, torch.device("cpu"))
     table, launched = channel.gather_rows(torch.tensor([world.rank, 2**53 + world.rank]))
     channel.wait(launched, "gathering of rows")
     sums = [values(world.rank).double() * turn for turn in range(5)]
@@ -86,7 +86,7 @@ def test_host_data_beside_gradients_on_a_device_has_a_channel_of_its_own(
 def read_without_the_other(world: World) -> list[float]:
     """Rank 1 launches and goes elsewhere; rank 0 reads all the same, and both read in the end."""
     os.environ[APART] = "1"
-    channel = open_channel(get_default_group(), torch.device("cpu"))
+    channel = open_channel(dist.group.WORLD, torch.device("cpu"))
     vector = values(world.rank).double()
     launched = channel.host.all_reduce(vector)
     if world.rank == 0:
@@ -106,7 +106,7 @@ def test_a_control_block_is_read_though_the_others_have_only_launched_theirs() -
 
 def wrap_without_tcp(world: World) -> str:
     os.environ.update({APART: "1", "GLOO_SOCKET_IFNAME": "nowhere0"})
-    group = get_default_group()
+    group = dist.group.WORLD
     with pytest.raises(CommunicationError) as caught:
         open_host_group(group, timedelta(seconds=5))
     return str(caught.value)

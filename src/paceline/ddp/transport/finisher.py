@@ -33,6 +33,8 @@ class Finisher(Protocol):
 
     steps_inside: bool
     """Whether an optimizer steps with each bucket as soon as that is reduced."""
+    reads_late: bool
+    """Whether :meth:`wait` may be called without the control block, which is read later."""
 
     @property
     def failed(self) -> bool:
@@ -51,12 +53,12 @@ class Finisher(Protocol):
     def wait(
         self,
         buckets: Sequence[Launched],
-        block: Launched,
+        block: Launched | None,
         channel: Channel,
         control: ControlBlock,
         recorder: Recorder,
     ) -> None:
-        """Wait for all that :meth:`launch` returned, in its order, and for the control block."""
+        """Wait for all that :meth:`launch` returned, in its order, and for the control block unless that is None."""
 
     def scale(self, bucket: Bucket, notes: Notes) -> None:
         """Make what came back into a bucket the average, or the part of it that this rank is to hold."""
@@ -78,6 +80,7 @@ class AllReduce:
     """The sum over the ranks, scaled to the mean or by the weights."""
 
     steps_inside = False
+    reads_late = True
 
     def __init__(self, channel: Sums, ledger: Ledger) -> None:
         self._channel, self._ledger = channel, ledger
@@ -101,7 +104,7 @@ class AllReduce:
     def wait(
         self,
         buckets: Sequence[Launched],
-        block: Launched,
+        block: Launched | None,
         channel: Channel,
         control: ControlBlock,
         recorder: Recorder,
@@ -110,7 +113,8 @@ class AllReduce:
         for at, launched in enumerate(buckets):
             with recorder.span(BUCKET_WAIT, at):
                 channel.wait(launched, f"all-reduce of gradient bucket {at}")
-        channel.wait(block, CONTROL)
+        if block is not None:
+            channel.wait(block, CONTROL)
 
     def scale(self, bucket: Bucket, notes: Notes) -> None:
         """Multiply the sums, unless the channel has done so."""

@@ -13,13 +13,11 @@ import torch.distributed as dist
 
 from paceline.comm.c10d.process_group import NAME, PacelineProcessGroup
 from paceline.comm.own_group import open_own_group
+from paceline.ddp.agreement.late_reading import APART
 from paceline.ddp.transport.channel import Channel, SharedChannel
 from paceline.ddp.transport.device_channel import DeviceChannel, HostChannel
 from paceline.errors import CommunicationError
 from paceline.rollcall import called_by_all, collective
-
-APART = "PACELINE_TEST_HOST_CHANNEL"
-"""In the environment of tests: CPU ranks open a host channel and read control blocks late, as beside GPUs."""
 
 logger = logging.getLogger(__name__)
 
