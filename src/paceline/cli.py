@@ -49,7 +49,12 @@ RECIPES = {
         "paceline.recipes.digits",
         "DigitsConfig",
         "Train a small classifier of handwritten digits, in seconds, on CPU or GPU.",
-    )
+    ),
+    "mrpc": Recipe(
+        "paceline.recipes.mrpc",
+        "MrpcConfig",
+        "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC.",
+    ),
 }
 
 
