@@ -50,6 +50,11 @@ RECIPES = {
         "DigitsConfig",
         "Train a small classifier of handwritten digits, in seconds, on CPU or GPU.",
     ),
+    "mnist": Recipe(
+        "paceline.recipes.mnist",
+        "MnistConfig",
+        "Train a network with SyncBatchNorm on MNIST's files, or compare global batches from 32 to 4,096.",
+    ),
     "mrpc": Recipe(
         "paceline.recipes.mrpc",
         "MrpcConfig",
