@@ -48,7 +48,12 @@ RECIPES = {
         "paceline.recipes.digits",
         "DigitsConfig",
         "Train a small classifier of handwritten digits, in seconds, on CPU or GPU.",
-    )
+    ),
+    "lm": Recipe(
+        "paceline.recipes.lm",
+        "LmConfig",
+        "Train a language model on a text file: a compact GPT in minutes, or a causal model of Hugging Face.",
+    ),
 }
 
 
