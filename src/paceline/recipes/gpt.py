@@ -2,8 +2,9 @@
 
     tokens ─► embeddings ─► block × layers ─► norm ─► head ─► logits
 
-Two things make it learn in minutes on a CPU: besides the token, the input has the pair and the triple of tokens that
-end there, so that attention need not find those out; and every block's output is zero at first.
+Three things make it learn in minutes on a CPU: besides the token, the input has the pair and the triple of tokens that
+end there, so that attention need not find those out; every block's output is zero at first; and the blocks' matrices
+are for an optimizer of matrices (:class:`~paceline.recipes.muon.Muon`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ class GPT(nn.Module):
         nn.init.zeros_(self.head.weight)
         self.register_buffer("rotation", rotation(context, width // heads), persistent=False)
 
+    def matrices(self) -> list[nn.Parameter]:
+        """Return the weights of the blocks; each is a matrix, or a stack of three."""
+        return [parameter for parameter in self.blocks.parameters() if parameter.dim() > 1]
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits."""
         x = self.token(tokens)
@@ -52,27 +57,28 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(width, bias=False)
-        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.query_key_value = nn.Parameter(torch.empty(3, width, width))
         self.attention_out = nn.Linear(width, width, bias=False)
         self.perceptron_norm = nn.LayerNorm(width, bias=False)
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
-        for layer in (self.query_key_value, self.up):
-            nn.init.normal_(layer.weight, std=0.7 * width**-0.5)
+        for matrix in (self.query_key_value, self.up.weight):
+            nn.init.normal_(matrix, std=0.7 * width**-0.5)
         for layer in (self.attention_out, self.down):
             nn.init.zeros_(layer.weight)  # so that a block is the identity at first
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         """Return (batch, time, width) for (batch, time, width)."""
         x = x + self.attention(self.attention_norm(x), rotation)
-        return x + self.down(F.gelu(self.up(self.perceptron_norm(x)), approximate="tanh"))
+        hidden = F.gelu(self.up(self.perceptron_norm(x)), approximate="tanh")
+        return x + self.down(hidden)  # type: ignore[no-any-return]
 
     def attention(self, x: Tensor, rotation: Tensor) -> Tensor:
         """Let every position read those before it, and itself."""
         batch, time, width = x.shape
-        shape = (batch, time, self.heads, width // self.heads)
-        query, key, value = (part.view(shape).transpose(1, 2) for part in self.query_key_value(x).chunk(3, dim=-1))
-        query, key = (rotate(F.rms_norm(part, shape[-1:]), rotation) for part in (query, key))
+        all_three = F.linear(x, self.query_key_value.flatten(0, 1)).view(batch, time, 3, self.heads, -1)
+        query, key, value = all_three.transpose(1, 3).unbind(2)
+        query, key = (rotate(F.rms_norm(part, part.shape[-1:]), rotation) for part in (query, key))
         read = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         mixed: Tensor = self.attention_out(read.transpose(1, 2).reshape(batch, time, width))
         return mixed

@@ -8,7 +8,6 @@ one from ``--context`` of them. Tokens are characters by default. The perplexity
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,14 +32,15 @@ from paceline.recipes.lm_text import (
     split,
     tokenizer_in,
 )
+from paceline.recipes.muon import Muon
 from paceline.recipes.recipe_report import Report, expect_saved, gather_report, print_report
-from paceline.recipes.training_options import TrainingOptions
+from paceline.recipes.training_options import TrainingOptions, expect_positive
 from paceline.rng import set_seed
 from paceline.train import Evaluation, Result, Trainer
 from paceline.unwrapping import unwrap
 from paceline.world import World, init
 
-WEIGHT_DECAY = 0.1
+OTHER_LR = 0.15  # of --lr, for embeddings, gains and the output layer
 TEMPERATURE = 0.8  # of the sample: below 1, it has more of what the model is sure of
 
 
@@ -48,12 +48,12 @@ TEMPERATURE = 0.8  # of the sample: below 1, it has more of what the model is su
 class LmConfig(TrainingOptions):
     """The options of ``paceline train lm``."""
 
-    epochs: int = option(4, "Passes over the training data.")
+    epochs: int = option(2, "Passes over the training data.")
     batch_size: int = option(16, "Global batch: sequences per step, all ranks.")
-    lr: float = option(0.003, "Learning rate. For a trained --model, about 0.00005.")
+    lr: float = option(0.02, "Learning rate of the recipe's own model.")
+    model_lr: float = option(0.00005, "Learning rate of --model, in place of --lr.")
     warmup_steps: int = option(100, "Steps in which the learning rate rises.")
     decay: str = option("linear", "How the learning rate falls afterwards: none or linear.", "RULE")
-    clip_norm: float | None = option(1.0, "Largest norm of the gradient.")
     data: str | None = option(None, "Text in UTF-8; required. Its last tenth is for validation.", "FILE")
     tokenizer: str | None = option(
         None, "chars (the default), bpe, or a folder with tokenizer.json; --model brings its own.", "chars|bpe|DIR"
@@ -74,6 +74,7 @@ class LmConfig(TrainingOptions):
             MissingExtra: if a package is not installed.
         """
         super().check()
+        expect_positive("--model-lr", self.model_lr)
         for name, least in (
             ("context", 1),
             ("width", 1),
@@ -151,23 +152,22 @@ def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: 
     return tokens
 
 
-def decayed(model: nn.Module) -> Iterator[dict[str, object]]:
-    """Yield the optimizer's groups: matrices of linear layers, whose weights decay, and all else."""
-    matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    for decay, are_matrices in ((WEIGHT_DECAY, True), (0.0, False)):
-        chosen = [p for p in model.parameters() if (id(p) in matrices) == are_matrices]
-        yield {"params": chosen, "weight_decay": decay}
+def build(config: LmConfig, tokens: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model that `config` asks for, and its optimizer."""
+    if config.model is not None:
+        pretrained = CausalModel(config.model).to(device)
+        return pretrained, torch.optim.AdamW(pretrained.parameters(), lr=config.model_lr, fused=True)
+    gpt = GPT(tokens, config.context, config.width, config.layers, config.heads).to(device)
+    matrices = gpt.matrices()
+    others = [parameter for parameter in gpt.parameters() if all(parameter is not matrix for matrix in matrices)]
+    return gpt, Muon(matrices, others, lr=config.lr, other_lr=OTHER_LR * config.lr)
 
 
 def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[DistributedDataParallel, Report, Result]:
     """Train on this rank; the report is the same on every rank."""
     with set_seed(config.seed):
-        if config.model is None:
-            net: nn.Module = GPT(corpus.tokenizer.size, config.context, config.width, config.layers, config.heads)
-        else:
-            net = CausalModel(config.model)
-    model = DistributedDataParallel(net.to(world.device))
-    optimizer = torch.optim.AdamW(decayed(net), lr=config.lr, betas=(0.9, 0.99), fused=True)
+        net, optimizer = build(config, corpus.tokenizer.size, world.device)
+    model = DistributedDataParallel(net)
     loader = DataLoader(corpus.training, batch_size=config.micro_batch, shuffle=True, seed=config.seed)
     evaluation = Evaluation(DataLoader(corpus.validation, batch_size=4 * config.micro_batch), summed_metrics, ("loss",))
     result = Trainer(model, optimizer, summed_loss, loader, config.train_config(), evaluation).fit()
