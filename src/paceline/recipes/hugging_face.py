@@ -55,10 +55,11 @@ def expect_fitting(name: str, tokens: int, context: int) -> None:
         raise UsageError(f"--model {name}: {path} cannot be read: {one_line(error)}") from error
     if (known := config.get("vocab_size", tokens)) < tokens:
         raise UsageError(
-            f"--model {name} knows {known:,} tokens but the tokenizer has {tokens:,}; give its own tokenizer"
+            f"--model {name} knows {known:,} tokens but the tokenizer has {tokens:,}; leave --tokenizer out"
         )
-    if (longest := config.get("max_position_embeddings", context)) < context:
-        raise UsageError(f"--context {context} is more than the {longest:,} positions of --model {name}")
+    positions = config.get("max_position_embeddings", config.get("n_positions", context))
+    if positions < context:
+        raise UsageError(f"--context {context} is more than the {positions:,} positions of --model {name}")
 
 
 def one_line(error: Exception) -> str:
@@ -80,13 +81,14 @@ def find_file(name: str, file: str) -> str:
         if not path.is_file():
             raise UsageError(f"--model {name}: the folder has no {file}; give a folder that save_pretrained() wrote")
         return str(path)
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         if isinstance(cached := try_to_load_from_cache(name, file), str):
             return cached
-        expect_hub(name)
+        if not constants.HF_HUB_OFFLINE:  # of which the library speaks itself
+            expect_hub(name)
         return str(hf_hub_download(name, file))
     except HFValidationError:
         raise UsageError(f"--model {name} is neither a folder nor a name of a model on the Hugging Face hub") from None

@@ -41,6 +41,7 @@ from paceline.unwrapping import unwrap
 from paceline.world import World, init
 
 OTHER_LR = 0.15  # of --lr, for embeddings, gains and the output layer
+MOST_NATS = 700.0  # what exp() takes
 TEMPERATURE = 0.8  # of the sample: below 1, it has more of what the model is sure of
 
 
@@ -53,7 +54,7 @@ class LmConfig(TrainingOptions):
     lr: float = option(0.02, "Learning rate of the recipe's own model.")
     model_lr: float = option(0.00005, "Learning rate of --model, in place of --lr.")
     warmup_steps: int = option(100, "Steps in which the learning rate rises.")
-    decay: str = option("linear", "How the learning rate falls afterwards: none or linear.", "RULE")
+    decay: str = option("linear", "How the learning rate falls afterwards: none, linear, cosine or wsd.", "RULE")
     data: str | None = option(None, "Text in UTF-8; required. Its last tenth is for validation.", "FILE")
     tokenizer: str | None = option(
         None, "chars (the default), bpe, or a folder with tokenizer.json; --model brings its own.", "chars|bpe|DIR"
@@ -173,7 +174,8 @@ def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[Distribute
     result = Trainer(model, optimizer, summed_loss, loader, config.train_config(), evaluation).fit()
     report = gather_report(model, result, world)
     loss, tokens = report.metrics["loss"], report.samples_per_second * config.context
-    metrics = {"loss": loss, "perplexity": math.exp(loss), "tokens_per_second": tokens}
+    perplexity = math.exp(loss) if loss < MOST_NATS else math.inf
+    metrics = {"loss": loss, "perplexity": perplexity, "tokens_per_second": tokens}
     return model, replace(report, metrics=metrics), result
 
 
