@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.errors import UsageError
+from paceline.errors import MissingExtra, UsageError
 from paceline.recipes.lm import LmConfig
 from processes import paceline
 
@@ -17,10 +18,10 @@ TEXT = "so we'll live, and pray, and sing, and tell old tales, and laugh\n" * 60
 SMALL = ["--context", "32", "--width", "16", "--layers", "1", "--heads", "2", "--epochs", "1", "--batch-size", "32"]
 
 
-def lm(folder: Path, *options: str, nproc: int = 1, program: tuple[str, ...] = ()) -> Any:
+def lm(folder: Path, *options: str, nproc: int = 1) -> Any:
     """Run the command with `options` to its end."""
     arguments = ("train", "lm", "--nproc", str(nproc), *options)
-    return paceline(folder, *arguments, program=program, fork="all", OMP_NUM_THREADS="1")
+    return paceline(folder, *arguments, fork="all", OMP_NUM_THREADS="1")
 
 
 def written(folder: Path) -> dict[str, bytes]:
@@ -85,13 +86,13 @@ def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path, options: list[str
     assert done.stderr.count("\n") == 1
 
 
-def test_without_tokenizers_the_pip_command_is_named(tmp_path: Path) -> None:
+def test_without_a_package_the_pip_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path)
-    blocked = "import sys; sys.modules['tokenizers'] = None; from paceline.cli import main; main()"
-    done = lm(tmp_path, "--data", "text.txt", "--tokenizer", "bpe", program=("-c", blocked))
-    assert done.returncode == 2
-    assert "pip install 'paceline[recipes]'" in done.stderr
-    assert done.stderr.count("\n") == 1
+    monkeypatch.chdir(tmp_path)
+    for package, option in (("tokenizers", {"tokenizer": "bpe"}), ("transformers", {"model": "folder"})):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(MissingExtra, match=rf"'{package}'.* pip install 'paceline\[recipes\]'"):
+            LmConfig(data="text.txt", **option).check()
 
 
 PROMISED = {

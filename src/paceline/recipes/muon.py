@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 NEWTON_SCHULZ_STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -56,13 +57,13 @@ class Muon(torch.optim.Optimizer):
             update = self._muon if group["orthogonal"] else self._adam
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
                     update(parameter, parameter.grad, self.state[parameter], group)
 
     def _muon(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
             state["momentum"] = torch.zeros_like(parameter)
         beta, _ = group["betas"]
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
         momentum = state["momentum"].lerp_(gradient, 1 - beta)
         rows, columns = parameter.shape[-2:]
         direction = orthogonal(gradient.lerp(momentum, beta)) * max(1.0, rows / columns) ** 0.5
@@ -70,13 +71,12 @@ class Muon(torch.optim.Optimizer):
 
     def _adam(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
-            state.update(step=0, mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))
-        state["step"] += 1
-        first, second = group["betas"]
-        mean = state["mean"].lerp_(gradient, 1 - first)
-        square = state["square"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        scale = (square / (1 - second ** state["step"])).sqrt_().add_(1e-10)
-        parameter.addcdiv_(mean, scale, value=-group["lr"] / (1 - first ** state["step"]))
+            state["step"] = torch.zeros((), device=parameter.device)
+            state.update(mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))
+        beta1, beta2 = group["betas"]
+        options = {"beta1": beta1, "beta2": beta2, "eps": 1e-10, "lr": group["lr"], "weight_decay": 0.0}
+        moments = [state["mean"]], [state["square"]], [], [state["step"]]
+        adamw([parameter], [gradient], *moments, fused=True, amsgrad=False, maximize=False, **options)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -84,8 +84,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
     if matrix.shape[-2] > matrix.shape[-1]:
         return orthogonal(matrix.mT).mT
     linear, cubic, quintic = COEFFICIENTS
-    x = matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = (matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7)).reshape(-1, *matrix.shape[-2:])
     for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.mT
-        x = linear * x + (cubic * square + quintic * square @ square) @ x
-    return x
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=cubic, alpha=quintic), x, beta=linear)
+    return x.view_as(matrix)
