@@ -59,6 +59,10 @@ RECIPES = {
         "paceline.recipes.mrpc",
         "MrpcConfig",
         "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC.",
+    "lm": Recipe(
+        "paceline.recipes.lm",
+        "LmConfig",
+        "Train a language model on a text file: a compact GPT in minutes, or a causal model of Hugging Face.",
     ),
 }
 
