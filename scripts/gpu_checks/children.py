@@ -190,11 +190,12 @@ def listen(ranks: list[RankProcess], deadline: float) -> None:
     talking = {rank.connection: rank for rank in ranks}
     while talking and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(talking), left):
-            rank = talking[connection]  # type: ignore[index]
+            assert isinstance(connection, Connection)
+            rank = talking[connection]
             try:
-                row = connection.recv()  # type: ignore[union-attr]
+                row = connection.recv()
             except (EOFError, OSError):
-                del talking[connection]  # type: ignore[arg-type]
+                del talking[connection]
                 if not rank.is_complete:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
                 continue

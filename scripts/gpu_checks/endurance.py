@@ -54,7 +54,7 @@ class Held:
     def is_like(self, before: Held, *, outside: float) -> bool:
         """Whether nothing to speak of was left behind since `before`; other processes may use the GPU, too."""
         more = [a - b for a, b in zip(astuple(self), astuple(before), strict=True)]
-        return more[0] <= 0.1 and more[1] <= outside and more[2] <= 2 and more[3] <= 2
+        return bool(more[0] <= 0.1 and more[1] <= outside and more[2] <= 2 and more[3] <= 2)
 
 
 def model_of(place: Place) -> nn.Module:

@@ -92,8 +92,8 @@ def capture_of(name: str, wrap: Wrap, norm: bool = False) -> Callable[[Place], I
         except UsageError as error:
             yield holds(what, f"refused by name: {error}", place.on_gpu)
             return
-        error = between(module, trained(place, wrap, norm=norm))
-        yield holds(f"{what}: weights differ by", f"{error:.1e}", error < 1e-5)
+        apart = between(module, trained(place, wrap, norm=norm))
+        yield holds(f"{what}: weights differ by", f"{apart:.1e}", apart < 1e-5)
 
     return check
 

@@ -75,7 +75,8 @@ def own_group(place: Place) -> Iterator[Row]:
 def finite(place: Place) -> Iterator[Row]:
     """A NaN on one rank is an error on every rank, and the next step is right again."""
     last = place.size - 1
-    model = with_buckets(nn.Linear(4, 4).to(place.device), check_finite=True)
+    linear = nn.Linear(4, 4).to(place.device)
+    model = with_buckets(linear, check_finite=True)
     x = torch.ones(2, 4, device=place.device)
     message = "no error"
     try:
@@ -86,8 +87,8 @@ def finite(place: Place) -> Iterator[Row]:
     yield holds("check_finite names the rank whose gradient is NaN", "" if named else message, named)
     model.zero_grad()
     model(x).sum().backward()
-    error = difference([gradient_of(model.module.weight)], [torch.full((4, 4), 2.0)])
-    yield holds("and the next gradient differs by", f"{error:.1e}", error < 1e-6)
+    apart = difference([gradient_of(linear.weight)], [torch.full((4, 4), 2.0, device=place.device)])
+    yield holds("and the next gradient differs by", f"{apart:.1e}", apart < 1e-6)
 
 
 def checkpoint(place: Place) -> Iterator[Row]:

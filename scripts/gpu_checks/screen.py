@@ -39,29 +39,23 @@ class Result:
         return any(row.verdict is Verdict.FAILED for row in self.rows)
 
     def remedy(self, row: Row) -> str:
-        return row.remedy or self.check.remedy
+        """What to do about a line; nothing if it did not fail."""
+        return (row.remedy or self.check.remedy) if row.verdict is Verdict.FAILED else ""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
-        rows = [
-            {
-                **asdict(row),
-                "verdict": row.verdict.value,
-                "remedy": self.remedy(row) if row.verdict is Verdict.FAILED else "",
-            }
-            for row in self.rows
-        ]
+        rows = [{**asdict(row), "verdict": row.verdict.value, "remedy": self.remedy(row)} for row in self.rows]
         check = {"part": self.check.part, "check": self.check.name, "ranks": self.check.ranks.value}
         return {**check, "seconds": round(self.seconds, 1), "rows": rows, "log": self.log}
 
 
 def facts(on_gpu: bool) -> dict[str, str]:
     """Versions and devices of this machine."""
+    commit = asked("git", "-C", str(ROOT), "log", "-1", "--format=%h")
+    settings = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_", "CUDA_"))]
     found = {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "paceline": " ".join(
-            filter(None, [paceline.__version__, asked("git", "-C", str(ROOT), "log", "-1", "--format=%h")])
-        ),
+        "paceline": f"{paceline.__version__} {commit}".strip(),
         "torch": str(torch.__version__),
         "CUDA": str(torch.version.cuda or torch.version.hip),
         "NCCL": "-",
@@ -69,11 +63,7 @@ def facts(on_gpu: bool) -> dict[str, str]:
         "device": "CPU, a trial of the script; nothing here is about GPUs",
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}, {os.cpu_count()} CPUs",
-        "environment": ", ".join(
-            f"{name}={value}"
-            for name, value in sorted(os.environ.items())
-            if name.startswith(("NCCL_", "TORCH_", "CUDA_"))
-        ),
+        "environment": ", ".join(f"{name}={os.environ[name]}" for name in settings),
     }
     if on_gpu:
         query = asked("nvidia-smi", "--query-gpu=driver_version,memory.used", "--format=csv,noheader")
@@ -82,10 +72,9 @@ def facts(on_gpu: bool) -> dict[str, str]:
             f"{one.name}, {one.total_memory / 2**30:.1f} GiB, sm_{one.major}{one.minor}" for one in properties
         )
         found["device"] = "; ".join(f"{count} × {kind}" for kind, count in kinds.items())
-        found["NCCL"] = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
-        found["driver"] = (
-            " | ".join(f"{line} in use at the start" for line in query.splitlines()) or "nvidia-smi not found"
-        )
+        found["NCCL"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        drivers = [f"{line} in use at the start" for line in query.splitlines()]
+        found["driver"] = " | ".join(drivers) or "unknown, as nvidia-smi does not run"
     return found
 
 
@@ -124,10 +113,9 @@ def row_lines(result: Result, row: Row) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)) or [start]
 
 
-def progress(number: int, count: int, result: Result) -> None:
+def progress(number: int, total: int, result: Result) -> None:
     """Tell, on stderr, of a check that is over."""
     counts = Counter(row.verdict.value for row in result.rows)
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    print(
-        f"[{number:2}/{count}] {result.check.path:<24} {summary} ({result.seconds:.0f} s)", file=sys.stderr, flush=True
-    )
+    line = f"[{number:2}/{total}] {result.check.path:<24} {summary} ({result.seconds:.0f} s)"
+    print(line, file=sys.stderr, flush=True)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_checks.rows import NotRun, Place, Row, holds, measured
@@ -118,8 +117,8 @@ def launched(trainee: Trainee, place: Place) -> Counter[str]:
     with profile(activities=activities) as profiler:
         trainee.step()
         place.synchronize()
-    wanted = DeviceType.CUDA if place.on_gpu else DeviceType.CPU
-    events = [event for event in profiler.events() or () if event.device_type == wanted]
+    wanted = "CUDA" if place.on_gpu else "CPU"
+    events = [event for event in profiler.events() or () if event.device_type.name == wanted]
     return Counter(event.name for event in events if not getattr(event, "is_user_annotation", False))
 
 
