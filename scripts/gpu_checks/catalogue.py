@@ -126,11 +126,6 @@ CHECKS: Sequence[Check] = (
 )
 
 
-def find(path: str) -> Check:
-    """The check of that name."""
-    return next(check for check in CHECKS if check.path == path)
-
-
 def chosen(parts: Sequence[str]) -> list[Check]:
     """The checks of `parts`, which are names of parts or of single checks; all without any.
 

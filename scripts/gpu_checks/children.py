@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 import paceline
-from gpu_checks.catalogue import Check, Ranks, find
+from gpu_checks.catalogue import Check, Ranks
 from gpu_checks.one_rank import free_port
 from gpu_checks.rows import NotRun, Place, Row, Verdict, not_run
 
@@ -38,6 +39,8 @@ class Setting:
     on_gpu: bool
     gpus: int
     rounds: int
+    catalogue: str = "gpu_checks.catalogue"
+    """The module whose ``CHECKS`` they are."""
 
 
 @dataclass
@@ -71,7 +74,7 @@ def serve(rank: int, size: int, port: int, path: str, setting: Setting, log: str
     faulthandler.enable()
     faulthandler.dump_traceback_later(seconds, exit=True)
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-    check = find(path)
+    check: Check = next(one for one in import_module(setting.catalogue).CHECKS if one.path == path)
     try:
         _be_rank(rank, size, port, check, setting, pipe)
     except NotRun as reason:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline
-from gpu_checks.rows import NotRun, Place, Row, holds
+from gpu_checks.rows import NotRun, Place, Row, Verdict, holds, not_run
 from gpu_checks.stand_in import compressor
 from gpu_checks.wrapping import TorchDDP, between, with_buckets
 from paceline import compression
@@ -93,7 +93,8 @@ def capture_of(name: str, wrap: Wrap, norm: bool = False) -> Callable[[Place], I
             yield holds(what, f"refused by name: {error}", place.on_gpu)
             return
         apart = between(module, trained(place, wrap, norm=norm))
-        yield holds(f"{what}: weights differ by", f"{apart:.1e}", apart < 1e-5)
+        row = holds(f"{what}: weights differ by", f"{apart:.1e}", apart < 1e-5)
+        yield row if place.on_gpu or row.verdict is Verdict.FAILED else not_run(what, "a CPU has no graphs")
 
     return check
 

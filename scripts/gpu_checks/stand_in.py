@@ -17,14 +17,14 @@ from gpu_checks.rows import Place, Row, holds, not_run
 from gpu_checks.wrapping import between, difference, with_buckets
 from paceline import compression
 
-STEPS = 6
 CAPACITY_MB = 0.02
 """A bucket for each layer of :class:`Slow`."""
 
 
-def inputs(place: Place) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(place.rank)
-    return [torch.randn(32, 64, generator=generator).to(place.device) for _ in range(STEPS)]
+def inputs(place: Place, rank: int | None = None) -> list[Tensor]:
+    """The batches of `rank`, by default this one."""
+    generator = torch.Generator().manual_seed(place.rank if rank is None else rank)
+    return [torch.randn(32, 64, generator=generator).to(place.device) for _ in range(place.steps(6, 3))]
 
 
 def slow(place: Place, dtype: torch.dtype = torch.float32) -> Slow:
@@ -33,12 +33,12 @@ def slow(place: Place, dtype: torch.dtype = torch.float32) -> Slow:
 
 
 def expected_weights(place: Place, rate: float) -> Tensor:
-    """The weights after training without a wrapper, where the device is waited for after every call."""
+    """The weights after training on all ranks' batches in one process, which waits for the device after every call."""
     module = slow(place)
     module.late = False
     optimizer = torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9)
-    for x in inputs(place):
-        module(x).backward()
+    for parts in zip(*(inputs(place, rank) for rank in range(place.size)), strict=True):
+        module(torch.cat(parts)).backward()
         place.synchronize()
         optimizer.step()
         optimizer.zero_grad()
@@ -67,7 +67,7 @@ def late_weights(place: Place, rate: float, *, stand_in: bool, side: bool, fault
         weights = flat(module)
     place.synchronize()
     if replaced is not None:
-        assert replaced.launched >= STEPS * 2, "the stand-in was given no buckets"
+        assert replaced.launched >= 2 * len(batches), "the stand-in was given no buckets"
     return weights
 
 

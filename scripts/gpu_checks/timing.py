@@ -23,8 +23,13 @@ class Workload:
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[], Tensor]
-    autocast: bool = False
+    autocast: bool
     """Whether the forward runs under bf16 autocast; if not, the model is in bf16 itself."""
+
+
+def named(place: Place, name: str) -> str:
+    """`name`, and whether it is the real size."""
+    return name if place.on_gpu else f"tiny in place of {name}"
 
 
 def smollm2(place: Place, count: int) -> Workload:
@@ -32,8 +37,12 @@ def smollm2(place: Place, count: int) -> Workload:
     shape = SMOLLM2_360M if place.on_gpu else TINY
     length = min(count, 2048) if place.on_gpu else 8
     sizes = (max(1, count // length) if place.on_gpu else 2, length)
-    name = f"SmolLM2-360M, {count:,} tokens"
-    return Workload(name, lambda: llama(place, shape, torch.bfloat16), lambda: tokens(place, shape, 0, sizes))
+    return Workload(
+        named(place, f"SmolLM2-360M, {count:,} tokens"),
+        lambda: llama(place, shape, torch.bfloat16),
+        lambda: tokens(place, shape, 0, sizes),
+        autocast=False,
+    )
 
 
 def resnet50(place: Place, batch: int) -> Workload:
@@ -49,7 +58,7 @@ def resnet50(place: Place, batch: int) -> Workload:
         whole = torch.randn(batch if place.on_gpu else 2, 3, side, side, device=place.device)
         return whole.to(memory_format=torch.channels_last)
 
-    return Workload(f"ResNet-50, batch {batch}", build, images, autocast=True)
+    return Workload(named(place, f"ResNet-50, batch {batch}"), build, images, autocast=True)
 
 
 def small_mlp(place: Place) -> Workload:
@@ -60,7 +69,8 @@ def small_mlp(place: Place) -> Workload:
         torch.manual_seed(0)
         return MLP(*[width] * 9).to(place.device)
 
-    return Workload("MLP 8 × 1024, batch 256", build, lambda: torch.randn(256, width, device=place.device))
+    x = torch.randn(256, width, device=place.device)
+    return Workload(named(place, "MLP 8 × 1024, batch 256"), build, lambda: x, autocast=False)
 
 
 class Trainee:
