@@ -81,8 +81,8 @@ class Place:
 
     def tidy(self) -> None:
         """Let go of what earlier models held."""
-        gc.collect()
         if self.on_gpu:
+            gc.collect()
             torch.cuda.empty_cache()
 
     def steps(self, on_gpu: int, on_cpu: int) -> int:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from gpu_checks.rows import NotRun, Place, Row, holds, measured
+from gpu_checks.rows import Place, Row, holds, measured, not_run
 from gpu_checks.timing import (
     Trainee,
     Workload,
@@ -110,7 +110,7 @@ def kernels(place: Place) -> Iterator[Row]:
 
 def launched(trainee: Trainee, place: Place) -> Counter[str]:
     """Names and numbers of what a steady step launches on the device; on the CPU, of the operators that it calls."""
-    for _ in range(5):
+    for _ in range(place.steps(5, 2)):
         trainee.step()
     place.synchronize()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.on_gpu else [])]
@@ -135,7 +135,7 @@ def overlap(place: Place) -> Iterator[Row]:
             return timed_reductions(place, bucket, times)
 
         runs: dict[str, Callable[[], float]] = {name: lambda t=t: t.timed(2) for name, t in built.items()}  # type: ignore[misc]
-        seconds = in_turns({**runs, "all-reduce": reduce}, place.rounds)
+        seconds = in_turns({**runs, "all-reduce": reduce}, place.rounds, place.steps(3, 1))
         medians = {name: statistics.median(took) for name, took in seconds.items()}
         alone = medians["all-reduce"]
         shown = f"{1000 * alone:.2f} ms beside a bare step of {1000 * medians['bare']:.2f} ms"
@@ -170,7 +170,7 @@ def memory(place: Place) -> Iterator[Row]:
         place.tidy()
         base, free = allocated(place), free_outside(place)
         trainee = Trainee(workload, wrap, place)
-        for step in range(5):
+        for step in range(place.steps(5, 2)):
             if step == 3 and place.on_gpu:  # after the buckets were made anew
                 torch.cuda.reset_peak_memory_stats()
             trainee.step()
@@ -187,7 +187,7 @@ def memory(place: Place) -> Iterator[Row]:
             yield measured(what, shown, mib=peaks[name])
         del trainee
     if not place.on_gpu:
-        raise NotRun("peaks are counted on GPUs only")
+        yield not_run("peaks", "they are counted on GPUs only")
 
 
 def allocated(place: Place) -> int:

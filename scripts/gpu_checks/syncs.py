@@ -95,7 +95,7 @@ def steady(place: Place, case: Case) -> Step:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(6):
+    for _ in range(place.steps(6, 2)):
         step()
     place.synchronize()
     return step

@@ -113,7 +113,7 @@ class Trainee:
         return took
 
 
-def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
+def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int, warm_up: int) -> dict[str, list[float]]:
     """Call each in every round, in another order each time; the first rounds do not count."""
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -138,10 +138,12 @@ def trainees(workload: Workload, wraps: Mapping[str, Wrap], place: Place) -> dic
 
 def step_times(built: Mapping[str, Trainee], place: Place, steps: int = 2) -> dict[str, list[float]]:
     """Seconds of a step of each variant, by round."""
-    return in_turns({name: partial(trainee.timed, steps) for name, trainee in built.items()}, place.rounds)
+    return in_turns(
+        {name: partial(trainee.timed, steps) for name, trainee in built.items()}, place.rounds, place.steps(3, 1)
+    )
 
 
 def host_times(built: Mapping[str, Trainee], place: Place) -> dict[str, list[float]]:
     """Seconds of the host for a backward of each variant, by round."""
     rounds = place.rounds * place.steps(5, 1)
-    return in_turns({name: trainee.host_timed for name, trainee in built.items()}, rounds, warm_up=5)
+    return in_turns({name: trainee.host_timed for name, trainee in built.items()}, rounds, place.steps(5, 1))
