@@ -21,6 +21,16 @@ CYCLES = 20_000_000
 SECONDS_ON_CPU = 0.002
 
 
+class Lateness(Enum):
+    """What comes late in a backward."""
+
+    NONE = "nothing"
+    GRADIENTS = "gradients"
+    """Kernels that make them are launched, and have not run: whoever does not wait for them reads too early."""
+    OTHER_STREAMS = "other streams"
+    """What runs there starts when the training's own stream is far ahead: whoever frees too early is overwritten."""
+
+
 def pause(device: torch.device) -> None:
     """Some milliseconds of the device's time, in the current stream."""
     if device.type == "cuda":
@@ -30,48 +40,59 @@ def pause(device: torch.device) -> None:
 
 
 def delay_other_streams(device: torch.device) -> None:
-    """Put a pause into every stream that PyTorch hands out: what runs there comes late."""
+    """Put a pause into every stream that PyTorch hands out, once the current stream has come to this point."""
     if device.type != "cuda":
         return
+    current = torch.cuda.current_stream(device)
+    here = current.record_event()
     for priority in (0, -1):
         for _ in range(32):  # the size of PyTorch's pool for each priority, which is handed out in turn
-            with torch.cuda.stream(torch.cuda.Stream(device, priority=priority)):
-                torch.cuda._sleep(CYCLES)
+            stream = torch.cuda.Stream(device, priority=priority)
+            if stream != current:
+                with torch.cuda.stream(stream):
+                    here.wait(stream)
+                    torch.cuda._sleep(CYCLES // 4)
 
 
-def poison(device: torch.device, numels: tuple[int, ...], dtype: torch.dtype) -> None:
+def poison(device: torch.device, dtype: torch.dtype) -> None:
     """Take memory that has just been given back, and fill it with NaN: whoever still reads it sees that."""
+    numels = (4160, 8320, 4096, 2080)  # of buckets of :class:`Slow`, and of their parts
     kept = [torch.full((numel,), torch.nan, device=device, dtype=dtype) for numel in numels for _ in range(2)]
     del kept
 
 
 class Late(torch.autograd.Function):
-    """Hands its gradient on late: the kernels that make it are launched, and have not run."""
+    """Overwrites freed memory in backward, and makes something late."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
+    def forward(context: Any, x: Tensor, lateness: Lateness) -> Tensor:
+        context.lateness = lateness
         return x.clone()
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        pause(gradient.device)
-        poison(gradient.device, (4160, 8320, 4096), gradient.dtype)  # the sizes of buckets, and of their parts
-        return gradient.clone()
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        for dtype in {gradient.dtype, torch.float32}:  # residuals are in float32
+            poison(gradient.device, dtype)
+        if context.lateness is Lateness.GRADIENTS:
+            pause(gradient.device)
+        else:
+            delay_other_streams(gradient.device)
+        return gradient.clone(), None
 
 
 class Slow(nn.Module):
-    """Layers whose gradients come late, unless told otherwise."""
+    """Layers with something late between their gradients; forward gives the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, lateness: Lateness) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-        self.late = True
+        self.lateness = lateness
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x).tanh()
-            if self.late:
-                x = Late.apply(x)  # type: ignore[no-untyped-call]
+            if self.lateness is not Lateness.NONE:
+                x = Late.apply(x, self.lateness)  # type: ignore[no-untyped-call]
         return x.float().square().mean()
 
 

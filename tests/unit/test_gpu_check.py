@@ -38,29 +38,31 @@ def place_of(world: World) -> Place:
     return Place(world.rank, world.size, torch.device("cpu"), rounds=1)
 
 
-def tried(world: World, paths: list[str]) -> dict[str, list[Row]]:
-    by_path = {check.path: check for check in CHECKS}
-    return {path: list(by_path[path].run(place_of(world))) for path in paths}
+def tried(world: World, path: str) -> list[Row]:
+    return list(check_at(path).run(place_of(world)))
+
+
+def check_at(path: str) -> Check:
+    return next(check for check in CHECKS if check.path == path)
 
 
 # Each function once: ranks that share a GPU and ranks that have one each run the same.
-OF_ONE = [check.path for check in CHECKS if check.ranks is Ranks.ONE and check.joined]
 TIMED = {"smollm2-2k", "smollm2-16k", "resnet-32", "resnet-256", "mlp", "host"}
-OF_SEVERAL = [
-    check.path for check in CHECKS if check.ranks is Ranks.SEVERAL and check.joined and check.name not in TIMED
-]
 MEASURED_ONLY = TIMED | {"overlap", "kernels", "peak"}
+CASES = [(1, check.path) for check in CHECKS if check.ranks is Ranks.ONE and check.joined]
+CASES += [
+    (2, check.path) for check in CHECKS if check.ranks is Ranks.SEVERAL and check.joined and check.name not in TIMED
+]
 
 
-@pytest.mark.parametrize(("size", "paths"), [(1, OF_ONE), (2, OF_SEVERAL)], ids=["one rank", "two ranks"])
-def test_every_check_runs_and_holds_on_cpu_ranks(pools: Pools, size: int, paths: list[str]) -> None:
-    for answers in pools.run(size, tried, paths):
-        for path, rows in answers.items():
-            verdicts = {row.verdict for row in rows}
-            assert Verdict.FAILED not in verdicts, f"{path}: {rows}"
-            assert rows, path
-            has_verdict = path.rpartition("/")[2] in MEASURED_ONLY or verdicts & {Verdict.OK, Verdict.NOT_RUN}
-            assert has_verdict, f"{path} judges nothing: {rows}"
+@pytest.mark.parametrize(("size", "path"), CASES, ids=[path for _, path in CASES])
+def test_every_check_runs_and_holds_on_cpu_ranks(pools: Pools, size: int, path: str) -> None:
+    for rows in pools.run(size, tried, path):
+        verdicts = {row.verdict for row in rows}
+        assert Verdict.FAILED not in verdicts, rows
+        is_measured_only = path.rpartition("/")[2] in MEASURED_ONLY
+        assert rows
+        assert is_measured_only or verdicts & {Verdict.OK, Verdict.NOT_RUN}, f"it judges nothing: {rows}"
 
 
 def test_the_functions_of_ranks_that_share_a_gpu_are_those_of_several() -> None:
@@ -138,8 +140,7 @@ def read(path: Path) -> bytes:
 
 def test_a_world_starts_and_ends_in_ranks_of_its_own() -> None:
     for path in ("one/start", "several/leave"):
-        check = next(check for check in CHECKS if check.path == path)
-        rows, log = children.run(check, CPU, 60)
+        rows, log = children.run(check_at(path), CPU, 60)
         assert {row.verdict for row in rows} == {Verdict.OK}, f"{rows}\n{log}"
 
 
@@ -204,27 +205,22 @@ def test_parts_are_chosen_by_their_names_and_by_those_of_single_checks() -> None
 
 
 def test_several_gpus_are_asked_for_where_there_is_one() -> None:
-    check = next(check for check in CHECKS if check.path == "several/equality")
-    rows, _ = children.run(check, children.Setting(on_gpu=True, gpus=1, rounds=1), 10)
+    rows, _ = children.run(check_at("several/equality"), children.Setting(on_gpu=True, gpus=1, rounds=1), 10)
     assert [row.verdict for row in rows] == [Verdict.NOT_RUN]
     assert "one GPU" in rows[0].value
 
 
-def check_named(name: str) -> Check:
-    return next(check for check in CHECKS if check.path == name)
-
-
 def test_the_screen_has_versions_verdicts_ratios_and_remedies() -> None:
     results = [
-        Result(check_named("one/equality"), [holds("weights differ by", "1.0e+00", False)], 3.0),
+        Result(check_at("one/equality"), [holds("weights differ by", "1.0e+00", False)], 3.0),
         Result(
-            check_named("speed/mlp"), [measured("MLP: paceline", "1.00 ms; torch views / this = 1.100", ratio=1.1)], 4.0
+            check_at("speed/mlp"), [measured("MLP: paceline", "1.00 ms; torch views / this = 1.100", ratio=1.1)], 4.0
         ),
     ]
     text = screen.told(results, screen.facts(on_gpu=False), 7.0)
     for part in (torch.__version__, "NCCL", "driver", "1 FAILED", "torch views / this = 1.100", "--part one/equality"):
         assert str(part) in text
-    assert check_named("one/equality").remedy in text
+    assert check_at("one/equality").remedy in text
     assert max(map(len, text.splitlines())) <= 140
     written = json.loads(json.dumps([result.as_json() for result in results]))
     assert written[1]["rows"][0]["numbers"] == {"ratio": 1.1}
