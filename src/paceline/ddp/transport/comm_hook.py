@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.buckets import Bucket
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weighting import UNCOUNTED, WEIGHTED, compute_scale
+from paceline.ddp.agreement.weighting import compute_correction
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.finisher import CONTROL, AlreadyDone, Notes
 from paceline.ddp.transport.grad_bucket import GradBucket
@@ -74,6 +74,10 @@ class HookFinisher:
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Where ranks that have no data take part, and do not know which buckets are full when a layer's turn comes."""
         return shadowed or self.layers_first
+
+    def prescale(self, flat: Tensor) -> float:
+        """Nothing: a hook sees this rank's own gradients."""
+        return 1.0
 
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Call the hook, unless it has failed in this backward: then :meth:`wait` raises what it raised.
@@ -161,8 +165,9 @@ class HookFinisher:
 
     def scale(self, bucket: Bucket, notes: Notes) -> None:
         """Turn the mean over all ranks into that over the weights, or over the ranks that count, where these differ."""
-        if any(int(weighting) & (WEIGHTED | UNCOUNTED) for _, weighting in notes):
-            bucket.flat.mul_(compute_scale(notes) * len(notes))
+        factor = compute_correction(notes)
+        if factor != 1.0:
+            bucket.flat.mul_(factor)
 
 
 def _expect_none(failed: Sequence[int], rank: int) -> None:
@@ -189,6 +194,7 @@ class _Answer:
             HookError: if the future failed or was not completed in time, or its value is not like the bucket.
             CommunicationError: if it failed as another rank could not be reached.
         """
+        self._shown.carry_on()
         value = self._value()
         if not isinstance(value, Tensor):
             raise HookError(

@@ -18,9 +18,10 @@ from paceline.comm.shm.header import Note
 from paceline.comm.topology import host_number
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weighting import compute_scale
+from paceline.ddp.agreement.weighting import compute_correction, compute_scale
 from paceline.ddp.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
+from paceline.streams import is_queued
 from paceline.tracing import BUCKET_WAIT, Recorder
 
 CONTROL = "exchange of control blocks"
@@ -44,6 +45,9 @@ class Finisher(Protocol):
         `shadowed` if ranks that ran out of data inside ``join`` take part. Where it is true, no collective of a layer
         comes between those of the finisher, on any rank.
         """
+
+    def prescale(self, flat: Tensor) -> float:
+        """Return what gradients are multiplied by as they are copied into the bucket `flat`."""
 
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Hand bucket number `at` to communication."""
@@ -91,12 +95,24 @@ class AllReduce:
         """Where sums block, so that they overlap with nothing: then a layer's collective may come first elsewhere."""
         return self._channel.blocks
 
+    def prescale(self, flat: Tensor) -> float:
+        """1/N where the copy is a pass over a GPU's memory, which another multiplication would cost again."""
+        return 1 / self._channel.size if self._divides_in_copy(flat) else 1.0
+
+    def _divides_in_copy(self, flat: Tensor) -> bool:
+        return is_queued(flat.device) and not self._channel.scales
+
+    def _divides_first(self, flat: Tensor) -> bool:
+        """Whether means are summed, in the copy or after it: in half precision a sum of N may overflow."""
+        return flat.dtype is torch.float16 or self._divides_in_copy(flat)
+
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Launch the sum, in place."""
-        if bucket.flat.dtype is torch.float16:  # a sum of N may overflow where the mean does not
+        if not self._divides_first(bucket.flat):
+            return self._channel.all_reduce(bucket.flat, self._ledger.status.note)
+        if not self._divides_in_copy(bucket.flat):
             bucket.flat.mul_(1 / self._channel.size)
-            return self._channel.all_reduce(bucket.flat)
-        return self._channel.all_reduce(bucket.flat, self._ledger.status.note)
+        return self._channel.all_reduce(bucket.flat)
 
     def wait(
         self,
@@ -113,11 +129,13 @@ class AllReduce:
         channel.wait(block, CONTROL)
 
     def scale(self, bucket: Bucket, notes: Notes) -> None:
-        """Multiply the sums, unless the channel has done so."""
-        if bucket.flat.dtype is torch.float16:
-            bucket.flat.mul_(compute_scale(notes) * self._channel.size)
-        elif not self._channel.scales:
-            bucket.flat.mul_(compute_scale(notes))
+        """Multiply what came back, unless it is the average already."""
+        if self._divides_first(bucket.flat):
+            factor = compute_correction(notes)
+        else:
+            factor = 1.0 if self._channel.scales else compute_scale(notes)
+        if factor != 1.0:
+            bucket.flat.mul_(factor)
 
 
 class AlreadyDone:
