@@ -278,7 +278,7 @@ class Backward:
         with parts.recorder.span(WAIT):
             start = time.perf_counter()
             *buckets, block = self._launched
-            parts.finisher.wait(buckets, block, parts.channel, parts.control, parts.recorder)
+            parts.finisher.wait(buckets, block, parts.control)
             self.exposed_seconds = time.perf_counter() - start
         statuses = parts.control.statuses()
         notes = [status.note for status in statuses]

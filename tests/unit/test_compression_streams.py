@@ -1,0 +1,245 @@
+"""Compressors on a device that queues its operations: right in every order of its streams, without stopping the host.
+
+Such a device is imitated by tests/queued_device.py. All ranks have the same gradients, so that one process is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline import streams
+from paceline.buckets import Bucket
+from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK, hook, pipeline
+from paceline.ddp.transport.grad_bucket import GradBucket
+from queued_device import HostAsked, QueuedDevice, Stream, Work
+
+SIZE = 3
+STEPS = 4
+LAYOUTS = [[3, 1], [2], [0]], [[0, 1, 2, 3]]
+ORDERS = list(permutations(["main", "side", "network"]))
+KINDS: dict[str, Callable[[nn.Module], Compressor]] = {
+    "cast": lambda net: Cast(net, process_group=object()),
+    "topk": lambda net: TopK(net, 0.1, process_group=object()),
+    "int8": lambda net: Int8(net, process_group=object()),
+    "powersgd": lambda net: PowerSGD(net, rank=2, process_group=object()),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        shapes = [(20, 31), (7,), (9, 8, 3, 3), (40, 30)]
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes])
+
+
+class Done:
+    """A collective that is finished at once."""
+
+    def wait(self) -> None:
+        """Return."""
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def add(tensor: Tensor) -> None:
+    tensor.mul_(SIZE)
+
+
+def gather(whole: Tensor, part: Tensor) -> None:
+    whole.view(SIZE, -1).copy_(part)
+
+
+def exchange(received: Tensor, sent: Tensor) -> None:
+    received.copy_(sent[:1].expand_as(sent))  # what every rank has for rank 0
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[QueuedDevice | None], None]]:
+    """A world of ranks with the same gradients, whose collectives are launched on a device, or done at once."""
+
+    def use(device: QueuedDevice | None) -> None:
+        def launch(function: Callable[..., None], *tensors: Tensor) -> Any:
+            if device is not None:
+                return device.collective(function, *tensors)
+            function(*tensors)
+            return Done()
+
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: launch(add, tensor))
+        for name in ("all_gather_single", "all_gather_into_tensor"):
+            monkeypatch.setattr(dist, name, lambda whole, part, **_: launch(gather, whole, part), raising=False)
+        monkeypatch.setattr(dist, "all_to_all_single", lambda received, sent, **_: launch(exchange, received, sent))
+
+    monkeypatch.setattr(dist, "get_world_size", lambda _: SIZE)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 0)
+    return use
+
+
+class Event:
+    """What torch's futures of GPU tensors do: whoever waits has his stream wait for the one that gave the result."""
+
+    def __init__(self, device: QueuedDevice, patch: pytest.MonkeyPatch) -> None:
+        plain_result, plain_wait = torch.futures.Future.set_result, torch.futures.Future.wait
+
+        def set_result(future: Any, value: Any) -> None:
+            future.event = device.current, len(device.current.items)
+            plain_result(future, value)
+
+        def wait(future: Any) -> Any:
+            value = plain_wait(future)
+            device.current.put(future.event)
+            return value
+
+        patch.setattr(torch.futures.Future, "set_result", set_result)
+        patch.setattr(torch.futures.Future, "wait", wait)
+
+
+def values(step: int, at: int, numel: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + at)
+    gradient = torch.randn(numel, generator=generator) * (step != 2)  # a step without gradients: bases die
+    return gradient * float("nan") if step == 1 and at == 0 else gradient
+
+
+def reduce_steps(net: Net, state: Compressor, allocate: Callable[..., Tensor]) -> list[Tensor]:
+    """What the hook makes of every step's gradients, bucket by bucket, and the residuals."""
+    parameters, results = list(net.parameters()), []
+    for step in range(STEPS):
+        buckets = [Bucket.allocate(indices, parameters, allocate) for indices in LAYOUTS[step == 3]]
+        futures = []
+        for at, bucket in enumerate(buckets):
+            bucket.flat.copy_(values(step, at, bucket.flat.numel()))
+            last = at == len(buckets) - 1
+            futures.append(hook(state, GradBucket.of(bucket, parameters, at, last=last)))
+        results += [future.wait().clone() for future in futures]
+    return [*results, *(residual.clone() for residual in state.state_dict()["residuals"].values())]
+
+
+def queued(
+    make: Callable[[nn.Module], Compressor],
+    dtype: torch.dtype,
+    order: tuple[str, ...],
+    ranks: Callable[[QueuedDevice | None], None],
+    breaking: Callable[[pytest.MonkeyPatch], None] = lambda _: None,
+) -> tuple[list[Tensor], list[str]]:
+    """The same on a device that queues, done in `order`, and what used memory that was gone."""
+    device = QueuedDevice()
+    ranks(device)
+    with pytest.MonkeyPatch.context() as patch:
+        device.use(patch)
+        Event(device, patch)
+        breaking(patch)
+        net = Net(dtype)
+        with device:
+            results = reduce_steps(net, make(net), device.zeros)
+    device.run([getattr(device, name) for name in order])
+    return [device.value(result) for result in results], device.used_late
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compressor_gives_the_same_bits_in_every_order_of_streams(
+    kind: str, dtype: torch.dtype, ranks: Callable[[QueuedDevice | None], None]
+) -> None:
+    ranks(None)
+    net = Net(dtype)
+    wanted = reduce_steps(net, KINDS[kind](net), torch.zeros)
+    for order in ORDERS:
+        found, used_late = queued(KINDS[kind], dtype, order, ranks)
+        assert used_late == []
+        for at, (mine, other) in enumerate(zip(found, wanted, strict=True)):
+            assert torch.equal(mine.nan_to_num(7), other.nan_to_num(7)), f"{order}: tensor {at}"
+
+
+def right_in_every_order(make: Callable[[nn.Module], Compressor], ranks: Any, breaking: Any = lambda _: None) -> bool:
+    ranks(None)
+    net = Net(torch.bfloat16)
+    wanted = reduce_steps(net, make(net), torch.zeros)
+    for order in ORDERS:
+        found, used_late = queued(make, torch.bfloat16, order, ranks, breaking)
+        if used_late or any(not torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(found, wanted)):
+            return False
+    return True
+
+
+def no_wait_for_the_caller(patch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def entered(side: Any) -> Iterator[None]:
+        with streams.use_stream(side._stream):
+            yield
+
+    patch.setattr(streams.SideStream, "entered", entered)
+
+
+def no_wait_for_the_collective(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Work, "wait", lambda _: None)
+
+
+def no_wait_for_the_bucket(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pipeline.Promise, "wait", lambda promise: promise.value())
+
+
+@pytest.mark.parametrize("breaking", [no_wait_for_the_caller, no_wait_for_the_collective, no_wait_for_the_bucket])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_wait_would_be_found(kind: str, breaking: Any, ranks: Any) -> None:
+    assert not right_in_every_order(KINDS[kind], ranks, breaking)
+
+
+class Careless(Cast):
+    """Makes its message on the caller's stream and lets go of it while the side stream has still to read it."""
+
+    caller: Stream
+
+    def _stages(self, bucket: Any) -> pipeline.Stages:
+        device = self.device
+        with device.on(device.main):
+            message = (bucket.buffer().float() / self.size).to(self.dtype)
+        yield self._all_reduce(message)
+        return bucket.buffer().copy_(message)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_memory_that_goes_before_its_reader_would_be_found(kept: bool, ranks: Any) -> None:
+    def make(net: nn.Module) -> Compressor:
+        state = Careless(net, process_group=object())
+        return state
+
+    del make
+    device = QueuedDevice()
+    ranks(device)
+    with pytest.MonkeyPatch.context() as patch:
+        device.use(patch)
+        Event(device, patch)
+        side = streams.SideStream(torch.device("cpu"))
+        with device:
+            flat, given = device.zeros(100), device.zeros(100)
+            given.add_(1)
+            with side.entered():
+                if kept:
+                    streams.keep(given)
+                flat.add_(given)
+            del given
+            device.main.put(lambda: None)
+            flat.size()
+            torch.neg(flat[:0])
+            other = device.zeros(1)
+            other.add_(1)
+    device.run([device.main, device.network, device.side])
+    assert bool(device.used_late) != kept
+
+
+def test_a_host_that_asks_for_a_value_would_be_found(ranks: Any) -> None:
+    class Asks(Cast):
+        def _finish(self, gradients: Any, mean: Tensor) -> Tensor:
+            return super()._finish(gradients, mean if bool(torch.isfinite(mean.sum())) else mean.zero_())
+
+    with pytest.raises(Exception, match="the host asks for a value"):
+        queued(lambda net: Asks(net, process_group=object()), torch.float32, ORDERS[0], ranks)
+    assert HostAsked
