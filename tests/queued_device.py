@@ -5,20 +5,14 @@ order that one names: each stream as early, or as late, as the waits between str
 some order gives wrong numbers. Memory that is dropped is given to somebody else as soon as a GPU's allocator could do
 so; whoever uses it later is found. And to ask for a number is an error, as it would stop a GPU.
 
-    device = QueuedDevice()
-    with device.faces(monkeypatch), device:
-        x = device.zeros(3)
-        ...
-    device.run([device.main, ...])
+    device.use(monkeypatch)
+    with device:
+        x = device.zeros(3) + 1
+    device.run(device.streams)
+    device.value(x)
 """
 
 from __future__ import annotations
-
-import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +20,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline import streams
 
@@ -64,7 +63,6 @@ class Stream:
         item = self.items[self.done]
         if callable(item):
             item()
-            self.items[self.done] = None
         self.done += 1
 
 
@@ -77,6 +75,11 @@ class Memory:
         self.stream, self.users, self.is_reused = stream, set[Stream](), False
         """The stream that allocated it, and those that were said to use it too."""
         self.owner: Any = None
+
+    def reset(self) -> None:
+        """Forget what was written."""
+        self.is_reused = False
+        self.bytes[:] = b"\xff" * len(self.bytes)
 
     def tensor(self, like: Tensor, offset: int = 0) -> Tensor:
         """A tensor of the geometry of `like`, that many bytes from the beginning, which counts as no user."""
@@ -93,10 +96,13 @@ class QueuedDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.main, self.side, self.network = Stream("main"), Stream("side"), Stream("network")
+        self.streams = (self.main, self.side, self.network)
         self.current = self.main
         self.used_late: list[str] = []
-        """Operations on memory that somebody else could have got."""
-        self._live: list[Memory] = []
+        """In the last run, operations on memory that somebody else could have got."""
+        # All memory, and that which is in use, by its address.
+        self._memories: list[Memory] = []
+        self._live: dict[int, Memory] = {}
         self._reuses: list[Stream] = []
 
     # -- the faces of paceline.streams ------------------------------------------------------------------------------
@@ -135,20 +141,21 @@ class QueuedDevice(TorchDispatchMode):
         schema = func._schema.arguments
         if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema):
             return func(*args, **kwargs)  # a view
-        given = {argument.name: value for argument, value in zip(schema, args)} | kwargs
+        given = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
         written = [given[a.name] for a in schema if a.alias_info is not None and a.name in given]
         real = tree_map_only(Tensor, self._alias, (args, kwargs))
         if written:
             self._put(name, lambda: func(*real[0], **real[1]), tensors)
             return written[0] if func._schema.returns else None
         metas, options = tree_map_only(Tensor, _meta, (args, kwargs))
-        options.pop("generator", None)
+        if "generator" in options:
+            options["generator"] = None
         if "device" in options or not tensors:
             options["device"] = torch.device("meta")
         results = tree_map_only(Tensor, self._allocate, func(*metas, **options))
         if name not in _UNFILLED:
             places = [self._alias(result) for result in tree_leaves(results)]
-            self._put(name, partial(_fill, places, func, real), [*tensors, *tree_leaves(results)])
+            self._put(name, partial(_fill, places, func, real, _seed(kwargs)), [*tensors, *tree_leaves(results)])
         return results
 
     def zeros(self, numel: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:
@@ -185,12 +192,12 @@ class QueuedDevice(TorchDispatchMode):
         tensor = memory.tensor(like)
         if like.numel():
             memory.owner = StorageWeakRef(tensor.untyped_storage())
-            self._live.append(memory)
+            self._memories.append(memory)
+            self._live[memory.begin] = memory
         return tensor
 
     def _memory_of(self, tensor: Tensor) -> Memory | None:
-        address = tensor.data_ptr() if tensor.numel() else 0
-        return next((m for m in self._live if m.begin <= address < m.begin + len(m.bytes)), None)
+        return self._live.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
 
     def _alias(self, tensor: Tensor) -> Tensor:
         memory = self._memory_of(tensor)
@@ -198,8 +205,8 @@ class QueuedDevice(TorchDispatchMode):
 
     def _find_dropped(self) -> None:
         """Give memory that was dropped to somebody else, when its streams have done what they have been given."""
-        for memory in [memory for memory in self._live if memory.owner.expired()]:
-            self._live.remove(memory)
+        for memory in [memory for memory in self._live.values() if memory.owner.expired()]:
+            del self._live[memory.begin]
             reuse = Stream("reuse")
             for stream in {memory.stream, *memory.users}:
                 reuse.wait_stream(stream)
@@ -209,8 +216,13 @@ class QueuedDevice(TorchDispatchMode):
     # -- in the end -------------------------------------------------------------------------------------------------
 
     def run(self, order: Sequence[Stream]) -> None:
-        """Do everything, an earlier stream of `order` always before a later one where waits allow it."""
+        """Do everything from the beginning, an earlier stream of `order` before a later one where waits allow it."""
         self._find_dropped()
+        self.used_late.clear()
+        for memory in self._memories:
+            memory.reset()
+        for stream in (*self._reuses, *order):
+            stream.done = 0
         while (ready := next((s for s in (*self._reuses, *order) if s.is_ready()), None)) is not None:
             ready.step()
         stuck = [stream.name for stream in order if stream.done < len(stream.items)]
@@ -242,12 +254,20 @@ def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _fill(places: Sequence[Tensor], func: Any, given: Any) -> None:
+def _seed(options: dict[str, Any]) -> Callable[[], Any]:
+    """Bring the generator among the options back to where it is now."""
+    if (generator := options.get("generator")) is None:
+        return lambda: None
+    return partial(generator.set_state, generator.get_state())
+
+
+def _fill(places: Sequence[Tensor], func: Any, given: Any, seed: Callable[[], Any]) -> None:
     args, kwargs = given
+    seed()
     for place, result in zip(places, tree_leaves(func(*args, **kwargs)), strict=True):
         place.copy_(result)
 
 
 def _take(memory: Memory) -> None:
+    memory.reset()
     memory.is_reused = True
-    memory.bytes[:] = b"\xff" * len(memory.bytes)
