@@ -59,6 +59,7 @@ RECIPES = {
         "paceline.recipes.mrpc",
         "MrpcConfig",
         "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC.",
+    ),
     "lm": Recipe(
         "paceline.recipes.lm",
         "LmConfig",
