@@ -95,7 +95,7 @@ def train(world: World, scenario: str, how: str) -> tuple[list[Any], list[str], 
     seen, said, phases = [], [], []
     for step in range(STEPS):
         turn = step == 3
-        parts = "late" if turn and "late" in scenario and (world.rank == 1 or "both" in scenario) else ""
+        parts = "late" if turn and scenario.startswith("late") and (world.rank == 1 or "both" in scenario) else ""
         if turn and (scenario == "unused everywhere" or (scenario == "unused on one" and world.rank == 0)):
             parts = "without"
         x = data(world, step)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.buckets import Bucket, arrival_order
+from paceline.ddp.engine.finite_check import FiniteCheck
 from paceline.ddp.engine.parts import EngineParts
 from paceline.ddp.engine.phase import NEXT, Phase
 from paceline.ddp.engine.shared_parameters import Share
@@ -19,7 +20,7 @@ from paceline.ddp.engine.sparse import stored_elements
 from paceline.ddp.transport.channel import Launched
 from paceline.errors import UsageError
 from paceline.torch_internals.autograd import GraphTask, has_ended
-from paceline.torch_internals.tensors import copy_each
+from paceline.torch_internals.tensors import copy_scaled, multiply_each
 from paceline.tracing import CONTROL, LAUNCH
 
 _ENDING = threading.RLock()
@@ -61,8 +62,8 @@ class Backward:
     """Buckets in the order of launch."""
     block: Launched | None = None
     """The control block, once it is launched and until it is read."""
-    _non_finite: list[int] = field(default_factory=list)
-    """Parameters whose gradient on this rank holds NaN or Inf, where that is looked for."""
+    _finite_check: FiniteCheck = field(default_factory=FiniteCheck)
+    """Finds gradients of this rank that hold NaN or Inf, where that is looked for."""
     _sparse_in_buckets: list[int] = field(default_factory=list)
     """Parameters in buckets whose gradient was found to be sparse, so that zeros were launched."""
     _task: weakref.ref[GraphTask] | None = None
@@ -126,20 +127,20 @@ class Backward:
             gradients = [parameter.grad for parameter in parameters]
             dense = [gradient for gradient in gradients if gradient is not None and gradient.layout is torch.strided]
             if self.clear and not self.share.elsewhere and len(dense) == len(gradients):
-                copy_each(bucket.views, dense)
+                copy_scaled(bucket.views, dense, parts.finisher.prescale(bucket.flat))
                 for parameter in parameters:
                     parameter.grad = None
             else:
                 self._move_in_one_by_one(bucket)
-            if parts.check_finite and not torch.isfinite(bucket.flat.sum()):
-                pairs = zip(bucket.indices, bucket.views, strict=True)
-                self._non_finite += [index for index, view in pairs if not torch.isfinite(view).all()]
+            if parts.check_finite:
+                self._finite_check.add_bucket(bucket)
             is_last = self.next + 1 == len(parts.storage)
             self.launched.append(parts.finisher.launch(bucket, self.next, last=is_last))
 
     def _move_in_one_by_one(self, bucket: Bucket) -> None:
         """Move gradients in where some are absent, sparse, or were there before."""
-        sources, targets = [], []
+        factor = self.parts.finisher.prescale(bucket.flat)
+        sources, targets, in_place = [], [], []
         for index, view in zip(bucket.indices, bucket.views, strict=True):
             if index in self.share.elsewhere:
                 view.zero_()
@@ -153,7 +154,9 @@ class Backward:
                 self._sparse_in_buckets.append(index)
                 view.zero_()
                 continue
-            if gradient is not view:
+            if gradient is view:
+                in_place.append(view)
+            else:
                 self._expect_dense(index, gradient)
                 sources.append(gradient)
                 targets.append(view)
@@ -161,7 +164,9 @@ class Backward:
                     self.held[index] = gradient
             self.parts.parameters[index].grad = None
         if sources:
-            copy_each(targets, sources)
+            copy_scaled(targets, sources, factor)
+        if in_place and factor != 1.0:
+            multiply_each(in_place, factor)
 
     def _expect_dense(self, index: int, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:
@@ -191,8 +196,7 @@ class Backward:
         sparse = [index for index, gradient in apart.items() if gradient.is_sparse and index in alone]
         late = [index for index in apart if index not in sparse] if len(sparse) < len(apart) else []
         if parts.check_finite:
-            finite = {index: bool(torch.isfinite(stored_elements(gradient)).all()) for index, gradient in apart.items()}
-            self._non_finite += [index for index in apart if not finite[index]]
+            self._finite_check.add(apart.keys(), list(map(stored_elements, apart.values())))
         # What comes late is present, too: its parameter must not end as None.
         outside = [index for index in parts.storage.unbucketed if index not in elsewhere]
         self.absent = [index for index in (*self.absent, *outside) if index not in apart]
@@ -200,7 +204,7 @@ class Backward:
         status = parts.ledger.report(parts.control.size, aborted=self.is_cut_short, hook_failed=parts.finisher.failed)
         order = self._observed_order()
         with parts.recorder.span(CONTROL):
-            block = parts.control.fill(self.absent, self._non_finite, late, status, sparse, order)
+            block = parts.control.fill(self.absent, self._finite_check.found(), late, status, sparse, order)
             self.block = parts.channel.host.all_reduce(block)
         return apart
 

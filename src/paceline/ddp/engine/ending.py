@@ -85,7 +85,7 @@ class Ending:
         """
         backward, parts = self.backward, self.backward.parts
         with self._waiting():
-            parts.finisher.wait(backward.launched, backward.block, parts.channel, parts.control, parts.recorder)
+            parts.finisher.wait(backward.launched, backward.block, parts.control)
         statuses = parts.control.statuses()
         self._scale([status.note for status in statuses])
         return statuses
@@ -107,7 +107,7 @@ class Ending:
         """Wait for the buckets, and show what are the averages in a step without weights and surprises."""
         backward, parts = self.backward, self.backward.parts
         with self._waiting():
-            parts.finisher.wait(backward.launched, None, parts.channel, parts.control, parts.recorder)
+            parts.finisher.wait(backward.launched, None, parts.control)
         parts.buffers.wait()
         self._scale([(0.0, UNWEIGHTED)] * parts.channel.size)
         if backward.absent:  # only who lacks a gradient has to ask whether all do, and needs nobody's help for it

@@ -141,7 +141,7 @@ def make_parts(
     sparse = new_parameters.watch.sparse(given)
     storage = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype)
     sharing = Sharing(names, given, parameters, ledger, channel.members)
-    sums = Algorithms(channel, options.algorithm) if options.algorithm else channel
+    sums = Algorithms(channel, options.algorithm) if options.algorithm else None
     return EngineParts(
         names,
         given,
@@ -162,7 +162,7 @@ def make_parts(
         join,
         replica_check,
         LateReading(is_wanted=channel.host is not channel, patience=patience()),
-        AllReduce(sums, ledger),
+        AllReduce(channel, ledger, recorder, sums),
         options.check_finite,
     )
 
