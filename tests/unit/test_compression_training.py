@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from models import chain
 from paceline import Checkpointer, compression
@@ -158,6 +159,34 @@ def in_torch_ddp(world: World, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_compressors_do_the_same_in_torch_ddp(pools: Pools, kind: str) -> None:
     pools.run(2, in_torch_ddp, kind)
+
+
+def waits_inside(state, bucket):  # type: ignore[no-untyped-def]  # which torch's check would read as strings
+    """A hook of a user's that blocks."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(compression.hook(state, bucket).wait())
+    return future
+
+
+def in_other_hooks(world: World, kind: str) -> None:
+    """With many buckets, so that the later ones find those that were waited for before their turn."""
+    kinds = DistributedDataParallel, nn.parallel.DistributedDataParallel
+    chained = default_hooks.fp16_compress_wrapper(compression.hook)
+    for hook, kind_of_ddp in [(waits_inside, kinds[0]), (waits_inside, kinds[1]), (chained, kinds[0])]:
+        models = [kind_of_ddp(net(), bucket_cap_mb=0.002) for _ in range(2)]
+        for model, inner in zip(models, (hook, compression.hook), strict=True):
+            model.register_comm_hook(KINDS[kind](model), inner)
+        found, wanted = (gradients(model, world.rank, 3) for model in models)
+        for a, b in zip(found, wanted, strict=True):
+            for mine, other in zip(a, b, strict=True):
+                same_tensor(mine, other, 0.5 if hook is chained else 0, kind)
+
+
+@pytest.mark.parametrize("kind", ["int8", "topk"])
+def test_a_compressor_may_be_called_by_another_hook_that_waits_for_it_or_goes_on_from_it(
+    pools: Pools, kind: str
+) -> None:
+    pools.run(2, in_other_hooks, kind)
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
