@@ -50,10 +50,20 @@ RECIPES = {
         "DigitsConfig",
         "Train a small classifier of handwritten digits, in seconds, on CPU or GPU.",
     ),
+    "mnist": Recipe(
+        "paceline.recipes.mnist",
+        "MnistConfig",
+        "Train a network with SyncBatchNorm on MNIST's files, or compare global batches from 32 to 4,096.",
+    ),
     "mrpc": Recipe(
         "paceline.recipes.mrpc",
         "MrpcConfig",
         "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC.",
+    ),
+    "lm": Recipe(
+        "paceline.recipes.lm",
+        "LmConfig",
+        "Train a language model on a text file: a compact GPT in minutes, or a causal model of Hugging Face.",
     ),
 }
 
