@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, get_worker_info
 import paceline
 from paceline.ddp.agreement.mean_loss_warning import MEAN
 from paceline.ddp.transport.grad_bucket import GradBucket
-from paceline.torch_internals import autograd, c10d, compile, data, ddp, dtensor, profiler, replicas, tensors
+from paceline.torch_internals import amp, autograd, c10d, compile, data, ddp, dtensor, profiler, replicas, tensors
 
 SOURCES = Path(paceline.__file__).parent
 TIMEOUT = timedelta(seconds=30)
@@ -590,6 +590,20 @@ def _() -> None:
 
 
 # -- optimizers, modules, data ----------------------------------------------------------------------------------------
+
+
+@contract("GradScaler._per_optimizer_states")
+def _() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(parameter.sum()).backward()
+    assert not amp.have_unscaled()
+    scaler.unscale_(optimizer)
+    assert amp.have_unscaled()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not amp.have_unscaled()
 
 
 @contract("LRScheduler._last_lr", "Optimizer.step._wrapped_by_lr_sched")

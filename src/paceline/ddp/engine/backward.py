@@ -20,7 +20,7 @@ from paceline.ddp.engine.sparse import stored_elements
 from paceline.ddp.transport.channel import Launched
 from paceline.errors import UsageError
 from paceline.torch_internals.autograd import GraphTask, has_ended
-from paceline.torch_internals.tensors import copy_scaled, multiply_each
+from paceline.torch_internals.tensors import copy_scaled
 from paceline.tracing import CONTROL, LAUNCH
 
 _ENDING = threading.RLock()
@@ -140,7 +140,7 @@ class Backward:
     def _move_in_one_by_one(self, bucket: Bucket) -> None:
         """Move gradients in where some are absent, sparse, or were there before."""
         factor = self.parts.finisher.prescale(bucket.flat)
-        sources, targets, in_place = [], [], []
+        sources, targets = [], []
         for index, view in zip(bucket.indices, bucket.views, strict=True):
             if index in self.share.elsewhere:
                 view.zero_()
@@ -154,19 +154,16 @@ class Backward:
                 self._sparse_in_buckets.append(index)
                 view.zero_()
                 continue
-            if gradient is view:
-                in_place.append(view)
-            else:
+            if gradient is not view:
                 self._expect_dense(index, gradient)
-                sources.append(gradient)
-                targets.append(view)
                 if not self.clear:
                     self.held[index] = gradient
+            if gradient is not view or factor != 1.0:
+                sources.append(gradient)
+                targets.append(view)
             self.parts.parameters[index].grad = None
         if sources:
             copy_scaled(targets, sources, factor)
-        if in_place and factor != 1.0:
-            multiply_each(in_place, factor)
 
     def _expect_dense(self, index: int, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:
