@@ -185,11 +185,11 @@ def _() -> None:
     assert [target.tolist() for target in targets] == [[1, 1], [1]]
 
 
-@contract("torch._foreach_add_")
+@contract("torch._foreach_norm")
 def _() -> None:
-    targets = [torch.ones(2), torch.ones(1)]
-    tensors.add_each(targets, [torch.ones(2), torch.full((1,), 2.0)])
-    assert [target.tolist() for target in targets] == [[2, 2], [3]]
+    norms = tensors.norm_each([torch.tensor([-3.0, 2.0]), torch.tensor([1.0, float("nan")])])
+    assert [norm.item() for norm in norms][0] == 3
+    assert norms[1].isnan()
 
 
 @contract("torch._foreach_mul_")

@@ -29,8 +29,8 @@ class LossAverage:
     def add(self, loss: Tensor, weight: float | Tensor) -> None:
         """Add a micro-batch of this rank."""
         self._own[0] += loss.detach().squeeze().to(self._own.device)
-        is_tensor = isinstance(weight, Tensor)
-        self._own[1] += weight.detach().squeeze().to(self._own.device) if is_tensor else float(weight)
+        on_device = isinstance(weight, Tensor)  # where a number would stop the host
+        self._own[1] += torch.as_tensor(weight).detach().squeeze().to(self._own.device) if on_device else float(weight)
 
     def line(self) -> float:
         """Return the mean loss over all ranks since the last call. Collective."""
