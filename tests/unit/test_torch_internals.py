@@ -188,7 +188,7 @@ def _() -> None:
 @contract("torch._foreach_norm")
 def _() -> None:
     norms = tensors.norm_each([torch.tensor([-3.0, 2.0]), torch.tensor([1.0, float("nan")])])
-    assert [norm.item() for norm in norms][0] == 3
+    assert norms[0].item() == 3
     assert norms[1].isnan()
 
 

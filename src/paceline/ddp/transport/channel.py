@@ -209,10 +209,10 @@ class Channel:
 
     def close(self) -> None:
         """Give the channel's connections back."""
+        if self.host.group is not self.group:  # one group may carry both
+            self.host.close()
         if self.group is not None:
             self.group.shutdown()
-        if self.host is not self:
-            self.host.close()
 
     def join_threads(self) -> None:
         """At the end of the process: let Gloo's threads end, if nothing is under way for which they could wait.
