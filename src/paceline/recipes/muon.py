@@ -84,7 +84,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     if matrix.shape[-2] > matrix.shape[-1]:
         return orthogonal(matrix.mT).mT
     linear, cubic, quintic = COEFFICIENTS
-    x = (matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7)).reshape(-1, *matrix.shape[-2:])
+    x: Tensor = (matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7)).reshape(-1, *matrix.shape[-2:])
     for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=cubic, alpha=quintic), x, beta=linear)

@@ -11,7 +11,7 @@ from paceline.digests import dataset_digest
 from paceline.errors import CheckpointMismatch, CheckpointWarning
 from paceline.train.config import TrainConfig
 
-_DECISIVE = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "clip_norm")
+_DECISIVE: tuple[str, ...] = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "clip_norm")
 _DECISIVE += ("decay", "decay_steps", "decay_to")
 # What a setting was in a checkpoint that is older than the setting.
 _ONCE = {field.name: field.default for field in fields(TrainConfig) if field.name in ("decay_steps", "decay_to")}
