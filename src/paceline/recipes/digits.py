@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline.data import DataLoader
@@ -18,6 +18,7 @@ from paceline.ddp import DistributedDataParallel
 from paceline.errors import MissingExtra
 from paceline.launch.program import option
 from paceline.output_files import write_file
+from paceline.recipes.image_classification import METRICS, summed_loss, summed_metrics
 from paceline.recipes.recipe_report import Report, expect_saved, gather_report, print_report
 from paceline.recipes.training_options import TrainingOptions
 from paceline.rng import set_seed
@@ -80,26 +81,6 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(train_x, train_y), TensorDataset(test_x, test_y)
 
 
-def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
-    """Return the summed cross-entropy of a batch, with smoothed labels, and its number of samples."""
-    images, labels = _on_device_of(model, batch)
-    loss = F.cross_entropy(model(images), labels, reduction="sum", label_smoothing=LABEL_SMOOTHING)
-    return loss, len(labels)
-
-
-def summed_metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], int]:
-    """Count how many of a batch are right, and sum their loss."""
-    images, labels = _on_device_of(model, batch)
-    logits = model(images)
-    right = (logits.argmax(1) == labels).sum()
-    return {"accuracy": right, "test_loss": F.cross_entropy(logits, labels, reduction="sum")}, len(labels)
-
-
-def _on_device_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
-    device = next(model.parameters()).device
-    return [part.to(device) for part in batch]
-
-
 def train_digits(config: DigitsConfig, world: World) -> tuple[Report, Result]:
     """Train on this rank; the report is the same on every rank."""
     train_data, test_data = load_digits()
@@ -109,8 +90,15 @@ def train_digits(config: DigitsConfig, world: World) -> tuple[Report, Result]:
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
     loader = DataLoader(train_data, batch_size=config.micro_batch, shuffle=True, seed=config.seed)
     held_out = DataLoader(test_data, batch_size=256)
-    evaluation = Evaluation(held_out, summed_metrics, ("accuracy", "test_loss"))
-    result = Trainer(model, optimizer, summed_loss, loader, config.train_config(), evaluation).fit()
+    evaluation = Evaluation(held_out, summed_metrics, METRICS)
+    result = Trainer(
+        model,
+        optimizer,
+        partial(summed_loss, label_smoothing=LABEL_SMOOTHING),
+        loader,
+        config.train_config(),
+        evaluation,
+    ).fit()
     return gather_report(model, result, world), result
 
 
