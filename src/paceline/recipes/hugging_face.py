@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import urllib.error
-import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import MissingExtra, UsageError
-
-ANSWER_S = 5.0
-"""How long the hub may take to answer before it counts as out of reach."""
+from paceline.recipes.hub import one_line, out_of_reach
 
 
 class CausalModel(nn.Module):
@@ -62,11 +57,6 @@ def expect_fitting(name: str, tokens: int, context: int) -> None:
         raise UsageError(f"--context {context} is more than the {positions:,} positions of --model {name}")
 
 
-def one_line(error: Exception) -> str:
-    """Return the first line of an error's text."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
 def find_file(name: str, file: str) -> str:
     """Return the path of `file` of the model `name`, a folder or a name on the hub, from where it may be fetched.
 
@@ -81,35 +71,19 @@ def find_file(name: str, file: str) -> str:
         if not path.is_file():
             raise UsageError(f"--model {name}: the folder has no {file}; give a folder that save_pretrained() wrote")
         return str(path)
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         if isinstance(cached := try_to_load_from_cache(name, file), str):
             return cached
-        if not constants.HF_HUB_OFFLINE:  # of which the library speaks itself
-            expect_hub(name)
+        if (reason := out_of_reach()) is not None:
+            raise UsageError(
+                f"--model {name} is neither a folder nor in the Hugging Face cache, and {reason}; give the folder of a "
+                "model, --model DIR, or leave --model out"
+            )
         return str(hf_hub_download(name, file))
     except HFValidationError:
         raise UsageError(f"--model {name} is neither a folder nor a name of a model on the Hugging Face hub") from None
     except (HfHubHTTPError, OSError) as error:
         raise UsageError(f"--model {name}: {file} cannot be fetched from the hub: {one_line(error)}") from error
-
-
-def expect_hub(name: str) -> None:
-    """Refuse to go on where the hub cannot be reached; the library would try for half a minute, and say so six times.
-
-    Raises:
-        UsageError: names a way without network.
-    """
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=ANSWER_S).close()
-    except urllib.error.HTTPError:
-        return  # an answer, of which the library makes more
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        raise UsageError(
-            f"--model {name} is neither a folder nor in the Hugging Face cache, and {endpoint} cannot be reached "
-            f"({reason}); give the folder of a model, --model DIR, or leave --model out"
-        ) from error
