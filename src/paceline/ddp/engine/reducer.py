@@ -289,6 +289,8 @@ class Reducer(Settling):
         self._forwards.close()
         self._parts.sharing.close()
         self._backward.forget_task()
+        if self._backward.phase is Phase.UNREAD:
+            self._backward.ending.close()  # which refers to the reducer
 
 
 def _nothing() -> None:
