@@ -81,6 +81,7 @@ def finite(place: Place) -> Iterator[Row]:
     message = "no error"
     try:
         model(x * (float("nan") if place.rank == last else 1.0)).sum().backward()
+        list(model.parameters())  # beside a GPU the error may come as late as here
     except NonFiniteGradient as error:
         message = str(error)
     named = message.startswith(f"rank {last}") or f"rank {last}" in message
