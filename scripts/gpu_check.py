@@ -92,7 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setting = children.Setting(on_gpu, torch.cuda.device_count() if on_gpu else 0, options.rounds if on_gpu else 1)
     found, results = screen.facts(on_gpu), list[Result]()
     start, interrupted = time.monotonic(), False
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_all(options.checks, setting, results)
     except KeyboardInterrupt:
@@ -109,4 +108,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

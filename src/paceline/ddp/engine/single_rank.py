@@ -21,7 +21,7 @@ from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.engine.shared_parameters import Share, Sharing
 from paceline.ddp.engine.sparse import stored_elements
 from paceline.errors import DesyncError
-from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
+from paceline.torch_internals.autograd import Accumulators, GraphTask, has_ended, queue_callback
 from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
 from paceline.torch_internals.dtensor import as_local, release
 from paceline.torch_internals.tensors import multiply_each
@@ -86,7 +86,10 @@ class SingleRankEngine(GradientEngine):
                 output.register_hook(partial(self._output_hook, block))
 
     def _output_hook(self, block: Block | None, _gradient: Tensor) -> None:
-        if self._task is not None and self._task() is not None:  # under way
+        task = self._task() if self._task is not None else None
+        if task is not None and has_ended(task.number):  # by an exception, though a thread of autograd still holds it
+            self._task_gone(None)
+        elif task is not None:  # under way
             self._ledger.expect_one_mean(block)
             return
         self._look_at_module()
