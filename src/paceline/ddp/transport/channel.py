@@ -26,6 +26,7 @@ from torch import Tensor
 from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.comm.own_group import is_alive, open_own_group
 from paceline.comm.shm.header import Note
+from paceline.communicators import release
 from paceline.ddp.agreement.weighting import compute_scale
 from paceline.errors import CommunicationError, PacelineError
 from paceline.rollcall import called_by_all, collective, failed
@@ -199,9 +200,9 @@ class Channel:
             raise failed(what, self.members, self.members[self.rank], error) from error
 
     def close(self) -> None:
-        """Give the channel's connections back."""
+        """Give the channel's connections back; those of NCCL when all ranks have done so."""
         if self.group is not None:
-            self.group.shutdown()
+            release(self.group, is_clean=self._outstanding == 0)
 
     def join_threads(self) -> None:
         """At the end of the process: let Gloo's threads end, if nothing is under way for which they could wait.
