@@ -260,28 +260,13 @@ class PacelineProcessGroup(Exchanging):
             return super().barrier(options)
         return self._submit(self._native.barrier, [], options)
 
-    def shutdown(self) -> None:
-        """Close the group, which is being destroyed. Does nothing in a forked child, which let go of it at the fork."""
-        if self._close():
-            super().shutdown()
+    # -- inside -------------------------------------------------------------------------------------------------
 
-    def abort(self) -> None:
-        """Close the group without waiting for NCCL's work under way."""
-        if self._close():
-            super().abort()
-
-    def _close(self) -> bool:
-        """Close what is native; returns whether this is the process that made it."""
-        if not self._runner.is_ours:
-            return False
-        self._runner.close()
+    def _close_native(self) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = self._collectives = None
             self._why_gloo = "this process group was destroyed; make it again, and wrap the model again"
-        return True
-
-    # -- inside -------------------------------------------------------------------------------------------------
 
     @property
     def _native(self) -> Collectives | Hierarchy:
