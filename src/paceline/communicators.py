@@ -57,9 +57,8 @@ def release(group: Any, *, is_clean: bool) -> None:
         is_clean: whether everything that was launched on it was waited for. If not, it will be aborted, as to destroy
             it would wait for collectives that may never end.
     """
-    nccl = nccl_of(group)
-    kept = _opened.get(group.group_name) if nccl is not None else None
-    if nccl is None or not nccl._is_initialized():  # else it has never carried a tensor, as of a model on the CPU
+    kept = _opened.get(group.group_name)
+    if not _has_communicator(group):
         group.shutdown()
         if kept is not None:
             kept.group = None
@@ -104,6 +103,16 @@ def aborting() -> Iterator[None]:
 
 
 def _all() -> list[tuple[Any, bool]]:
-    """Take out the groups of this process, in an order that is the same on all ranks of each of them."""
+    """Take out the groups of this process, in an order that is the same on all ranks of each of them.
+
+    Those that have no communicator are left to whoever holds them, as on a host without GPUs.
+    """
     left = [_opened.pop(name) for name in sorted(_opened)]
-    return [(kept.group, kept.is_clean) for kept in left if kept.group is not None and kept.process == os.getpid()]
+    ours = [kept for kept in left if kept.group is not None and kept.process == os.getpid()]
+    return [(kept.group, kept.is_clean) for kept in ours if _has_communicator(kept.group)]
+
+
+def _has_communicator(group: Any) -> bool:
+    """Return whether NCCL has a communicator for `group`; it makes one for the first tensor, if not before."""
+    nccl = nccl_of(group)
+    return nccl is not None and nccl._is_initialized()
