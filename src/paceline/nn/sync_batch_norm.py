@@ -74,6 +74,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @leaves_graph  # a compiled model leaves the graph here, as collectives have to stay in order
     def _synchronized(self, x: Tensor) -> Tensor:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                f"rank {dist.get_rank()}: a CUDA graph cannot capture SyncBatchNorm in training mode, which reads "
+                "every rank's number of values on the host; leave it out of the graph, or use model.eval()"
+            )
         if self.weight is not None and not _fits(x.dtype, self.weight.dtype):
             raise UsageError(
                 f"rank {dist.get_rank()}: SyncBatchNorm got a {x.dtype} input but its weight is {self.weight.dtype}; "

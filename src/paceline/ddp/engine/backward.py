@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -91,8 +90,6 @@ class Backward:
     """Parameters for which this rank had no gradient."""
     held: dict[int, Tensor] = field(default_factory=dict)
     """Gradients that were there before, and were launched; they come back if an exception ends backward."""
-    exposed_seconds: float = 0.0
-    """Time waited for communication."""
     _launched: list[Launched] = field(default_factory=list)
     """Buckets in the order of launch, then the control block."""
     _non_finite: list[int] = field(default_factory=list)
@@ -271,11 +268,9 @@ class Backward:
             DesyncError: if one failed on another rank.
         """
         parts = self.parts
-        with parts.recorder.span(WAIT):
-            start = time.perf_counter()
+        with parts.recorder.span(WAIT), parts.exposed_time.measured():
             *buckets, block = self._launched
             parts.finisher.wait(buckets, block, parts.channel, parts.control, parts.recorder)
-            self.exposed_seconds = time.perf_counter() - start
         statuses = parts.control.statuses()
         notes = [status.note for status in statuses]
         for bucket in parts.storage.buckets:

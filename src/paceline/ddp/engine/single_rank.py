@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.ddp.agreement.control_block import non_finite
 from paceline.ddp.agreement.ledger import Block, Ledger
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, compute_scale
+from paceline.ddp.engine.capture import CHECK_FINITE, cannot_capture, is_capturing
 from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.module_changes import ModuleWatch, Named
 from paceline.ddp.engine.new_parameters import OnChange
@@ -153,6 +154,8 @@ class SingleRankEngine(GradientEngine):
     def _expect_finite(self) -> None:
         named = zip(self._names, self._parameters, strict=True)
         present = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
+        if present and is_capturing(present[0][1].device):
+            raise cannot_capture(CHECK_FINITE, 0)
         if bad := [name for name, gradient in present if not torch.isfinite(stored_elements(gradient)).all()]:
             raise non_finite([0], bad, len(self._names))
 

@@ -25,9 +25,11 @@ from torch import Tensor
 
 from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.comm.own_group import is_alive, open_own_group
+from paceline.comm.registered_memory import RegisteredMemory
 from paceline.comm.shm.header import Note
 from paceline.communicators import release
 from paceline.ddp.agreement.weighting import compute_scale
+from paceline.ddp.config import NcclOptions
 from paceline.errors import CommunicationError, PacelineError
 from paceline.rollcall import called_by_all, collective, failed
 from paceline.torch_internals.c10d import (
@@ -36,7 +38,9 @@ from paceline.torch_internals.c10d import (
     ReduceScatterOptions,
     broadcast_coalesced,
 )
+from paceline.torch_internals.nccl import nccl_of
 
+DEFAULT = NcclOptions()
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
@@ -64,7 +68,7 @@ class Channel:
     blocks = False
     """Whether a launch returns only when every rank has taken part."""
 
-    def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, own: Any, memory: RegisteredMemory | None = None) -> None:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.group = own
@@ -74,6 +78,7 @@ class Channel:
         """The ranks of the group, in its order, as messages call them."""
         self.name: str = own.group_name
         self._given = group
+        self._memory = memory  # where tensors on its device are allocated; None for the usual place
         self._process = os.getpid()
         self._outstanding = 0  # launched and not waited for with success
         _channels().add(self)
@@ -97,6 +102,8 @@ class Channel:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """A zeroed flat tensor that reductions take best."""
+        if self._memory is not None and torch.device(device) == self._memory.device:
+            return self._memory.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def free(self, tensor: Tensor) -> None:
@@ -286,21 +293,22 @@ def gather_numbers(channel: Channel, numbers: Sequence[int], what: str) -> Pausi
     return rows
 
 
-def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
+def open_channel(group: dist.ProcessGroup, device: torch.device, nccl: NcclOptions = DEFAULT) -> Channel:
     """A channel among the ranks of `group` for gradients on `device`; called by all of them together."""
     # The control block is host data: beside CUDA tensors it goes over Gloo, which stalls no stream.
     # Otherwise the backend is the group's own, which need not be that of the world.
     on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
     backend = "cpu:gloo,cuda:nccl" if on_nccl else dist.get_backend(group)
     with called_by_all("DistributedDataParallel(…)"), collective("connection of the ranks", group):
-        own = open_own_group(group, backend, timeout_of(group, device))
+        own = open_own_group(group, backend, timeout_of(group, device), high_priority=nccl.high_priority)
     shared = device.type == "cpu" and isinstance(own, PacelineProcessGroup) and own.native
     logger.info(
         "rank %d: gradients travel through %s",
         dist.get_rank(group),
         "shared memory" if shared else f"the group's backend, {backend}",
     )
-    return SharedChannel(group, own) if shared else Channel(group, own)
+    memory = RegisteredMemory(nccl_of(own), device) if nccl.registered_buckets else None
+    return SharedChannel(group, own) if shared else Channel(group, own, memory)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:

@@ -35,6 +35,10 @@ class Finisher(Protocol):
     """Whether an optimizer steps with each bucket as soon as that is reduced."""
 
     @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can hold all that it does, which are operations of the device then."""
+
+    @property
     def failed(self) -> bool:
         """Whether a launch of this backward failed on this rank, which the others learn from the control block."""
 
@@ -81,6 +85,11 @@ class AllReduce:
 
     def __init__(self, channel: Sums, ledger: Ledger) -> None:
         self._channel, self._ledger = channel, ledger
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether sums are the backend's own."""
+        return not self._channel.blocks
 
     @property
     def failed(self) -> bool:
