@@ -116,11 +116,17 @@ def test_settings_of_nccl_are_refused_by_name_where_there_is_none(pools: Pools) 
 
 
 def test_what_torch_or_the_device_lacks_for_registered_memory_is_named() -> None:
-    assert "lacks register_mem_pool, mem_allocator" in str(why_not(SimpleNamespace(supports_tensor_alloc=None), GPU))
-    backend = SimpleNamespace(register_mem_pool=None, mem_allocator=None, supports_tensor_alloc=lambda _: False)
-    assert str(why_not(backend, GPU)).startswith("cuda:0, its driver or this NCCL cannot")
-    backend.supports_tensor_alloc = lambda _: True
-    assert why_not(backend, GPU) is None
+    class Backend:
+        register_mem_pool = mem_allocator = None
+        supports = False
+
+        def supports_tensor_alloc(self, device: torch.device) -> bool:
+            return self.supports and device == GPU
+
+    assert "lacks register_mem_pool, mem_allocator" in str(why_not(object(), GPU))
+    assert str(why_not(Backend(), GPU)).startswith("cuda:0, its driver or this NCCL cannot")
+    Backend.supports = True
+    assert why_not(Backend(), GPU) is None
 
 
 @pytest.mark.usefixtures("like_nccl")

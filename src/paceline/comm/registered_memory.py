@@ -13,7 +13,7 @@ NEEDED = ("register_mem_pool", "mem_allocator", "supports_tensor_alloc")
 
 def why_not(nccl: Any, device: torch.device) -> str | None:
     """Return why memory cannot be registered with the backend `nccl`; None if it can."""
-    missing = [name for name in NEEDED if not hasattr(nccl, name)]
+    missing = [name for name in NEEDED if not hasattr(type(nccl), name)]  # to ask it itself may raise
     missing += [f"torch.cuda.{name}" for name in ("MemPool", "use_mem_pool") if not hasattr(torch.cuda, name)]
     if missing:
         return f"this torch, {torch.__version__}, lacks {', '.join(missing)}"
