@@ -60,6 +60,11 @@ RECIPES = {
         "MrpcConfig",
         "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC.",
     ),
+    "lm": Recipe(
+        "paceline.recipes.lm",
+        "LmConfig",
+        "Train a language model on a text file: a compact GPT in minutes, or a causal model of Hugging Face.",
+    ),
 }
 
 

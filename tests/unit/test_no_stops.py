@@ -7,16 +7,20 @@ of NCCL, too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from device_watch import DeviceWatch, queued_operations
 from paceline import SyncBatchNorm, compression
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
+from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel, clip_grad_norm_
+from paceline.train import TrainConfig, Trainer
 from paceline.world import World
 from twins import Pools
 
@@ -93,10 +97,9 @@ def train(world: World, case: str) -> list[str]:
 
 UNTIL_MERGED: dict[str, str] = {
     "weights on the device": "model.weight() reads the weight",
-    "check_finite": "reads a flag for each bucket",
 }
 CASES = ["plain", "small buckets", "weights", "weights on the device", "accumulation", "zeroed", "clipped"]
-CASES += ["reduce_dtype", "exact reduce_dtype", "check_finite", *COMPRESSORS]
+CASES += ["reduce_dtype", "exact reduce_dtype", *COMPRESSORS]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +116,41 @@ def test_sync_batch_norm_waits_once_a_layer_and_forward(gloo: Pools) -> None:
     for stops in gloo.run(2, train, "SyncBatchNorm"):
         assert len(stops) == 2  # layers
         assert all("tolist at nn/moments.py" in stop for stop in stops)
+
+
+def test_a_check_for_nan_waits_once_a_step(gloo: Pools) -> None:
+    """It was once for each bucket."""
+    for stops in gloo.run(2, train, "check_finite"):
+        assert len(stops) == 1
+        assert "tolist at ddp/engine/finite_check.py" in stops[0]
+
+
+def train_in_the_trainer(world: World) -> list[str]:
+    """The steps of a Trainer but for the first, in which the order of gradients is found, and the last, which is logged."""
+    samples = TensorDataset(torch.randn(64, 6), torch.randn(64, 3))
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = DeviceWatch()
+    found: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        found.append(len(watch.stops))
+        watch.on_device([x, y, *model.parameters(), *(parameter.grad for parameter in model.parameters())])
+        connection: Any = model._connection
+        watch.on_device(bucket.flat for bucket in connection.reducer.storage.buckets)
+        return (model(x) - y).square().sum(), len(x)
+
+    loader = DataLoader(samples, 8, shuffle=True, seed=0)
+    trainer = Trainer(model, optimizer, loss, loader, TrainConfig(epochs=1, accumulate=2, clip_norm=1.0, log_every=100))
+    with queued_operations(), watch, closing(trainer):
+        trainer.fit()
+    assert len(found) == 8  # micro-batches
+    return watch.stops[found[2] : found[-2]]
+
+
+def test_the_trainers_steps_never_wait_for_the_device(gloo: Pools) -> None:
+    assert gloo.run(2, train_in_the_trainer) == [[], []]
 
 
 def test_a_replica_check_waits_once(gloo: Pools) -> None:

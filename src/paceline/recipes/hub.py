@@ -16,7 +16,12 @@ from paceline.errors import UsageError
 ANSWER_S = 4.0
 """How long the hub may take to answer before it counts as out of reach."""
 MODEL_FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 OFFLINE = "HF_HUB_OFFLINE"
 
 
@@ -86,7 +91,10 @@ def cached_model(name: str) -> Path | None:
     """Return the folder in the hub's cache that has a whole model: configuration, tokenizer and weights; or None."""
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(name, "config.json")
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except ValueError as error:
+        raise UsageError(f"{name!r} is neither a folder nor the name of a model: {one_line(error)}") from error
     if not isinstance(config, str):
         return None
     folder = Path(config).parent
@@ -103,7 +111,10 @@ def fetch_model(name: str) -> None:
     """Fetch a model's configuration, tokenizer and weights into the cache."""
     from huggingface_hub import snapshot_download
 
-    snapshot_download(name, allow_patterns=MODEL_FILES)
+    if not has_weights(Path(snapshot_download(name, allow_patterns=MODEL_FILES))):
+        snapshot_download(name, allow_patterns=["pytorch_model*"])
+    if cached_model(name) is None:
+        raise UsageError("it has no configuration, no tokenizer or no weights for transformers")
 
 
 def one_line(error: object) -> str:

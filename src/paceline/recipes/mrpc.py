@@ -26,6 +26,7 @@ from paceline.recipes.mrpc_model import (
     build_model,
     expect_fitting,
     load_tokenizer,
+    quiet_libraries,
     random_source,
     source_in,
     tokenize,
@@ -37,7 +38,7 @@ from paceline.train import Evaluation, Result, Trainer
 from paceline.world import World, init
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-360M-Instruct"
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 REPORTED = ("accuracy", "f1", "loss", "majority_accuracy", "majority_f1")
 
 
@@ -60,6 +61,7 @@ class MrpcConfig(TrainingOptions):
     weight_decay: float = option(0.01, "Of AdamW, for matrices.")
     dropout: float | None = option(None, "Probability of dropout; the model's own by default.")
     bf16: bool = option(False, "Compute in bfloat16 (autocast); weights stay in float32.")
+    balance: bool = option(False, "Split batches among ranks by length instead of count.")
 
     def check(self) -> None:
         """Refuse what cannot work, before any rank starts, and fetch from the hub what is not on this machine.
@@ -178,11 +180,13 @@ def optimizer_of(model: nn.Module, config: MrpcConfig) -> torch.optim.Optimizer:
         {"params": [each for each in parameters if each.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [each for each in parameters if each.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr)
+    fused = parameters[0].device.type in ("cpu", "cuda")
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, fused=fused)
 
 
 def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
     """Train on this rank; the report is the same on every rank."""
+    quiet_libraries()
     pairs, source = config.pairs(), config.source()
     tokenizer = load_tokenizer(source)
     train_data, dev_data = (tokenize(tokenizer, part, config.max_length) for part in pairs)
@@ -196,7 +200,8 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
             print(note)
     model = DistributedDataParallel(net.to(world.device))
     collate = PadToLongest(tokenizer.pad_token_id)
-    loader = DataLoader(train_data, config.micro_batch, shuffle=True, seed=config.seed, collate_fn=collate)
+    slices = {"cost": train_data.lengths, "accumulate": config.accumulate} if config.balance else {}
+    loader = DataLoader(train_data, config.micro_batch, True, seed=config.seed, collate_fn=collate, **slices)
     held_out = DataLoader(dev_data, batch_size=8 * world.size, collate_fn=collate)
     objective = Objective(world.device, config.bf16)
     names = ("dev_loss", "right", "true_positives", "predicted", "positives")

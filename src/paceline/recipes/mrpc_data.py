@@ -75,7 +75,10 @@ def read_folder(folder: Path) -> Splits:
             )
         dev = read_pairs(held_out)
     taken = {pair.ids for pair in dev}
-    return Splits([pair for pair in pairs if pair.ids not in taken], dev)
+    train = [pair for pair in pairs if pair.ids not in taken]
+    if not (train and dev):
+        raise UsageError(f"--data {folder}: {'nothing is held out' if train else 'nothing is left to train on'}")
+    return Splits(train, dev)
 
 
 def _first(folder: Path, *names: str) -> Path | None:
@@ -184,9 +187,9 @@ class TokenizedPairs(Dataset[Tokens]):
         return self.samples[index]
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest pair."""
-        return max(len(sample.ids) for sample in self.samples)
+    def lengths(self) -> list[int]:
+        """Tokens of each pair."""
+        return [len(sample.ids) for sample in self.samples]
 
 
 Batch = tuple[dict[str, Tensor], Tensor]

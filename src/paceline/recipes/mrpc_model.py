@@ -82,6 +82,14 @@ def _the_one(folder: Path, name: str, option: str, others: tuple[str, ...] = ())
     raise UsageError(f"{option} {folder} has no {name}{several}; give the folder of a Hugging Face model")
 
 
+def quiet_libraries() -> None:
+    """Keep transformers from showing progress of its own, and warnings that our messages replace, on every rank."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def load_tokenizer(source: Source) -> Any:
     """Load the tokenizer, which has a padding token afterwards.
 
@@ -93,7 +101,8 @@ def load_tokenizer(source: Source) -> Any:
     try:
         if source.tokenizer.is_file():
             # As it is: AutoTokenizer would ask the configuration for a class, and that for its own rules.
-            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(source.tokenizer))
+            fast: Any = PreTrainedTokenizerFast  # without types
+            tokenizer: Any = fast(tokenizer_file=str(source.tokenizer))
         else:
             tokenizer = AutoTokenizer.from_pretrained(str(source.tokenizer))
     except Exception as error:  # of many classes
@@ -143,14 +152,12 @@ def build_model(source: Source, tokenizer: Any, dropout: float | None) -> tuple[
     Raises:
         UsageError: if the model cannot be built, or its weights do not fit.
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-    from transformers.utils import logging
+    import transformers
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    classifier: Any = transformers.AutoModelForSequenceClassification  # without types
     note = None
     try:
-        config = AutoConfig.from_pretrained(str(source.config), num_labels=2)
+        config = transformers.AutoConfig.from_pretrained(str(source.config), num_labels=2)
         config.pad_token_id, config.use_cache = tokenizer.pad_token_id, False
         if dropout is not None:
             _set_dropout(config, dropout)
@@ -158,9 +165,8 @@ def build_model(source: Source, tokenizer: Any, dropout: float | None) -> tuple[
             if len(tokenizer) > config.vocab_size:
                 note = f"the vocabulary has {len(tokenizer):,} tokens, as the tokenizer, not {config.vocab_size:,}"
                 config.vocab_size = len(tokenizer)
-            model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-            return model, note
-        model, loaded = AutoModelForSequenceClassification.from_pretrained(
+            return classifier.from_config(config, dtype=torch.float32), note
+        model, loaded = classifier.from_pretrained(
             str(source.weights), config=config, dtype=torch.float32, output_loading_info=True
         )
     except Exception as error:  # of many classes
@@ -198,6 +204,6 @@ def expect_fitting(model: Any, pairs: Sequence[TokenizedPairs]) -> None:
     if largest >= size:
         raise UsageError(f"the tokenizer gives token {largest:,} but the model knows {size:,}; it is of another model")
     positions = getattr(model.config, "max_position_embeddings", None)
-    longest = max(part.longest for part in pairs)
+    longest = max(max(part.lengths) for part in pairs)
     if positions is not None and longest > positions:
         raise UsageError(f"the longest pair has {longest} tokens, the model {positions} positions; lower --max-length")

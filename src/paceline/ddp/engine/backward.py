@@ -15,6 +15,7 @@ from paceline.buckets import Bucket, arrival_order
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.join_events import Event
 from paceline.ddp.agreement.weighting import compute_scale
+from paceline.ddp.engine.finite_check import FiniteCheck
 from paceline.ddp.engine.new_parameters import AgreedChange
 from paceline.ddp.engine.parts import EngineParts
 from paceline.ddp.engine.second_pass import run_second_pass
@@ -23,7 +24,7 @@ from paceline.ddp.engine.sparse import stored_elements
 from paceline.ddp.transport.channel import Launched, Pausing
 from paceline.errors import UsageError
 from paceline.torch_internals.autograd import GraphTask
-from paceline.torch_internals.tensors import copy_each
+from paceline.torch_internals.tensors import copy_scaled
 from paceline.tracing import CONTROL, LAUNCH, WAIT
 
 
@@ -92,8 +93,8 @@ class Backward:
     """Gradients that were there before, and were launched; they come back if an exception ends backward."""
     _launched: list[Launched] = field(default_factory=list)
     """Buckets in the order of launch, then the control block."""
-    _non_finite: list[int] = field(default_factory=list)
-    """Parameters whose gradient on this rank holds NaN or Inf, where that is looked for."""
+    _finite_check: FiniteCheck = field(default_factory=FiniteCheck)
+    """Finds gradients of this rank that hold NaN or Inf, where that is looked for."""
     _sparse_in_buckets: list[int] = field(default_factory=list)
     """Parameters in buckets whose gradient was found to be sparse, so that zeros were launched."""
     _task: weakref.ref[GraphTask] | None = None
@@ -143,19 +144,19 @@ class Backward:
             gradients = [parameter.grad for parameter in parameters]
             dense = [gradient for gradient in gradients if gradient is not None and gradient.layout is torch.strided]
             if self.clear and not self.share.elsewhere and len(dense) == len(gradients):
-                copy_each(bucket.views, dense)
+                copy_scaled(bucket.views, dense, parts.finisher.prescale(bucket.flat))
                 for parameter in parameters:
                     parameter.grad = None
             else:
                 self._move_in_one_by_one(bucket)
-            if parts.check_finite and not torch.isfinite(bucket.flat.sum()):
-                pairs = zip(bucket.indices, bucket.views, strict=True)
-                self._non_finite += [index for index, view in pairs if not torch.isfinite(view).all()]
+            if parts.check_finite:
+                self._finite_check.add_bucket(bucket)
             is_last = self.next + 1 == len(parts.storage)
             self._launched.append(parts.finisher.launch(bucket, self.next, last=is_last))
 
     def _move_in_one_by_one(self, bucket: Bucket) -> None:
         """Move gradients in where some are absent, sparse, or were there before."""
+        factor = self.parts.finisher.prescale(bucket.flat)
         sources, targets = [], []
         for index, view in zip(bucket.indices, bucket.views, strict=True):
             if index in self.share.elsewhere:
@@ -172,13 +173,14 @@ class Backward:
                 continue
             if gradient is not view:
                 self._expect_dense(index, gradient)
-                sources.append(gradient)
-                targets.append(view)
                 if not self.clear:
                     self.held[index] = gradient
+            if gradient is not view or factor != 1.0:
+                sources.append(gradient)
+                targets.append(view)
             self.parts.parameters[index].grad = None
         if sources:
-            copy_each(targets, sources)
+            copy_scaled(targets, sources, factor)
 
     def _expect_dense(self, index: int, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:
@@ -233,8 +235,7 @@ class Backward:
         sparse = [index for index, gradient in apart.items() if gradient.is_sparse and index in alone]
         late = [index for index in apart if index not in sparse] if len(sparse) < len(apart) else []
         if parts.check_finite:
-            finite = {index: bool(torch.isfinite(stored_elements(gradient)).all()) for index, gradient in apart.items()}
-            self._non_finite += [index for index in apart if not finite[index]]
+            self._finite_check.add(apart.keys(), list(map(stored_elements, apart.values())))
         # What comes late is present, too: its parameter must not end as None.
         outside = [index for index in parts.storage.unbucketed if index not in elsewhere]
         self.absent = [index for index in (*self.absent, *outside) if index not in apart]
@@ -242,7 +243,7 @@ class Backward:
         status = parts.ledger.report(parts.control.size, aborted=self.is_cut_short, hook_failed=parts.finisher.failed)
         order = self._observed_order()
         with parts.recorder.span(CONTROL):
-            block = parts.control.fill(self.absent, self._non_finite, late, status, sparse, order)
+            block = parts.control.fill(self.absent, self._finite_check.found(), late, status, sparse, order)
             self._launched.append(parts.channel.all_reduce(block))
         return apart
 
@@ -270,7 +271,7 @@ class Backward:
         parts = self.parts
         with parts.recorder.span(WAIT), parts.exposed_time.measured():
             *buckets, block = self._launched
-            parts.finisher.wait(buckets, block, parts.channel, parts.control, parts.recorder)
+            parts.finisher.wait(buckets, block, parts.control)
         statuses = parts.control.statuses()
         notes = [status.note for status in statuses]
         for bucket in parts.storage.buckets:

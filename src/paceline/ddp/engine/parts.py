@@ -154,7 +154,7 @@ def make_parts(
     sparse = new_parameters.watch.sparse(given)
     storage = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype)
     sharing = Sharing(names, given, parameters, ledger, channel.members)
-    sums = Algorithms(channel, options.algorithm) if options.algorithm else channel
+    sums = Algorithms(channel, options.algorithm) if options.algorithm else None
     return EngineParts(
         names,
         given,
@@ -174,7 +174,7 @@ def make_parts(
         buffers,
         join,
         replica_check,
-        AllReduce(sums, ledger),
+        AllReduce(channel, ledger, recorder, sums),
         options.check_finite,
         ExposedTime(parameters[0].device if parameters else torch.device("cpu")),
     )

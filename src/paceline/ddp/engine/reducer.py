@@ -31,12 +31,12 @@ from paceline.ddp.engine.new_parameters import AgreedChange
 from paceline.ddp.engine.optimizer_in_backward import OptimizersInBackward, optimizer_inside
 from paceline.ddp.engine.parts import EngineParts, GradientHook
 from paceline.ddp.engine.pending_forwards import Forward, PendingForwards
-from paceline.ddp.transport.channel import Pausing
+from paceline.ddp.transport.channel import Channel, Pausing
 from paceline.ddp.transport.finisher import Finisher
 from paceline.errors import CommunicationError, ReplicaMismatch, UsageError
 from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
 from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
-from paceline.tracing import BACKWARD
+from paceline.tracing import BACKWARD, Recorder
 
 
 @class_never_compiled
@@ -93,10 +93,10 @@ class Reducer(GradientEngine):
         """Look for NaN and Inf in gradients, or not, from the next backward on."""
         self._parts = replace(self._parts, check_finite=enabled)
 
-    def use_finisher(self, finisher: Finisher) -> None:
-        """Let `finisher` take the place of the buckets' all-reduce, from the next backward on; on all ranks alike."""
+    def use_finisher(self, make: Callable[[Channel, Recorder], Finisher]) -> None:
+        """Let what `make` makes take the all-reduce's place, from the next backward on; on all ranks alike."""
         self.settle_aborted()
-        self._parts = replace(self._parts, finisher=finisher)
+        self._parts = replace(self._parts, finisher=make(self._parts.channel, self._parts.recorder))
 
     def connected(self) -> Reducer:
         """Return itself."""

@@ -13,6 +13,7 @@ from paceline.ddp.agreement.control_block import non_finite
 from paceline.ddp.agreement.ledger import Block, Ledger
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, compute_scale
 from paceline.ddp.engine.capture import CHECK_FINITE, cannot_capture, is_capturing
+from paceline.ddp.engine.finite_check import FiniteCheck
 from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.module_changes import ModuleWatch, Named
 from paceline.ddp.engine.new_parameters import OnChange
@@ -152,12 +153,14 @@ class SingleRankEngine(GradientEngine):
                 parameter.grad = parameter.grad * scale  # its values may be expanded, so not in place
 
     def _expect_finite(self) -> None:
-        named = zip(self._names, self._parameters, strict=True)
-        present = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
-        if present and is_capturing(present[0][1].device):
+        gradients = {index: parameter.grad for index, parameter in enumerate(self._parameters)}
+        present = {index: stored_elements(gradient) for index, gradient in gradients.items() if gradient is not None}
+        if any(is_capturing(gradient.device) for gradient in present.values()):
             raise cannot_capture(CHECK_FINITE, 0)
-        if bad := [name for name, gradient in present if not torch.isfinite(stored_elements(gradient)).all()]:
-            raise non_finite([0], bad, len(self._names))
+        check = FiniteCheck()
+        check.add(present.keys(), present.values())
+        if bad := check.found():
+            raise non_finite([0], [self._names[index] for index in bad], len(self._names))
 
     def connected(self) -> Reducer:
         """Return a reducer with buckets, which takes this engine's place."""

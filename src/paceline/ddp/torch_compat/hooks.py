@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,15 +130,15 @@ class CommHook:
         # A bucket fills earlier on a rank that does not use some of it, and then comes before a layer's collective
         # there and after it elsewhere; both are on the process group as a rule.
         layers = any(isinstance(layer, nn.SyncBatchNorm | Communicates) for layer in self._replica.module.modules())
-        finisher = HookFinisher(
+        make = partial(
+            HookFinisher,
             state,
             hook,
             [local_of(parameter) for parameter in self._replica.parameters()],
-            dist.get_rank(self._process_group),
             self._replica.ledger,
             timeout_of(self._process_group, self._replica.device),
             steps_inside=steps_inside,
             layers_first=layers and self._options.unused == "allow",
         )
-        reducer.use_finisher(finisher)
+        reducer.use_finisher(make)
         self.registered.append((hook, state))
