@@ -126,7 +126,7 @@ def test_a_check_for_nan_waits_once_a_step(gloo: Pools) -> None:
 
 
 def train_in_the_trainer(world: World) -> list[str]:
-    """The steps of a Trainer but for the first, in which the order of gradients is found, and the last, which is logged."""
+    """Two steps of a Trainer: after the first, which finds the order of gradients, before the last, which is logged."""
     samples = TensorDataset(torch.randn(64, 6), torch.randn(64, 3))
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -149,8 +149,10 @@ def train_in_the_trainer(world: World) -> list[str]:
     return watch.stops[found[2] : found[-2]]
 
 
-def test_the_trainers_steps_never_wait_for_the_device(gloo: Pools) -> None:
-    assert gloo.run(2, train_in_the_trainer) == [[], []]
+def test_the_trainers_steps_wait_for_the_device_to_check_for_nan_alone(gloo: Pools) -> None:
+    for stops in gloo.run(2, train_in_the_trainer):
+        assert len(stops) == 2  # steps
+        assert all("tolist at ddp/engine/finite_check.py" in stop for stop in stops)
 
 
 def test_a_replica_check_waits_once(gloo: Pools) -> None:
