@@ -56,8 +56,6 @@ class Backward:
     """Parameters for which this rank had no gradient."""
     held: dict[int, Tensor] = field(default_factory=dict)
     """Gradients that were there before, and were launched; they come back if an exception ends backward."""
-    exposed_seconds: float = 0.0
-    """Time waited for communication."""
     launched: list[Launched] = field(default_factory=list)
     """Buckets in the order of launch."""
     block: Launched | None = None

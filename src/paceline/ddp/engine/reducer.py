@@ -51,6 +51,7 @@ class Reducer(Settling):
 
     def __init__(self, make: Callable[[GradientHook], EngineParts]) -> None:
         self._parts = make(self._gradient_arrived)
+        self.exposed_time = self._parts.exposed_time
         self._forwards = PendingForwards(self._parts.ledger, self.backward_reached)
         """The forwards whose backward has not come yet."""
         self._backward = Backward(self._parts)
@@ -165,7 +166,7 @@ class Reducer(Settling):
 
     def _begin(self) -> None:
         parts = self._parts
-        parts.channel.expect_open()
+        parts.expect_ready()
         share = parts.sharing.begin()
         try:
             is_stepped_inside = bool(self._in_backward) or parts.finisher.steps_inside
@@ -217,7 +218,6 @@ class Reducer(Settling):
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
             backward.enter(Phase.BROKEN)
             raise
-        self.exposed_seconds += backward.exposed_seconds
         backward.enter(Phase.IDLE)
         self._backward = Backward(self._parts)  # what was launched, and what hooks returned, is let go
         parts.sharing.end()

@@ -23,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.own_group import is_alive
+from paceline.comm.registered_memory import RegisteredMemory
 from paceline.comm.shm.header import Note
+from paceline.communicators import release
 from paceline.ddp.agreement.weighting import compute_scale
 from paceline.errors import CommunicationError, PacelineError
 from paceline.rollcall import failed
@@ -66,7 +68,7 @@ class Channel:
     blocks = False
     """Whether a launch returns only when every rank has taken part."""
 
-    def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, own: Any, memory: RegisteredMemory | None = None) -> None:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.group = own
@@ -78,6 +80,7 @@ class Channel:
         self.host: Channel = self
         """Carries what lies in the host's memory; another channel where gradients are on GPUs."""
         self._given = group
+        self._memory = memory  # where tensors on its device are allocated; None for the usual place
         self._process = os.getpid()
         self._outstanding = Outstanding()
         _channels().add(self)
@@ -105,6 +108,8 @@ class Channel:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """A zeroed flat tensor that reductions take best."""
+        if self._memory is not None and torch.device(device) == self._memory.device:
+            return self._memory.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def free(self, tensor: Tensor) -> None:
@@ -208,9 +213,9 @@ class Channel:
             raise failed(what, self.members, self.members[self.rank], error) from error
 
     def close(self) -> None:
-        """Give the channel's connections back."""
+        """Give the channel's connections back; those of NCCL when all ranks have done so."""
         if self.group is not None:
-            self.group.shutdown()
+            release(self.group, is_clean=self._outstanding.count == 0)
         if self.host is not self:
             self.host.close()
 
