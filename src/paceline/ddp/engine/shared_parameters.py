@@ -211,6 +211,7 @@ class Sharing:
 
     def _weight(self) -> float | None:
         status = self._ledger.status
+        self._ledger.add_up()
         return status.weight if status.weighting & WEIGHTED else None
 
     def _was_shown_by_another(self, index: int, gradient: Tensor) -> bool:

@@ -214,10 +214,10 @@ class Channel:
 
     def close(self) -> None:
         """Give the channel's connections back; those of NCCL when all ranks have done so."""
+        if self.host.group is not self.group:  # one group may carry both
+            self.host.close()
         if self.group is not None:
             release(self.group, is_clean=self._outstanding.count == 0)
-        if self.host is not self:
-            self.host.close()
 
     def join_threads(self) -> None:
         """At the end of the process: let Gloo's threads end, if nothing is under way for which they could wait.
