@@ -6,10 +6,11 @@
     smollm2           290        29   SmolLM2-360M in float32
 
 Beside torch's reducer in its two faster settings, ``gradient_as_bucket_view`` and ``batched_grad_copy``, in a world of
-one (a group of this rank alone) and of two, in one run and in turns. A turn is the median of many backwards, and "added"
-is a turn less the bare turn of the same round. Three clocks: wall, CPU time of the thread that runs backward, and CPU
-time of the process, which counts Gloo's threads. Where cores are shared, the thread's is the steadiest. On GPUs it is
-the one that counts, as the reduction itself runs elsewhere.
+one (a group of this rank alone) and of two, in one run and in turns. A turn is the median of many backwards, and
+"added" is a turn less the bare turn of the same round. Three clocks: wall, CPU time of the thread that runs backward,
+and CPU time of the process, which counts Gloo's threads. Where cores are shared, the thread's is the steadiest. On GPUs
+it is the one that counts, as the reduction itself runs elsewhere.
+
 In a world of one Paceline has no reducer, as there is nothing to reduce; "paceline reducer" has one all the same, as
 torch does, so that it shows what Python costs here without a second process. In a world of two "paceline on gloo"
 leaves the reduction to Gloo's threads, as torch does; "paceline" reduces in shared memory, in the thread of backward.
