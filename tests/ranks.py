@@ -71,8 +71,7 @@ class Ranks:
         """Call `function(world, *arguments)` on every rank and return the results in the order of ranks."""
         if not self._pipes:
             raise RankFailed("the ranks have ended, after the failure of an earlier call")
-        for pipe in self._pipes:
-            pipe.send((function, arguments))
+        self.start(function, *arguments)
         results: dict[int, Any] = {}
         deadline = time.monotonic() + self.timeout
         while len(results) < self.size:
@@ -111,6 +110,24 @@ class Ranks:
         for process in self.processes:
             process.kill()
         self.close()
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Begin ``function(world, *arguments)`` on every rank; :meth:`answer` tells how it ended on one of them."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+
+    def answer(self, rank: int, seconds: float) -> Any:
+        """Return what rank `rank` answers to :meth:`start`, which may leave other ranks dead.
+
+        Raises:
+            RankFailed: if the function raised there, or does not end within so many seconds.
+        """
+        if not self._pipes[rank].poll(seconds):
+            raise RankFailed(f"rank {rank} did not answer within {seconds:g} s")
+        ok, value = self._pipes[rank].recv()
+        if not ok:
+            raise RankFailed(f"rank {rank}:\n{value}")
+        return value
 
     def close(self) -> None:
         """Let the ranks end; those that do not are killed."""

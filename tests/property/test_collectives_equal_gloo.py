@@ -269,7 +269,7 @@ def naive(size: int, seed: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def sums(world: World, dtype: torch.dtype, count: int, cuts: list[int], offset: int, shares: bool) -> None:
-    group: Any = dist.distributed_c10d._get_default_group()
+    group: Any = dist.group.WORLD
     expected = naive(world.size, 1, count, dtype)
     edges = sorted({0, count, *(cut % (count + 1) for cut in cuts)})
     # One rank may share its memory while another has to stage its own: the same result.
@@ -388,7 +388,7 @@ def groups(world: World) -> None:
         got = torch.full((1,), float(rank))
         dist.broadcast(got, src=n - 1, group=pair)
         assert got.item() == n - 1
-    whole: Any = dist.distributed_c10d._get_default_group()
+    whole: Any = dist.group.WORLD
     whole.monitored_barrier(timedelta(seconds=10))
     # torch 2.15 splits the groups of every backend, and crashed with ours.
     with pytest.raises(

@@ -749,7 +749,7 @@ def solo(world: World) -> None:
     with model.join(), Join([model]):
         loss_of(model(batch(0, 0))).backward()
     assert model.join_device == torch.device("cpu")
-    assert model.join_process_group is dist.distributed_c10d._get_default_group()
+    assert model.join_process_group is dist.group.WORLD
 
 
 def test_a_world_of_one_may_join_too(pools: Pools) -> None:

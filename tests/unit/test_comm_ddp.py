@@ -30,7 +30,7 @@ def pools(request: pytest.FixtureRequest) -> Iterator[Pools]:
 
 
 def train(world: World, backend: str) -> None:
-    group = dist.distributed_c10d._get_default_group()
+    group = dist.group.WORLD
     assert (isinstance(group, PacelineProcessGroup) and group.native) == (backend == "paceline")
     for case in CASES:
         try:

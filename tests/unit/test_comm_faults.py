@@ -91,13 +91,9 @@ def test_a_dead_peer_is_named_within_a_second_also_while_its_workers_live(
     with Ranks(3, 30, "paceline") as ranks:
         victim = ranks.run(pid)[1]
         ranks.run(setenv, "DIED", str(died))
-        for pipe in ranks._pipes:
-            pipe.send((die, (how, workers, called)))
+        ranks.start(die, how, workers, called)
         for rank in (0, 2):
-            assert ranks._pipes[rank].poll(20)
-            ok, answer = ranks._pipes[rank].recv()
-            assert ok, answer
-            said, took, _ = answer
+            said, took, _ = ranks.answer(rank, 20)
             assert re.match(rf"rank {rank}: rank 1 \(pid {victim}\) has ended in ", said), said
             assert took < 1, took
         for process in Path("/proc").glob("[0-9]*"):  # workers that outlived rank 1
@@ -127,10 +123,8 @@ def leave_early(world: World) -> str:
 
 def test_a_peer_that_ended_after_its_part_is_missed_only_by_the_next_collective() -> None:
     with Ranks(2, 20, "paceline") as ranks:
-        for pipe in ranks._pipes:
-            pipe.send((leave_early, ()))
-        assert ranks._pipes[0].poll(15)
-        assert ranks._pipes[0].recv() == (True, "seen")
+        ranks.start(leave_early)
+        assert ranks.answer(0, 15) == "seen"
 
 
 # -- peers that are late -----------------------------------------------------------------------------------------------
@@ -164,8 +158,7 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_raises_no_alarm(stoppe
     with Ranks(2, 4, "paceline") as ranks:  # the group's timeout: 3.2 s
         pids = ranks.run(pid)
         ranks.timeout = 20
-        for pipe in ranks._pipes:
-            pipe.send((busy, (2.0,)))
+        ranks.start(busy, 2.0)
         time.sleep(0.5)
         # All stopped together, they may stay so for longer than the timeout: nobody was waited for meanwhile.
         pause = 2.0 if len(stopped) == 1 else 4.5
@@ -175,10 +168,8 @@ def test_a_rank_that_is_stopped_for_less_than_the_timeout_raises_no_alarm(stoppe
         for rank in stopped:
             os.kill(pids[rank], signal.SIGCONT)
             time.sleep(0.3)
-        for pipe in ranks._pipes:
-            assert pipe.poll(10)
-            ok, answer = pipe.recv()
-            assert ok, answer
+        for rank in range(2):
+            ranks.answer(rank, 10)
 
 
 # -- strangers ---------------------------------------------------------------------------------------------------------
@@ -285,7 +276,7 @@ def holders() -> set[int]:
 
 def hold(world: World) -> int:
     sums(world, 2_000_000)
-    group: Any = dist.distributed_c10d._get_default_group()
+    group: Any = dist.group.WORLD
     world_tensor = group.allocate(20_000_000, torch.float32).fill_(1.0)
     group.launch_all_reduce(world_tensor)
     return os.getpid()
@@ -331,7 +322,7 @@ def refuse(name: str, what: str, pipe: Any, rank: int, port: int) -> None:
         dist.init_process_group("paceline", timeout=timedelta(seconds=20))
     tensor = torch.full((5,), float(rank + 1))
     dist.all_reduce(tensor)
-    group: Any = dist.distributed_c10d._get_default_group()
+    group: Any = dist.group.WORLD
     pipe.send(([str(one.message) for one in caught], tensor.tolist(), group.native, group.getBackendName()))
     dist.barrier()
 

@@ -36,7 +36,7 @@ def pools() -> Iterator[Pools]:
 
 
 def default() -> Any:
-    return dist.distributed_c10d._get_default_group()
+    return dist.group.WORLD
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def test_in_a_subgroup_ranks_have_their_names_of_the_world(pools: Pools) -> None
 
 
 def launch_differently(world: World) -> list[str]:
-    group: Any = dist.distributed_c10d._get_default_group()
+    group: Any = dist.group.WORLD
     tensors = [group.allocate(8 + world.rank * (i == 1), torch.float32) for i in range(4)]
     said = []
     for operation in [group.launch_all_reduce(tensor) for tensor in tensors]:
@@ -199,7 +199,7 @@ def test_a_skipped_collective_is_named_after_the_timeout_with_rank_operation_and
 
 def wrong(world: World) -> list[str]:
     n = world.size
-    group: Any = dist.distributed_c10d._get_default_group()
+    group: Any = dist.group.WORLD
     ones = torch.ones(4)
     calls: list[tuple[Any, Any]] = [
         (lambda: dist.broadcast(ones, 9), (ValueError, UsageError)),

@@ -18,7 +18,7 @@ def values(rank: int) -> torch.Tensor:
 
 
 def collectives(world: World) -> tuple[list[float], list[float], list[list[int]], str]:
-    channel = open_channel(dist.distributed_c10d._get_default_group(), torch.device("cpu"))
+    channel = open_channel(dist.group.WORLD, torch.device("cpu"))
     flat = channel.allocate(LENGTH, torch.float32)
     flat.copy_(values(world.rank))
     channel.wait(channel.reduce_scatter(flat), "reduce-scatter")

@@ -30,7 +30,7 @@ MOST_MARKS = 8
 
 
 def plot(rows: Sequence[Row], cores: int, suffix: str) -> str:
-    """The document: SVG, or HTML for the suffix ``".html"``."""
+    """Draw the document: SVG, or HTML for the suffix ``".html"``."""
     ops = list(dict.fromkeys(row.op for row in rows))
     drawn = sheet([scene(op, [row for row in rows if row.op == op], cores) for op in ops])
     if suffix != ".html":
@@ -45,7 +45,7 @@ def plot(rows: Sequence[Row], cores: int, suffix: str) -> str:
 
 
 def scene(op: str, rows: Sequence[Row], cores: int) -> Scene:
-    """One collective's panel."""
+    """Draw one collective's panel."""
     panel = Panel(rows)
     name = op.replace("_", "-")
     title = f"{name}: time relative to {panel.whose}, {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}"
@@ -80,7 +80,7 @@ class Panel:
         return seconds / self.seconds[row.nbytes]
 
     def draw(self) -> Iterator[str]:
-        """All elements."""
+        """Draw all elements."""
         yield from self._times()
         yield from self._sizes()
         ends = {}
@@ -121,7 +121,7 @@ class Panel:
         yield f'<g transform="translate(20,{middle:g}) rotate(-90)">{turned}</g>'
 
     def _sizes(self) -> Iterator[str]:
-        """The axis of sizes, with the reference's time for each, which the ratios leave out."""
+        """Draw the axis of sizes, with the reference's time for each, which the ratios leave out."""
         shown, bottom = -math.inf, TOP + HIGH
         for size in self.sizes:
             if self.x(size) - shown >= MARK:
@@ -161,7 +161,7 @@ def duration(seconds: float) -> str:
 
 
 def _whole_step(longest: float) -> float:
-    """A power of ten for an axis that is longer than any of the usual ones."""
+    """Return a power of ten for an axis that is longer than any of the usual ones."""
     return float(10 ** math.ceil(math.log10(longest / MOST_MARKS)))
 
 

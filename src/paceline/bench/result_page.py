@@ -42,7 +42,7 @@ def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchCo
 
 
 def table(op: str, rows: Sequence[Row], cores: int) -> Table:
-    """As nccl-tests prints it, with a line for each variant; bandwidths in GB/s."""
+    """Lay the rows out as nccl-tests prints them, with a line for each variant; bandwidths in GB/s."""
     what = f"{op} (float32, {rows[0].reduction})" if rows[0].reduction else f"{op} (float32)"
     title = f"{what}, {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}; bandwidths in GB/s"
     made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -67,7 +67,7 @@ def table(op: str, rows: Sequence[Row], cores: int) -> Table:
 
 
 def said(model: Model, rows: Sequence[Row]) -> str:
-    """The fitted model in words, how well it fits, and which all-reduce it recommends from which size on."""
+    """Describe the fitted model: how well it fits, and which all-reduce it recommends from which size on."""
     best = [f"{name} from {size:,} bytes" for size, name in crossovers(rows[0].ranks, model)]
     off = [abs(row.model_seconds / row.seconds - 1) for row in rows if row.model_seconds is not None]
     close = sum(one <= CLOSE for one in off)
@@ -80,7 +80,7 @@ def said(model: Model, rows: Sequence[Row]) -> str:
 
 
 def document(rows: Sequence[Row], model: Model | None, cores: int) -> dict[str, object]:
-    """The same for programs: seconds and GB/s."""
+    """Return the same for programs: seconds and GB/s."""
     return {
         "ranks": rows[0].ranks,
         "cores": cores,

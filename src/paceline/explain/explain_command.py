@@ -61,14 +61,14 @@ def explain(
 
 
 def scenes(what: str, ranks: int) -> list[Scene]:
-    """The scenes of `what`, which is known."""
+    """Make the scenes of `what`, which is known."""
     if what == OVERLAP:
         return [timeline.scene(ranks)]
     return [exchange.scene(build(name, ranks)) for name in SCHEDULES[what]]
 
 
 def tables(what: str, ranks: int) -> list[Table]:
-    """The tables of `what`, which is known."""
+    """Make the tables of `what`, which is known."""
     if what == OVERLAP:
         return [overlap_table(ranks)]
     return [schedule_table(build(name, ranks)) for name in SCHEDULES[what]]

@@ -14,7 +14,7 @@ def hint(schedule: Schedule) -> str:
 
 
 def completed(schedule: Schedule, chunk: int) -> tuple[int, int]:
-    """The first step after which a rank holds the whole sum of `chunk`, and that rank."""
+    """Find the first step after which a rank holds the whole sum of `chunk`, and that rank."""
     everyone = tuple(range(schedule.size))
     for number, ranks in enumerate(holdings(schedule)):
         for rank, chunks in enumerate(ranks):

@@ -14,7 +14,7 @@ LARGER = 1.6
 
 
 def page(scenes: Sequence[Scene]) -> str:
-    """The HTML document."""
+    """Return the HTML document."""
     folder = files("paceline.explain")
     styles = folder.joinpath("player.css").read_text("utf-8") + STYLE + colours(scenes)
     script = folder.joinpath("player.js").read_text("utf-8")

@@ -30,7 +30,7 @@ NARROWEST = 44.0
 
 
 def scene(schedule: Schedule) -> Scene:
-    """The picture of `schedule`, for up to 16 ranks."""
+    """Draw `schedule`, for up to 16 ranks."""
     board = Board(schedule)
     held, needed = holdings(schedule), used_later(schedule)
     frames = [Frame("start", "every rank holds its own tensor", board.draw(held[0], needed[0]))]
@@ -53,7 +53,7 @@ def scene(schedule: Schedule) -> Scene:
 
 
 def reading(schedule: Schedule) -> str:
-    """How to read the picture."""
+    """Say how to read the picture."""
     if schedule.result == "broadcast":
         number = "whose tensor it is"
     elif schedule.size <= NUMBERED:
@@ -98,7 +98,7 @@ def _cross(one: Transfer, other: Transfer) -> bool:
 
 
 def chunk_name(chunk: int) -> str:
-    """A letter."""
+    """Return a chunk's letter."""
     return ascii_uppercase[chunk]
 
 
@@ -123,7 +123,7 @@ def cost(schedule: Schedule) -> str:
 
 
 def used_later(schedule: Schedule) -> list[list[list[bool]]]:
-    """Whether the result depends on what a rank holds of a chunk after k steps: ``[k][rank][chunk]``."""
+    """Tell whether the result depends on what a rank holds of a chunk after k steps: ``[k][rank][chunk]``."""
     now = [[_in_result(schedule, rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.size)]
     history = [now]
     for step in reversed(schedule.steps):
@@ -163,12 +163,12 @@ class Board:
         self.height = TOP + self.chunks * self.row
 
     def at(self, rank: int, chunk: int) -> tuple[float, float]:
-        """The upper left corner of a cell."""
+        """Return the upper left corner of a cell."""
         inset = (self.column - self.size * self.slot) / 2
         return LEFT + rank * (self.column + self.gap) + inset, TOP + (chunk + 1) * self.row - self.cell - 2
 
     def draw(self, held: list[list[Terms]], needed: list[list[bool]], step: Step = ()) -> str:
-        """All cells, and the ways of `step`, which led here."""
+        """Draw all cells, and the ways of `step`, which led here."""
         came = {(transfer.dst, chunk) for transfer in step for chunk in transfer.chunks}
         names = [
             text(LEFT + rank * (self.column + self.gap) + self.column / 2, 14, f"rank {rank}", "heading", "middle")
@@ -215,7 +215,7 @@ class Board:
         return "".join(parts)
 
     def _way(self, transfer: Transfer, chunk: int, lane: int) -> str:
-        """An arrow from cell to cell; over the cells between, where there are any."""
+        """Draw an arrow from cell to cell; over the cells between, where there are any."""
         src, dst = transfer.src, transfer.dst
         wide = self.size * self.slot
         (start, y), (end, _) = self.at(src, chunk), self.at(dst, chunk)

@@ -52,17 +52,17 @@ def counted(number: int, noun: str) -> str:
 
 
 def text(x: float, y: float, said: str, kind: str = "label", anchor: str = "start") -> str:
-    """A line of text whose baseline is at `y`."""
+    """Draw a line of text whose baseline is at `y`."""
     return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(said)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, kind: str) -> str:
-    """A rectangle."""
+    """Draw a rectangle."""
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" class="{kind}"/>'
 
 
 def shared(scenes: Sequence[Scene]) -> str:
-    """The elements that the scenes' drawings refer to, each once."""
+    """Return the elements that the scenes' drawings refer to, each once."""
     return "".join({name: drawing for scene in scenes for name, drawing in scene.shared.items()}.values())
 
 

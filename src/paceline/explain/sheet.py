@@ -20,7 +20,7 @@ LETTER = 6.6
 
 
 def sheet(scenes: Sequence[Scene]) -> str:
-    """The SVG document."""
+    """Return the SVG document."""
     parts, top, wide = [], MARGIN, 0.0
     for scene in scenes:
         drawn, right, below = _scene(scene, top)
@@ -36,7 +36,7 @@ def sheet(scenes: Sequence[Scene]) -> str:
 
 
 def _scene(scene: Scene, top: float) -> tuple[str, float, float]:
-    """The scene's part of the sheet, its right edge and its lower one."""
+    """Return the scene's part of the sheet, its right edge and its lower one."""
     said = (scene.summary, scene.reading)
     parts = [text(MARGIN, top + 16, scene.title, "big")]
     parts += [text(MARGIN, top + 36 + 18 * number, line) for number, line in enumerate(said)]

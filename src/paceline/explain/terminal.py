@@ -27,7 +27,7 @@ def schedule_table(schedule: Schedule) -> Table:
     for number, state in enumerate(held):
         step = schedule.steps[number - 1] if number else ()
         for rank, row in enumerate(state):
-            came = {chunk for one in step if one.dst == rank for chunk in one.chunks}
+            came = {chunk for move in step if move.dst == rank for chunk in move.chunks}
             cells = [
                 _cell(schedule, terms, needed[number][rank][chunk], chunk in came) for chunk, terms in enumerate(row)
             ]

@@ -64,7 +64,7 @@ def example(ranks: int) -> Example:
 
 
 def assumption() -> str:
-    """The example's numbers, in words."""
+    """Describe the example's numbers."""
     sizes = ", ".join(f"{size // MIB}" for size in SIZES)
     return (
         f"An example: buckets of {sizes} MiB, a backward of {1000 * BACKWARD:g} ms, a ring over links of "
@@ -102,7 +102,7 @@ def ms(seconds: float) -> str:
 
 
 def scene(ranks: int) -> Scene:
-    """The picture: one frame for every moment at which a bucket is full or reduced."""
+    """Draw one frame for every moment at which a bucket is full or reduced."""
     of = example(ranks)
     chart = Chart(of)
     frames = tuple(_frame(chart, moment) for moment in moments(of))
@@ -114,7 +114,7 @@ def scene(ranks: int) -> Scene:
 
 
 def moments(of: Example) -> list[float]:
-    """The start, and every time at which a bucket is full or reduced, either way."""
+    """Return the start, and every time at which a bucket is full or reduced, either way."""
     return sorted({0.0, *of.when_full.full, *of.when_full.end, *of.at_the_end.end})
 
 
@@ -166,11 +166,11 @@ class Chart:
         self.bars = [bar for top, _, way in self._ways() for bar in self._bars(way, top)]
 
     def x(self, seconds: float) -> float:
-        """Where a time is."""
+        """Return the place of a time on the axis."""
         return LEFT + WIDE * seconds / self.end
 
     def draw(self, moment: float) -> str:
-        """All but the cursor, as far as things are at `moment`."""
+        """Draw all but the cursor, as far as things are at `moment`."""
         parts = [*self._axis(), *(bar.draw(self.x(moment)) for bar in self.bars)]
         for top, name, way in self._ways():
             parts.append(text(4, top + 4, f"all-reduce {name}", "heading"))
@@ -182,7 +182,7 @@ class Chart:
         return "".join(parts)
 
     def cursor(self, moment: float) -> str:
-        """A line at `moment`, with its time above; it leaves room for the numbers of buckets that it meets."""
+        """Draw a line at `moment`, with its time above; it leaves room for the numbers of buckets that it meets."""
         x = self.x(moment)
         numbers = sorted(y for middle, y in (bar.middle for bar in self.bars) if abs(middle - x) < 7)
         edges = [TOP - 6, *(edge for y in numbers for edge in (y - 11, y + 3)), BOTTOM]

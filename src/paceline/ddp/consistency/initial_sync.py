@@ -51,8 +51,8 @@ def describe_form(tensor: Tensor) -> str:
     return f"shape {tuple(tensor.shape)}{shard}, {tensor.dtype}{strides}"
 
 
-def _compare(channel: Channel, mine: list[tuple[str, str]]) -> None:
-    everyone = channel.all_gather_object(mine)
+def _compare(channel: Channel, described: list[tuple[str, str]]) -> None:
+    everyone = channel.all_gather_object(described)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             remedy = "build the same model on every rank"

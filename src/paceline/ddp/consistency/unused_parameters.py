@@ -36,8 +36,8 @@ class UnusedReport:
             self._known.update(asked)
         idle = len(absent) == len(self._names)
         lacking = set() if idle else set(absent)
-        mine = [int(index in lacking and self._parameters[index].requires_grad) for index in asked]
-        without = yield from gather_numbers(self._channel, mine, "exchange of unused parameters")
+        lacks = [int(index in lacking and self._parameters[index].requires_grad) for index in asked]
+        without = yield from gather_numbers(self._channel, lacks, "exchange of unused parameters")
         return unused_message([self._names[index] for index in asked], list(zip(*without, strict=True)))
 
     def say(self, message: str | None) -> None:

@@ -53,11 +53,11 @@ def settle_all() -> None:
     settling = [member.settle() for member in _in_order() if member.is_aborted]
     try:
         for _ in range(2):
-            for one in settling:
-                next(one, None)
+            for restoring in settling:
+                next(restoring, None)
     finally:
-        for one in reversed(settling):  # each restores the gradients that it found
-            one.close()
+        for restoring in reversed(settling):  # each restores the gradients that it found
+            restoring.close()
 
 
 def _in_order() -> list[Member]:

@@ -70,8 +70,8 @@ class Change:
     def described(self) -> list[list[str]]:
         """Every parameter's name and what has to be equal on all ranks, the new ones first, for messages."""
         new = {id(parameter) for _, parameter in self.new}
-        usual = [[name, describe_form(one)] for name, one in self.named if id(one) not in new]
-        return [[name, f"{describe_form(one)}, new"] for name, one in self.new] + usual
+        usual = [[name, describe_form(parameter)] for name, parameter in self.named if id(parameter) not in new]
+        return [[name, f"{describe_form(parameter)}, new"] for name, parameter in self.new] + usual
 
     def codes(self, *, check_finite: bool) -> list[int]:
         """Of each new parameter's gradient: whether it is there, sparse, not finite."""
@@ -135,8 +135,8 @@ class ModuleWatch:
         """The parameters as they are now, without the ignored ones."""
         own = list(self.module.named_parameters())
         seen = {id(parameter) for _, parameter in own}
-        named = own + [(name, one) for name, one in self._delayed if id(one) not in seen]
-        return [(plain_name(name), one) for name, one in named if name not in self._ignored]
+        named = own + [(name, parameter) for name, parameter in self._delayed if id(parameter) not in seen]
+        return [(plain_name(name), parameter) for name, parameter in named if name not in self._ignored]
 
     def follow(self, trained: Named) -> None:
         """Take `trained` for those that are averaged from now on."""
@@ -160,24 +160,28 @@ class ModuleWatch:
 
     def unchanged(self) -> Change:
         """The change of a rank that has none, to be compared with the others'."""
-        named = [(name, one) for name, one in self.named_parameters() if id(one) in self._forms]
+        named = [(name, parameter) for name, parameter in self.named_parameters() if id(parameter) in self._forms]
         return Change(named, [])
 
     def sparse(self, parameters: Sequence[nn.Parameter]) -> frozenset[int]:
         """Indices of those among `parameters` whose layer gives sparse gradients."""
         ids = sparse_by_layer(self.module)
-        return frozenset(index for index, one in enumerate(parameters) if id(one) in ids)
+        return frozenset(index for index, parameter in enumerate(parameters) if id(parameter) in ids)
 
     def _find(self) -> Change | None:
         self._ignored |= set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
         # What functional_call puts in a parameter's place for a while is no leaf, or is gone when backward begins.
         named = [
-            (name, one)
-            for name, one in self.named_parameters()
-            if not is_lazy(one) and one.is_leaf and (one.requires_grad or id(one) in self._forms)
+            (name, parameter)
+            for name, parameter in self.named_parameters()
+            if not is_lazy(parameter)
+            and parameter.is_leaf
+            and (parameter.requires_grad or id(parameter) in self._forms)
         ]
-        new = [(name, one) for name, one in named if self._forms.get(id(one)) != _form(one)]
-        stand_ins = {id(one): _stand_in(self._forms[id(one)]) for _, one in new if id(one) in self._forms}
+        new = [(name, parameter) for name, parameter in named if self._forms.get(id(parameter)) != _form(parameter)]
+        stand_ins = {
+            id(parameter): _stand_in(self._forms[id(parameter)]) for _, parameter in new if id(parameter) in self._forms
+        }
         return Change(named, new, stand_ins) if new else None
 
     # -- a comparison that costs next to nothing -----------------------------------------------------------------
@@ -186,7 +190,7 @@ class ModuleWatch:
         parts = list(self.module.modules())
         self._dicts: list[dict[str, Any]] = [self._modules, *(part._modules for part in parts)]
         self._dicts += [part._parameters for part in parts]
-        self._copies = [dict(one) for one in self._dicts]
+        self._copies = [dict(children) for children in self._dicts]
         # Dicts compare values by identity first, then by ==, which of tensors is a tensor: True or False if it has one
         # element, an error otherwise. So these few are compared by themselves.
         self._single = [
@@ -196,7 +200,9 @@ class ModuleWatch:
             if value is not None and not is_lazy(value) and value.numel() == 1
         ]
         named = self.named_parameters()
-        self._others = [one for _, one in named if id(one) not in self._forms and not one.requires_grad]
+        self._others = [
+            parameter for _, parameter in named if id(parameter) not in self._forms and not parameter.requires_grad
+        ]
         self._sizes = list(map(_bytes, self._trained))
         self._first = _form(self._trained[0])
 

@@ -89,7 +89,7 @@ class NewParameters:
             scale: what sums over ranks are multiplied with.
             parts: the parts of this backward.
         """
-        if any(one.aborted for one in statuses) or not any(one.changed for one in statuses):
+        if any(status.aborted for status in statuses) or not any(status.changed for status in statuses):
             return None
         change = self._change or self.watch.unchanged()
         error = yield from _compare(change, self._channel)
@@ -166,7 +166,7 @@ _CHANGED = "parameters of the module were added or replaced after it was wrapped
 
 
 def _differing(everyone: list[list[list[str]]]) -> ReplicaMismatch:
-    described = [[(name, one) for name, one in theirs] for theirs in everyone]
+    described = [[(name, form) for name, form in theirs] for theirs in everyone]
     rank = next(rank for rank, theirs in enumerate(described) if theirs != described[0])
     difference = first_difference(described[0], described[rank], rank, "change the module alike on every rank")
     return ReplicaMismatch(f"{_CHANGED}, and not alike on all ranks: {difference}, or wrap it again")

@@ -24,7 +24,9 @@ class OptimizersInBackward:
     def take_over(self) -> list[nn.Parameter]:
         """Take the optimizers off autograd's own hooks, once; returns the parameters that have any."""
         if self._owners is None:
-            self._owners = [one for one in self._parameters if hasattr(one, "_in_backward_optimizers")]
+            self._owners = [
+                parameter for parameter in self._parameters if hasattr(parameter, "_in_backward_optimizers")
+            ]
             if self._owners:
                 # Not imported before somebody uses it: it loads TorchScript, which warns that it is deprecated.
                 from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map

@@ -13,12 +13,12 @@ from paceline.ddp.engine.sparse import as_dense, average_sparse
 from paceline.ddp.transport.channel import Channel, Launched, Pausing
 
 
-def run_second_pass(parts: EngineParts, mine: Mapping[int, Tensor], scale: float) -> Pausing[dict[int, Tensor]]:
+def run_second_pass(parts: EngineParts, local: Mapping[int, Tensor], scale: float) -> Pausing[dict[int, Tensor]]:
     """Average, on all ranks alike, what the control block says is in no bucket on some rank.
 
     Args:
         parts: whose control block has been summed, and whose buckets hold averages.
-        mine: this rank's late deltas and sparse gradients, by parameter.
+        local: this rank's late deltas and sparse gradients, by parameter.
         scale: what sums over ranks are multiplied with.
 
     Returns:
@@ -27,13 +27,13 @@ def run_second_pass(parts: EngineParts, mine: Mapping[int, Tensor], scale: float
     sparse, late = parts.control.second_pass()
     targets = {index: _target(parts, index) for index in late}
     if late:
-        dense = {index: as_dense(mine[index]) for index in late if index in mine}
+        dense = {index: as_dense(local[index]) for index in late if index in local}
         launched = launch_late(dense, targets, parts.channel)
         yield True
         wait_for_late(launched, targets, scale, parts.channel)
     averages = {index: target for index, target in targets.items() if index in parts.storage.unbucketed}
     if sparse:
-        averages |= yield from average_sparse(sparse, mine, parts.parameters, parts.names, scale, parts.channel)
+        averages |= yield from average_sparse(sparse, local, parts.parameters, parts.names, scale, parts.channel)
     return averages
 
 
@@ -53,14 +53,14 @@ class LateReduction:
     launched: Launched
 
 
-def launch_late(mine: Mapping[int, Tensor], targets: Mapping[int, Tensor], channel: Channel) -> list[LateReduction]:
-    """Launch the sums of the deltas for `targets`, of which this rank holds `mine`; one for each dtype and device."""
+def launch_late(local: Mapping[int, Tensor], targets: Mapping[int, Tensor], channel: Channel) -> list[LateReduction]:
+    """Launch the sums of the deltas for `targets`, of which this rank holds `local`; one for each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, target in targets.items():
         kinds.setdefault((target.dtype, target.device), []).append(index)
     launched = []
     for same in kinds.values():
-        parts = [mine[index] if index in mine else torch.zeros_like(targets[index]) for index in same]
+        parts = [local[index] if index in local else torch.zeros_like(targets[index]) for index in same]
         # Half precision is added up in single: a sum of N may overflow where the mean does not.
         dtype = torch.promote_types(targets[same[0]].dtype, torch.float32)
         flat = torch.cat([part.detach().reshape(-1).to(dtype) for part in parts])

@@ -199,10 +199,10 @@ class Sharing:
                 f"over ranks {list(first._ranks)} and the other over {list(self._ranks)}; wrap both over one process "
                 "group, or run a backward for each"
             )
-        mine, theirs = self._weight(), first._weight()
-        is_inside = mine is None and len(elsewhere) == len(self._parameters)  # a wrapper inside a wrapped model
-        if mine != theirs and not is_inside:
-            shown = [f"model.weight({weight:g})" if weight is not None else "no weight" for weight in (theirs, mine)]
+        weight, theirs = self._weight(), first._weight()
+        is_inside = weight is None and len(elsewhere) == len(self._parameters)  # a wrapper inside a wrapped model
+        if weight != theirs and not is_inside:
+            shown = [f"model.weight({given:g})" if given is not None else "no weight" for given in (theirs, weight)]
             raise UsageError(
                 f"one backward runs through two DistributedDataParallel that share {name!r}, one with {shown[0]} and "
                 f"the other with {shown[1]}, so their shares cannot be told apart; give both the same weight, or run "
@@ -234,8 +234,8 @@ def _sum(total: Tensor, more: Tensor) -> Tensor:
 
 def find_partners(parameter: Tensor, ledger: Ledger) -> list[Ledger]:
     """The ledgers of the other live wrappers that train `parameter`, too."""
-    sharings = (one for one in list(_everyone()) if id(parameter) in one._index_of)
-    return [one._ledger for one in sharings if one._ledger is not ledger]
+    sharings = (sharing for sharing in list(_everyone()) if id(parameter) in sharing._index_of)
+    return [sharing._ledger for sharing in sharings if sharing._ledger is not ledger]
 
 
 @cache

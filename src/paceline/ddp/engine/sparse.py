@@ -38,20 +38,20 @@ def as_dense(gradient: Tensor) -> Tensor:
 
 def average_sparse(
     indices: Sequence[int],
-    mine: Mapping[int, Tensor],
+    local: Mapping[int, Tensor],
     parameters: Sequence[Tensor],
     names: Sequence[str],
     scale: float,
     channel: Channel,
 ) -> Pausing[dict[int, Tensor]]:
-    """Average the sparse gradients of parameters `indices`, of which this rank holds `mine`; the rest count as zero.
+    """Average the sparse gradients of parameters `indices`, of which this rank holds `local`; the rest count as zero.
 
     Returns the averages, coalesced, by parameter.
 
     Raises:
         DesyncError: if ranks give gradients with other numbers of sparse dimensions.
     """
-    parts = {index: mine[index].detach().coalesce() for index in indices if index in mine}
+    parts = {index: local[index].detach().coalesce() for index in indices if index in local}
     # Per parameter: how many entries it has on this rank, and over how many dimensions they are spread.
     pairs = [(parts[index]._nnz(), parts[index].sparse_dim()) if index in parts else (0, 0) for index in indices]
     flat = [number for pair in pairs for number in pair]
@@ -69,24 +69,24 @@ def average_sparse(
             _Gathered(parameters[index], parts.get(index), [row[2 * at] for row in sizes], dims.pop(), channel)
         )
     yield True
-    return {index: one.average(scale, channel) for index, one in zip(indices, gathered, strict=True)}
+    return {index: entries.average(scale, channel) for index, entries in zip(indices, gathered, strict=True)}
 
 
 class _Gathered:
     """The entries of one parameter's gradient on all ranks, one rank after the other, on their way."""
 
     def __init__(
-        self, parameter: Tensor, mine: Tensor | None, counts: list[int], sparse_dim: int, channel: Channel
+        self, parameter: Tensor, local: Tensor | None, counts: list[int], sparse_dim: int, channel: Channel
     ) -> None:
         self._counts, self._shape = counts, parameter.shape
         self._sparse_shape = parameter.shape[:sparse_dim]
         total, row = sum(counts), parameter.shape[sparse_dim:]
         self._keys = torch.zeros(total, dtype=torch.int64, device=parameter.device)
         self._values = torch.zeros((total, *row), dtype=parameter.dtype, device=parameter.device)
-        if mine is not None:
+        if local is not None:
             own = slice(sum(counts[: channel.rank]), sum(counts[: channel.rank + 1]))
-            self._keys[own] = _places(mine.indices(), self._sparse_shape)
-            self._values[own] = mine.values()
+            self._keys[own] = _places(local.indices(), self._sparse_shape)
+            self._values[own] = local.values()
         self._launched = [channel.all_reduce(part) for part in (self._keys, self._values) if part.numel()]
 
     def average(self, scale: float, channel: Channel) -> Tensor:
