@@ -14,6 +14,7 @@ import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
 from paceline.data.arguments import find_place
+from paceline.data.balance import Cost
 from paceline.data.fetch import Collate, Failure, Fetch
 from paceline.data.position import Position
 from paceline.data.sampler import GlobalBatchSampler
@@ -65,6 +66,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         batch_sampler: a :class:`GlobalBatchSampler`.
         drop_last: whether a short last batch is left out; with `batch_size` only.
         seed: decides order and random streams; with `batch_size` only.
+        cost, accumulate: for slices of equal cost, see :class:`GlobalBatchSampler`; with `batch_size` only.
         collate_fn: as in torch; it runs with the same seeds as the fetch.
         options: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers`` and what else
             torch's DataLoader takes.
@@ -84,6 +86,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         batch_sampler: GlobalBatchSampler | None = None,
         drop_last: bool = False,
         seed: int = 0,
+        cost: Cost | None = None,
+        accumulate: int = 1,
         collate_fn: Collate | None = None,
         **options: Any,
     ) -> None:
@@ -91,13 +95,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise UsageError(f"paceline.data.DataLoader takes no {name}=: {REFUSED[name]}")
         collate = collate_fn or default_collate
         if batch_size is None:
-            if shuffle or drop_last or seed:
-                raise UsageError("shuffle, drop_last and seed go with batch_size; otherwise give them to the sampler")
+            if shuffle or drop_last or seed or cost is not None or accumulate != 1:
+                raise UsageError("shuffle, drop_last, seed, cost, accumulate go with batch_size, else to the sampler")
             self.progress = _given(dataset, batch_sampler)
         else:
             if batch_sampler is not None or isinstance(dataset, GlobalBatchStream):
                 raise UsageError("batch_size is the sampler's or the stream's; give it there only")
-            self.progress = _made(dataset, batch_size, shuffle, seed, drop_last)
+            balance = {"cost": cost, "accumulate": accumulate}
+            self.progress = _made(dataset, batch_size, shuffle, {"seed": seed, "drop_last": drop_last}, balance)
         self.progress.describe(dataset)
         fetch: Fetch | Reader
         if isinstance(self.progress, GlobalBatchStream):
@@ -271,13 +276,12 @@ def _given(dataset: Any, sampler: GlobalBatchSampler | None) -> GlobalBatchSampl
 
 
 def _made(
-    dataset: Any, batch_size: int, shuffle: bool, seed: int, drop_last: bool
+    dataset: Any, batch_size: int, shuffle: bool, options: dict[str, Any], balance: dict[str, Any]
 ) -> GlobalBatchSampler | GlobalBatchStream:
     """Return a source with `batch_size`; a bare iterable data set works on one rank only."""
     if not isinstance(dataset, IterableDataset):
-        return GlobalBatchSampler(dataset, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
-    name = type(dataset).__name__
-    rank, world_size = find_place(None, None)
+        return GlobalBatchSampler(dataset, batch_size, shuffle=shuffle, **options, **balance)
+    name, (rank, world_size) = type(dataset).__name__, find_place(None, None)
     if world_size > 1:
         raise UsageError(
             f"rank {rank}: {name} is an IterableDataset that nobody splits among {world_size} ranks, so each "
@@ -286,7 +290,9 @@ def _made(
         )
     if shuffle:
         raise UsageError(f"{name} is an IterableDataset, which has no order to shuffle; leave shuffle out")
-    return GlobalBatchStream(dataset, batch_size, seed=seed, drop_last=drop_last)
+    if balance["cost"] is not None:
+        raise UsageError(f"{name} is an IterableDataset, whose samples' costs are not known before; leave cost out")
+    return GlobalBatchStream(dataset, batch_size, **options)
 
 
 def _with_last(batches: Iterator[Any], stream: GlobalBatchStream) -> Iterator[tuple[Any, bool]]:

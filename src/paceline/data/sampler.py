@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import Sampler
 
 from paceline import sources
-from paceline.data.arguments import size_of
+from paceline.data.arguments import at_least, size_of
+from paceline.data.balance import Cost, costs_of, split_by_cost
 from paceline.data.partition import batch_bounds, batch_count, slice_bounds
 from paceline.data.position import Position
 from paceline.digests import quick_digest
@@ -58,6 +59,12 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             `order`.
         seed: decides the permutations, and the random streams of samples that the DataLoader fetches.
         drop_last: whether a short last batch is left out.
+        cost: what each sample costs to train on, such as its length, for slices of about equal cost instead of equal
+            count: one number for each sample, the same on every rank, or a function of a sample, which is called once
+            for each of them when the sampler is made. The global batches, their order and the exact mean stay what
+            they are; slices differ in length, so that losses have to be weighed with ``model.weight(len(batch))``.
+        accumulate: with `cost`, the micro-batches of a step: ranks get about equal shares of all of them together, as
+            they meet only in the last.
         rank: this rank; by default the process group's, or 0 without one.
         world_size: the number of ranks; by default the process group's, or 1 without one.
 
@@ -74,11 +81,17 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        cost: Cost | None = None,
+        accumulate: int = 1,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, drop_last, (rank, world_size))
         self.size = size_of(dataset)
+        self._costs = None if cost is None else costs_of(cost, dataset, self.size)
+        self._window = at_least("accumulate", accumulate, 1)
+        if cost is None and self._window > 1:
+            raise UsageError("accumulate is for slices of equal cost; give cost, or leave it out")
         if not isinstance(dataset, int):
             self.describe(dataset)
         self.shuffle = shuffle
@@ -127,10 +140,20 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         """Yield this rank's slice of each global batch that is left in the pass."""
         epoch, start = self._started
         order = self._order_of(epoch)
-        for number in range(start, batch_count(len(order), self.batch_size, self.drop_last)):
+        loads: list[float] = []
+        # From the beginning of the window, on whose earlier micro-batches it depends who computes what of this one.
+        for number in range(start - start % self._window, batch_count(len(order), self.batch_size, self.drop_last)):
             begin, end = batch_bounds(number, len(order), self.batch_size)
-            low, high = slice_bounds(end - begin, self.rank, self.world_size)
-            yield Slice(order[begin + low : begin + high].tolist(), epoch, number)
+            batch = order[begin:end]
+            if self._costs is None:
+                low, high = slice_bounds(end - begin, self.rank, self.world_size)
+                own = batch[low:high]
+            else:
+                before = loads if number % self._window else None
+                shares, loads = split_by_cost(self._costs[batch].tolist(), self.world_size, before)
+                own = batch[shares[self.rank]]
+            if number >= start:
+                yield Slice(own.tolist(), epoch, number)
 
     def __iter__(self) -> Iterator[list[int]]:
         self.begin()
@@ -197,9 +220,10 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         return self.size
 
     def _order_digest(self, epoch: int) -> int:
-        if self._order is None:
-            return int(self.shuffle)
-        return sources.short(int(quick_digest(self._order_of(epoch))))
+        order = int(self.shuffle) if self._order is None else int(quick_digest(self._order_of(epoch)))
+        if self._costs is not None:  # ranks with other costs would take samples that are another's, too
+            return sources.short(derive_seed("cost", order, int(quick_digest(self._costs)), self._window))
+        return order if self._order is None else sources.short(order)
 
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "size": self.size, "shuffle": self.shuffle}

@@ -1,0 +1,70 @@
+"""Splits global batches among ranks by what their samples cost, so that no rank waits for one with longer samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.rng import preserved
+
+Cost = Sequence[float] | torch.Tensor | Callable[[Any], float]
+
+
+def split_by_cost(
+    costs: Sequence[float], world_size: int, loads: Sequence[float] | None = None
+) -> tuple[list[list[int]], list[float]]:
+    """Split samples among ranks so that their loads are as equal as the longest-processing-time rule makes them.
+
+    The dearest sample that is left goes to the rank with the smallest load. From empty loads, the largest load is at
+    most 4/3 - 1/(3 * world_size) times that of the best split (Graham, "Bounds on Multiprocessing Timing Anomalies",
+    SIAM J. Appl. Math. 17, 1969). Every rank gets a sample as long as there are enough, whatever its load.
+
+    Args:
+        costs: one finite number >= 0 for each sample of a global batch.
+        world_size: the number of ranks.
+        loads: what each rank has to do already, as from earlier micro-batches of the same step; nothing by default.
+
+    Returns:
+        For each rank the places of its samples in `costs`, ascending, and its load including `loads`.
+    """
+    totals = list(loads) if loads is not None else [0.0] * world_size
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    empty = set(range(world_size))
+    for done, place in enumerate(sorted(range(len(costs)), key=lambda place: (-costs[place], place))):
+        candidates = empty if len(empty) >= len(costs) - done else range(world_size)
+        # Of equal loads the rank with fewer samples, so that samples which cost nothing are spread, too.
+        rank = min(candidates, key=lambda rank: (totals[rank], len(shares[rank]), rank))
+        shares[rank].append(place)
+        totals[rank] += costs[place]
+        empty.discard(rank)
+    return [sorted(share) for share in shares], totals
+
+
+def costs_of(cost: Cost, dataset: Any, size: int) -> torch.Tensor:
+    """Return each sample's cost, shape (size,), float64; a function is called once for each sample of `dataset`.
+
+    Raises:
+        UsageError: if there are not as many costs as samples, or one is negative or not finite; names the sample.
+    """
+    if callable(cost):
+        if isinstance(dataset, int):
+            raise UsageError("cost is a function of a sample, but the sampler knows no data set; give it the data set")
+        with preserved():  # a sample may be augmented with the rank's own random streams
+            users_costs: Any = [cost(dataset[index]) for index in range(size)]
+    else:
+        users_costs = cost
+    try:
+        costs = torch.as_tensor(users_costs, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"cost must be one number for each sample, or a function that returns it ({error})") from None
+    if costs.shape != (size,):
+        raise UsageError(f"cost has shape {tuple(costs.shape)} for {size} samples; give one number for each sample")
+    if (bad := (~costs.isfinite() | (costs < 0)).nonzero().flatten()).numel():
+        index = int(bad[0])
+        raise UsageError(
+            f"the cost of sample {index} is {costs[index].item():g}; give finite numbers >= 0, such as its length"
+        )
+    return costs

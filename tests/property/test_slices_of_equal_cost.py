@@ -1,0 +1,198 @@
+"""Global batches split by cost: the same batches and the same mean as one process, and less waiting."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from paceline.data import DataLoader, GlobalBatchSampler
+from paceline.data.balance import split_by_cost
+from paceline.ddp import DistributedDataParallel, accumulate
+from paceline.errors import DesyncError, UsageError
+from paceline.world import World
+from real_data import real_data
+from twins import Pools
+
+costs_of_a_batch = st.lists(st.one_of(st.integers(0, 50), st.floats(0, 50)), max_size=24)
+
+
+@given(costs_of_a_batch, st.integers(1, 6), st.integers(0, 3))
+def test_every_sample_is_in_one_share_and_none_is_empty_while_there_are_enough(
+    costs: list[float], ranks: int, seed: int
+) -> None:
+    before = torch.rand(ranks, generator=torch.Generator().manual_seed(seed)).mul(100).tolist() if seed else None
+    shares, loads = split_by_cost(costs, ranks, before)
+    assert sorted(place for share in shares for place in share) == list(range(len(costs)))
+    assert all(share == sorted(share) for share in shares)
+    assert all(shares) or len(costs) < ranks
+    begun = before or [0.0] * ranks
+    expected = [load + sum(costs[place] for place in share) for load, share in zip(begun, shares, strict=True)]
+    assert loads == pytest.approx(expected)
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=7), st.integers(1, 3))
+def test_the_largest_load_keeps_grahams_bound(costs: list[float], ranks: int) -> None:
+    _, loads = split_by_cost(costs, ranks)
+    best = min(
+        max(sum(cost for cost, place in zip(costs, places, strict=True) if place == rank) for rank in range(ranks))
+        for places in product(range(ranks), repeat=len(costs))
+    )
+    assert max(loads) <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.booleans())
+def test_global_batches_stay_what_they_are(size: int, batch: int, ranks: int, window: int, drop_last: bool) -> None:
+    if drop_last and size < batch:
+        return
+    costs = [(7 * index) % 11 for index in range(size)]
+    options: dict[str, Any] = {"drop_last": drop_last, "seed": 3}
+    plain = list(GlobalBatchSampler(size, batch, rank=0, world_size=1, **options))
+    samplers = [
+        GlobalBatchSampler(size, batch, cost=costs, accumulate=window, rank=rank, world_size=ranks, **options)
+        for rank in range(ranks)
+    ]
+    for whole, *slices in zip(plain, *samplers, strict=True):
+        assert sorted(whole) == sorted(index for part in slices for index in part)
+        assert all([index for index in whole if index in part] == part for part in slices), "the order of the batch"
+
+
+@pytest.mark.parametrize("consumed", range(1, 7))
+def test_a_pass_that_goes_on_within_a_window_splits_as_the_whole_pass_does(consumed: int) -> None:
+    def sampler() -> GlobalBatchSampler:
+        costs = torch.arange(40) % 7
+        return GlobalBatchSampler(40, 6, cost=costs, accumulate=3, rank=1, world_size=3)
+
+    whole, resumed = sampler(), sampler()
+    batches = list(whole)
+    resumed.set_position(consumed)
+    assert list(resumed) == batches[consumed:]
+
+
+def mrpc_lengths() -> list[int]:
+    lines = real_data("mrpc", "msr_paraphrase_train.txt").read_text(encoding="utf-8-sig").splitlines()[1:]
+    return [len(" ".join(line.split("\t")[3:]).split()) for line in lines]
+
+
+def waiting(samplers: list[GlobalBatchSampler], lengths: list[int], window: int) -> float:
+    """Return what ranks wait for the one with most to do, in all steps of an epoch: in words."""
+    total, loads = 0, [0] * len(samplers)
+    slices = list(zip(*samplers, strict=True))
+    for number, parts in enumerate(slices, 1):
+        loads = [load + sum(lengths[index] for index in part) for load, part in zip(loads, parts, strict=True)]
+        if number % window == 0 or number == len(slices):
+            total += sum(max(loads) - load for load in loads)
+            loads = [0] * len(samplers)
+    return total
+
+
+@pytest.mark.parametrize(("ranks", "batch", "window"), [(2, 16, 1), (4, 16, 1), (4, 32, 1), (2, 8, 4), (4, 8, 4)])
+def test_most_of_the_waiting_for_uneven_sentences_goes(ranks: int, batch: int, window: int) -> None:
+    lengths = mrpc_lengths()
+    even, balanced = (
+        waiting(
+            [
+                GlobalBatchSampler(lengths, batch, rank=rank, world_size=ranks, **options)  # type: ignore[arg-type]
+                for rank in range(ranks)
+            ],
+            lengths,
+            window,
+        )
+        for options in ({}, {"cost": lengths, "accumulate": window})
+    )
+    assert balanced <= 0.3 * even, f"{1 - balanced / even:.0%} is gone"
+
+
+def samples(count: int = 37) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(1 + 5 * index % 9, 4, dtype=torch.float64, generator=generator) for index in range(count)]
+
+
+def sum_of_losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return torch.stack([model(sample).square().mean() for sample in batch]).sum()
+
+
+def train(world: World, window: int) -> tuple[list[Tensor], list[int]]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    loader = DataLoader(samples(), 8, shuffle=True, cost=len, accumulate=window, collate_fn=list)
+    counts = []
+    for batch in accumulate(model, loader, window):
+        count = 0 if batch is None else len(batch)
+        counts.append(count)
+        with model.weight(count):
+            if batch is None:
+                model.sync_gradients()
+            else:
+                sum_of_losses(model, batch).backward()
+        if model.require_backward_grad_sync:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()], counts
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_training_equals_one_process(pools: Pools, ranks: int, window: int) -> None:
+    expected, _ = pools.run(1, train, window)[0]
+    results = pools.run(ranks, train, window)
+    assert len({tuple(counts) for _, counts in results}) > 1, "slices differ in length"
+    for parameters, _ in results:
+        torch.testing.assert_close(parameters, expected, rtol=1e-12, atol=1e-14)
+
+
+def other_costs(world: World) -> str:
+    model = DistributedDataParallel(nn.Linear(4, 1).double())
+    loader = DataLoader(samples(), 8, cost=[1 + (index + world.rank) % 3 for index in range(37)], collate_fn=list)
+    try:
+        for batch in loader:
+            with model.weight(len(batch)):
+                sum_of_losses(model, batch).backward()
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_costs_are_told_before_a_step_is_taken(pools: Pools) -> None:
+    assert all("order" in message for message in pools.run(2, other_costs))
+
+
+@pytest.mark.parametrize(
+    ("cost", "message"),
+    [
+        ([1.0, 2.0], "cost has shape (2,) for 3 samples"),
+        ([1.0, float("nan"), 2.0], "the cost of sample 1 is nan"),
+        ([1.0, 2.0, -3.0], "the cost of sample 2 is -3"),
+        (["a", "b", "c"], "cost must be one number for each sample"),
+        (lambda sample: float("inf"), "the cost of sample 0 is inf"),
+        (lambda sample: "long", "cost must be one number for each sample"),
+        (lambda sample: [1, 2], "cost has shape (3, 2) for 3 samples"),
+    ],
+)
+def test_costs_that_are_none_are_refused(cost: Any, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        DataLoader(["a", "b", "c"], 2, cost=cost)
+    assert message in str(caught.value)
+
+
+def test_costs_need_a_data_set_to_be_taken_from_and_a_window_needs_costs() -> None:
+    with pytest.raises(UsageError, match="knows no data set"):
+        GlobalBatchSampler(3, 2, cost=len)
+    with pytest.raises(UsageError, match="give cost, or leave it out"):
+        GlobalBatchSampler(3, 2, accumulate=2)
+    with pytest.raises(UsageError, match="go with batch_size"):
+        DataLoader([1, 2], batch_sampler=GlobalBatchSampler(2, 1), cost=[1, 2])
+
+
+def test_a_cost_that_draws_random_numbers_leaves_the_ranks_own_stream_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    GlobalBatchSampler([1, 2, 3], 2, cost=lambda sample: float(torch.rand(())))
+    assert torch.equal(torch.rand(2), expected)
