@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from paceline.ddp.engine.many_gradients import all_have_gradients
+
 PATIENCE = 3
 """Backwards in a row without a gradient after which a parameter is no longer waited for on this rank."""
 
@@ -30,7 +32,8 @@ class Arrivals:
         self._parameters, self._hook = parameters, hook
         self._handles: list[Any] = []
         self._hooked: frozenset[int] = frozenset()
-        self._missed = [0] * len(parameters)
+        self._missed = [0] * len(parameters)  # backwards in a row without its gradient
+        self._any_missed = False  # whether one of these is not zero
         # Place of each parameter in this rank's order of arrival; the reverse order is the usual one.
         self._place = [-index for index in range(len(parameters))]
 
@@ -71,10 +74,13 @@ class Arrivals:
         """Whether all gradients that are expected in `bucket` are there."""
         if self._every:
             return self._pending[bucket] == 0
-        return all(self._parameters[index].grad is not None for index in self._expected[bucket])
+        return all_have_gradients(map(self._parameters.__getitem__, self._expected[bucket]))
 
     def end(self, absent: Sequence[int]) -> None:
         """A backward has ended, without gradients for the `absent` parameters on this rank."""
+        if not absent and not self._any_missed:  # as in most backwards
+            return
+        self._any_missed = bool(absent)
         missed = [0] * len(self._parameters)
         for index in absent:
             missed[index] = min(PATIENCE, self._missed[index] + 1)

@@ -16,6 +16,7 @@ from paceline.buckets import Bucket, arrival_order
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.join_events import Event
 from paceline.ddp.agreement.weighting import compute_scale
+from paceline.ddp.engine.many_gradients import are_dense, gradients_of, none_has_gradient
 from paceline.ddp.engine.new_parameters import AgreedChange
 from paceline.ddp.engine.parts import EngineParts
 from paceline.ddp.engine.second_pass import run_second_pass
@@ -143,10 +144,9 @@ class Backward:
         with parts.recorder.span(LAUNCH, self.next):
             parts.storage.claim(self.next, self.share.elsewhere.keys())
             parameters = [parts.parameters[index] for index in bucket.indices]
-            gradients = [parameter.grad for parameter in parameters]
-            dense = [gradient for gradient in gradients if gradient is not None and gradient.layout is torch.strided]
-            if self.clear and not self.share.elsewhere and len(dense) == len(gradients):
-                copy_each(bucket.views, dense)
+            gradients = gradients_of(parameters)
+            if self.clear and not self.share.elsewhere and are_dense(gradients):
+                copy_each(bucket.views, gradients)
                 for parameter in parameters:
                     parameter.grad = None
             else:
@@ -226,9 +226,8 @@ class Backward:
         for bucket in parts.storage.buckets[self.next :]:
             self.launch(bucket)
         self.gradients_came()
-        gradients = enumerate(parameter.grad for parameter in parts.parameters)
         elsewhere = self.share.elsewhere
-        apart = {index: gradient for index, gradient in gradients if gradient is not None and index not in elsewhere}
+        apart = self._left_over()
         if parts.sharing:
             self._take_common(apart)
         # A sparse gradient that comes after a dense one was launched is a late delta as any other.
@@ -248,6 +247,14 @@ class Backward:
             block = parts.control.fill(self.absent, self._non_finite, late, status, sparse, order)
             self._launched.append(parts.channel.all_reduce(block))
         return apart
+
+    def _left_over(self) -> dict[int, Tensor]:
+        """This rank's gradients that are in no bucket, without those that another wrapper averages."""
+        parameters, elsewhere = self.parts.parameters, self.share.elsewhere
+        if none_has_gradient(parameters):  # as in most backwards
+            return {}
+        gradients = enumerate(gradients_of(parameters))
+        return {index: gradient for index, gradient in gradients if gradient is not None and index not in elsewhere}
 
     def _observed_order(self) -> list[int]:
         """Rank 0's order of arrival, for the first backward's control block; empty if there is none to tell."""

@@ -27,6 +27,7 @@ from paceline.ddp.engine.bucket_set import BucketSet
 from paceline.ddp.engine.concurrent_wrappers import begin_others, enter, settle_all
 from paceline.ddp.engine.exception_recovery import restore_gradients, settle
 from paceline.ddp.engine.gradient_engine import GradientEngine
+from paceline.ddp.engine.many_gradients import none_has_gradient
 from paceline.ddp.engine.new_parameters import AgreedChange
 from paceline.ddp.engine.optimizer_in_backward import OptimizersInBackward, optimizer_inside
 from paceline.ddp.engine.parts import EngineParts, GradientHook
@@ -178,7 +179,7 @@ class Reducer(GradientEngine):
             raise
         self._forwards.is_unseen = False
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
-        clear = all(parameter.grad is None for parameter in parts.parameters)
+        clear = none_has_gradient(parts.parameters)
         at_end = parts.finisher.launches_at_end(shadowed=shadowed)
         self._backward = backward = Backward(parts, clear, share, at_end, on_abort=restore_gradients)
         backward.ending = self._end(backward)
@@ -201,11 +202,13 @@ class Reducer(GradientEngine):
             self.backward_reached(_nothing, None, parameter)
             if self._backward.phase is not Phase.LAUNCHING:
                 return
-        self._parts.arrivals.arrived(index)
-        backward, buckets = self._backward, self.storage.buckets
-        while not backward.at_end and backward.next < len(buckets) and self._parts.arrivals.complete(backward.next):
-            backward.launch(buckets[backward.next])
-        self._parts.channel.progress()
+        parts, backward = self._parts, self._backward
+        arrivals, buckets = parts.arrivals, parts.storage.buckets
+        arrivals.arrived(index)
+        if not backward.at_end:
+            while (number := backward.next) < len(buckets) and arrivals.complete(number):
+                backward.launch(buckets[number])
+        parts.channel.progress()
 
     # -- 6. backward ends ---------------------------------------------------------------------------------------
 
