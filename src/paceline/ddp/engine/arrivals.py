@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.ddp.engine.many_gradients import all_have_gradients
+from paceline.ddp.engine.many_gradients import any_missing, gradients_of
 
 PATIENCE = 3
 """Backwards in a row without a gradient after which a parameter is no longer waited for on this rank."""
@@ -70,11 +70,23 @@ class Arrivals:
             if self._missed[index] < PATIENCE:
                 self._pending[self._bucket_of[index]] -= 1
 
-    def complete(self, bucket: int) -> bool:
-        """Whether all gradients that are expected in `bucket` are there."""
+    def gathered(self, bucket: int) -> list[Tensor | None] | None:
+        """Return ``p.grad`` of the parameters in `bucket` once all that are expected are there; None before.
+
+        They are read once for both: a gradient that Python has not seen before costs as much as its copy.
+        """
         if self._every:
-            return self._pending[bucket] == 0
-        return all_have_gradients(map(self._parameters.__getitem__, self._expected[bucket]))
+            return self._read(self._layout[bucket]) if self._pending[bucket] == 0 else None
+        expected = self._expected[bucket]
+        if expected and self._parameters[expected[0]].grad is None:  # most are asked for before anything has come
+            return None
+        gradients = self._read(expected)
+        if any_missing(gradients):
+            return None
+        return gradients if len(expected) == len(self._layout[bucket]) else self._read(self._layout[bucket])
+
+    def _read(self, indices: Sequence[int]) -> list[Tensor | None]:
+        return gradients_of(map(self._parameters.__getitem__, indices))
 
     def end(self, absent: Sequence[int]) -> None:
         """A backward has ended, without gradients for the `absent` parameters on this rank."""

@@ -24,7 +24,7 @@ from paceline.ddp.engine.shared_parameters import Share
 from paceline.ddp.engine.sparse import stored_elements
 from paceline.ddp.transport.channel import Launched, Pausing
 from paceline.errors import UsageError
-from paceline.torch_internals.autograd import GraphTask
+from paceline.torch_internals.autograd import GraphTask, without_gradients
 from paceline.torch_internals.tensors import copy_each
 from paceline.tracing import CONTROL, LAUNCH, WAIT
 
@@ -137,14 +137,15 @@ class Backward:
 
     # -- 5. a bucket is complete --------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def launch(self, bucket: Bucket) -> None:
-        """Move the gradients in, free the parameters' own, and hand the bucket to communication."""
+    @without_gradients
+    def launch(self, bucket: Bucket, gradients: list[Tensor | None] | None = None) -> None:
+        """Move the `gradients` in, free the parameters' own, and hand the bucket to communication."""
         parts = self.parts
         with parts.recorder.span(LAUNCH, self.next):
             parts.storage.claim(self.next, self.share.elsewhere.keys())
             parameters = [parts.parameters[index] for index in bucket.indices]
-            gradients = gradients_of(parameters)
+            if gradients is None:
+                gradients = gradients_of(parameters)
             if self.clear and not self.share.elsewhere and are_dense(gradients):
                 copy_each(bucket.views, gradients)
                 for parameter in parameters:

@@ -206,8 +206,8 @@ class Reducer(GradientEngine):
         arrivals, buckets = parts.arrivals, parts.storage.buckets
         arrivals.arrived(index)
         if not backward.at_end:
-            while (number := backward.next) < len(buckets) and arrivals.complete(number):
-                backward.launch(buckets[number])
+            while (number := backward.next) < len(buckets) and (gradients := arrivals.gathered(number)) is not None:
+                backward.launch(buckets[number], gradients)
         parts.channel.progress()
 
     # -- 6. backward ends ---------------------------------------------------------------------------------------
