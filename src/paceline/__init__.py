@@ -11,6 +11,7 @@ _warn_if_untested()  # before imports that may need what another torch does not 
 from paceline import checkpoint, compression, data, ddp, errors, nn, train
 from paceline.checkpoint import Checkpointer, load_weights
 from paceline.comm.c10d.process_group import register as _register
+from paceline.data_parallel import DataParallel
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics, mean_over_ranks
 from paceline.errors import PacelineError, UsageError
 from paceline.lookup import get
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Checkpointer",
+    "DataParallel",
     "DistributedDataParallel",
     "PacelineError",
     "SyncBatchNorm",

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, get_worker_info
 import paceline
 from paceline.ddp.agreement.mean_loss_warning import MEAN
 from paceline.ddp.transport.grad_bucket import GradBucket
-from paceline.torch_internals import autograd, c10d, compile, data, ddp, dtensor, profiler, tensors
+from paceline.torch_internals import autograd, c10d, compile, data, ddp, dtensor, profiler, replicas, tensors
 
 SOURCES = Path(paceline.__file__).parent
 TIMEOUT = timedelta(seconds=30)
@@ -178,6 +178,19 @@ def _() -> None:
     targets = [torch.ones(2), torch.ones(1)]
     tensors.multiply_each(targets, 0.5)
     assert [target.tolist() for target in targets] == [[0.5, 0.5], [0.5]]
+
+
+@contract("Module._replicate_for_data_parallel")
+def _() -> None:
+    layer = nn.LSTM(2, 3)
+    replica = replicas.bare_replica(layer)
+    assert not replica._parameters
+    assert replica._buffers is not layer._buffers
+    stand_in = layer.weight_ih_l0.clone()
+    replicas.set_tensor(replica, "weight_ih_l0", stand_in)
+    replicas.set_tensor(replica, "none", None)
+    assert replica.weight_ih_l0 is cast(Any, replica)._flat_weights[0] is stand_in
+    assert layer._flat_weights[0] is layer.weight_ih_l0
 
 
 @contract("torch._foreach_zero_")

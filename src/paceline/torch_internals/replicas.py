@@ -1,0 +1,19 @@
+"""Replicas of modules, as ``torch.nn.parallel.replicate`` makes them: without parameters of their own."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+def bare_replica(module: nn.Module) -> nn.Module:
+    """Return a shallow copy of one module that has no parameters; :func:`set_tensor` puts tensors in their place."""
+    replica: nn.Module = module._replicate_for_data_parallel()
+    return replica
+
+
+def set_tensor(replica: nn.Module, name: str, tensor: Tensor | None) -> None:
+    """Let `tensor`, which autograd made from a parameter, stand in that parameter's place."""
+    if tensor is None:
+        replica._parameters[name] = None
+    else:
+        setattr(replica, name, tensor)  # recurrent layers notice, and keep it in their list of weights

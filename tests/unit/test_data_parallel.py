@@ -1,0 +1,174 @@
+"""DataParallel against the module alone on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paceline
+from paceline import DataParallel
+from paceline.errors import UsageError
+
+Pair = namedtuple("Pair", "first second")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batch(rows: int = 7) -> Tensor:
+    return torch.randn(rows, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+def test_outputs_and_gradients_equal_the_module_alone(replicas: int) -> None:
+    alone = net()
+    model = DataParallel(copy.deepcopy(alone), replicas=replicas)
+    for module in (alone, model):
+        module(batch()).square().mean().backward()
+    torch.testing.assert_close(model(batch()), alone(batch()), rtol=0, atol=1e-15)
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(model.module.get_parameter(name).grad, parameter.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_training_steps_equal_the_module_alone() -> None:
+    alone = net()
+    model = DataParallel(copy.deepcopy(alone), replicas=2)
+    for module in (alone, model):
+        optimizer = torch.optim.Adam(module.parameters(), 0.01)
+        for step in range(5):
+            optimizer.zero_grad()
+            module(batch(4 + step)).square().mean().backward()
+            optimizer.step()
+    for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.rnn = nn.LSTM(5, 5, batch_first=True)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))])
+
+    def forward(self, tokens: Tensor, *, mask: Tensor) -> Tensor:
+        hidden, _ = self.rnn(self.embed(tokens) * self.scales[0] * self.scales[1])
+        logits: Tensor = self.head(hidden) * mask[..., None]
+        return logits
+
+
+def test_tied_weights_recurrent_layers_and_parameter_lists_get_their_gradients() -> None:
+    torch.manual_seed(0)
+    alone = Tied()
+    model = DataParallel(copy.deepcopy(alone), replicas=3)
+    tokens, mask = torch.randint(11, (5, 4)), torch.ones(5, 4)
+    for module in (alone, model):
+        module(tokens, mask=mask).logsumexp(-1).sum().backward()
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(model.module.get_parameter(name).grad, parameter.grad)
+
+
+class Structured(nn.Module):
+    def forward(self, value: Any, scale: float, factor: Tensor) -> Any:
+        x = value["x"] * scale * factor
+        return OrderedDict(rows=x, total=x.sum(), pair=Pair(x[:, :1], [x[:, 1:], None]))
+
+
+def test_nested_inputs_and_outputs_keep_their_structure() -> None:
+    out = DataParallel(Structured(), replicas=2)({"x": batch()}, 2.0, factor=torch.tensor(3.0, dtype=torch.float64))
+    assert isinstance(out, OrderedDict)
+    assert isinstance(out["pair"], Pair)
+    torch.testing.assert_close(out["rows"], batch() * 6)
+    assert out["total"].shape == (2,)
+    assert out["pair"].second[1] is None
+    torch.testing.assert_close(out["pair"].second[0], batch()[:, 1:] * 6)
+
+
+def test_the_first_replica_keeps_running_statistics_as_in_torch() -> None:
+    model = DataParallel(nn.BatchNorm1d(6).double(), replicas=2)
+    model(batch(8))
+    expected = nn.BatchNorm1d(6).double()
+    expected(batch(8)[:4])
+    torch.testing.assert_close(model.module.running_mean, expected.running_mean)
+
+
+class Modes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen: list[tuple[bool, bool, bool, torch.dtype]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+        self.seen.append((*modes, torch.get_autocast_dtype("cpu")))
+        return x * self.weight
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), torch.enable_grad],
+)
+def test_threads_run_in_the_callers_modes(mode: Any) -> None:
+    model = DataParallel(Modes(), replicas=3)
+    with mode():
+        model(torch.ones(3, 1))
+    assert len(model.module.seen) == 3
+    assert len(set(model.module.seen)) == 1
+
+
+class FailsOn(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() > 2:
+            raise ValueError(f"a row holds {x.max():g}")
+        return x
+
+
+def test_the_error_of_a_replica_is_raised_and_the_next_batch_goes_on() -> None:
+    model = DataParallel(FailsOn(), replicas=2)
+    with pytest.raises(ValueError, match="a row holds 5"):
+        model(torch.tensor([1.0, 5.0]))
+    assert model(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
+
+
+def test_checkpoints_and_unwrapping_are_those_of_torch_dataparallel() -> None:
+    model = DataParallel(net(), replicas=2)
+    assert isinstance(model, nn.DataParallel)
+    assert set(model.state_dict()) == set(nn.DataParallel(net()).state_dict())
+    assert paceline.unwrap(model) is model.module
+    assert torch.equal(copy.deepcopy(model)(batch()), model(batch()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replicas": 0}, "replicas must be a whole number >= 1, not 0"),
+        ({"replicas": True}, "replicas must be a whole number >= 1, not True"),
+        ({"replicas": 2, "device_ids": ["cpu"]}, "give either device_ids or replicas"),
+        ({"device_ids": []}, "device_ids is empty"),
+        ({"device_ids": ["cuda:63"]}, "cuda:63 is not there"),
+        ({"device_ids": ["cpu", "meta"]}, "of different kinds: cpu, meta"),
+    ],
+)
+def test_bad_devices_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        DataParallel(net(), **options)
+
+
+def test_a_module_elsewhere_and_outputs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UsageError, match="'weight' is on meta, but DataParallel's first device is cpu"):
+        DataParallel(nn.Linear(2, 2, device="meta"), replicas=2)
+
+    class Words(nn.Module):
+        def forward(self, x: Tensor) -> str:
+            return "words"
+
+    with pytest.raises(UsageError, match="cannot gather a str"):
+        DataParallel(Words(), replicas=2)(batch())
