@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import paceline
 from dated_results import save
-from paceline.bench.turns import take_turns
+from paceline.bench.turns import median_ratio, take_turns
 
 CLOCKS: dict[str, Callable[[], int]] = {
     "wall": time.perf_counter_ns,
@@ -146,8 +146,7 @@ def compare(models: dict[str, nn.Module], rounds: int, repeat: int) -> dict[str,
             for rival in (VIEWS, BATCHED):
                 if name.startswith("paceline"):
                     for clock in CLOCKS:
-                        pairs = zip(added[name][clock], added[rival][clock], strict=True)
-                        result[name][f"{clock} / {rival}"] = statistics.median(a / b for a, b in pairs)
+                        result[name][f"{clock} / {rival}"] = median_ratio(added[name][clock], added[rival][clock])
         results[what] = {name: {key: round(value, 4) for key, value in row.items()} for name, row in result.items()}
     return results
 

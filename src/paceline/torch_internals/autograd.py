@@ -9,7 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class GraphTask:

@@ -106,8 +106,11 @@ class ControlBlock:
         self._usual = torch.frombuffer(self._numbers, dtype=torch.float64)
         # The sums of such a step, where all ranks have had one: counts of ranks, without the statuses.
         self._usual_counts = torch.tensor([float(size)] * self.count + [0.0] * (_SECTIONS - 1) * self.count).double()
+        self._counts = self.vector[: _SECTIONS * self.count]
         # Whether the sums are these; None until somebody asks.
         self._is_usual: bool | None = None
+        # What this rank reported last, as numbers and as it was given.
+        self._own: tuple[list[float], Status] = [], Status()
 
     def fill(
         self,
@@ -123,7 +126,7 @@ class ControlBlock:
         row[_NON_FINITE], row[_IDLE] = len(non_finite), len(absent) == self.count
         start = _SECTIONS * self.count + self.rank * _WIDTH
         self._numbers[start : start + _WIDTH] = row
-        self._is_usual = None
+        self._own, self._is_usual = (row.tolist(), status), None
         self.vector.copy_(self._usual)
         for section, indices, value in ((0, absent, 0.0), (1, non_finite, 1.0), (2, late, 1.0), (3, sparse, 1.0)):
             if indices:
@@ -147,7 +150,7 @@ class ControlBlock:
         Then the counts of parameters have nothing more to tell.
         """
         if self._is_usual is None:
-            self._is_usual = torch.equal(self.vector[: _SECTIONS * self.count], self._usual_counts)
+            self._is_usual = torch.equal(self._counts, self._usual_counts)
         return self._is_usual
 
     def absent_everywhere(self) -> list[int]:
@@ -172,9 +175,10 @@ class ControlBlock:
     def statuses(self) -> list[Status]:
         """Return every rank's report, in the order of ranks."""
         rows = self.vector[_SECTIONS * self.count : self._end].view(self.size, _WIDTH).tolist()
-        own = rows[self.rank]
-        status = _status_of(own)
-        return [status if row == own else _status_of(row) for row in rows]
+        numbers, status = self._own
+        if self.is_usual() and all(row == numbers for row in rows):  # as in most steps: there is nothing to read
+            return [status] * self.size
+        return [_status_of(row) for row in rows]
 
     def missing_somewhere(self, statuses: Sequence[Status]) -> list[int]:
         """Parameters without a gradient on a rank that has others.
@@ -238,11 +242,11 @@ def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFin
 def _agree(statuses: Sequence[Status]) -> bool:
     """Whether all ranks report the same, and nothing to object to; they do in most steps."""
     first = statuses[0]
-    if first.aborted or first.weighting & UNWEIGHTED and first.weighting & WEIGHTED:
+    if first.aborted or (first.weighting & UNWEIGHTED and first.weighting & WEIGHTED):
         return False
     return all(status is first for status in statuses)
 
 
 def _status_of(row: Sequence[float]) -> Status:
-    plain = [kind(value) for kind, value in zip(_KINDS.values(), row, strict=False)]
-    return Status(*plain, Origin(*map(int, row[len(_KINDS) :])))
+    plain = {name: kind(value) for (name, kind), value in zip(_KINDS.items(), row[: len(_KINDS)], strict=True)}
+    return Status(**plain, data=Origin(*map(int, row[len(_KINDS) :])))

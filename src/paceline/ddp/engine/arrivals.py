@@ -7,7 +7,7 @@ backward began (accumulation) or the order is not known yet, every parameter has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,15 @@ class Arrivals:
             if self._missed[index] < PATIENCE:
                 self._pending[self._bucket_of[index]] -= 1
 
-    def gathered(self, bucket: int) -> list[Tensor | None] | None:
+    def complete_from(self, bucket: int) -> Iterator[tuple[int, list[Tensor | None]]]:
+        """Yield `bucket` and those after it with their gradients, as far as all that are expected are there."""
+        for number in range(bucket, len(self._layout)):
+            gradients = self._gathered(number)
+            if gradients is None:
+                return
+            yield number, gradients
+
+    def _gathered(self, bucket: int) -> list[Tensor | None] | None:
         """Return ``p.grad`` of the parameters in `bucket` once all that are expected are there; None before.
 
         They are read once for both: a gradient that Python has not seen before costs as much as its copy.

@@ -16,11 +16,11 @@ from paceline.buckets import Bucket, arrival_order
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.join_events import Event
 from paceline.ddp.agreement.weighting import compute_scale
-from paceline.ddp.engine.many_gradients import are_dense, gradients_of, none_has_gradient
+from paceline.ddp.engine.many_gradients import are_dense, gradients_of, present
 from paceline.ddp.engine.new_parameters import AgreedChange
 from paceline.ddp.engine.parts import EngineParts
 from paceline.ddp.engine.second_pass import run_second_pass
-from paceline.ddp.engine.shared_parameters import Share
+from paceline.ddp.engine.shared_parameters import NOTHING_SHARED, Share
 from paceline.ddp.engine.sparse import stored_elements
 from paceline.ddp.transport.channel import Launched, Pausing
 from paceline.errors import UsageError
@@ -72,7 +72,7 @@ class Backward:
     parts: EngineParts
     clear: bool = True
     """Whether no parameter had a gradient when it began."""
-    share: Share = field(default_factory=Share)
+    share: Share = NOTHING_SHARED
     """The parameters that other wrappers have, too."""
     at_end: bool = False
     """Whether buckets are launched when backward has ended rather than as they fill."""
@@ -228,7 +228,8 @@ class Backward:
             self.launch(bucket)
         self.gradients_came()
         elsewhere = self.share.elsewhere
-        apart = self._left_over()
+        gradients = present(parts.parameters).items()
+        apart = {index: gradient for index, gradient in gradients if index not in elsewhere}
         if parts.sharing:
             self._take_common(apart)
         # A sparse gradient that comes after a dense one was launched is a late delta as any other.
@@ -248,14 +249,6 @@ class Backward:
             block = parts.control.fill(self.absent, self._non_finite, late, status, sparse, order)
             self._launched.append(parts.channel.all_reduce(block))
         return apart
-
-    def _left_over(self) -> dict[int, Tensor]:
-        """This rank's gradients that are in no bucket, without those that another wrapper averages."""
-        parameters, elsewhere = self.parts.parameters, self.share.elsewhere
-        if none_has_gradient(parameters):  # as in most backwards
-            return {}
-        gradients = enumerate(gradients_of(parameters))
-        return {index: gradient for index, gradient in gradients if gradient is not None and index not in elsewhere}
 
     def _observed_order(self) -> list[int]:
         """Rank 0's order of arrival, for the first backward's control block; empty if there is none to tell."""

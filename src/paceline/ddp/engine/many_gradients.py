@@ -19,6 +19,13 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
     return list(map(_gradient, parameters))
 
 
+def present(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return the gradients that are there, by the parameter's place."""
+    if none_has_gradient(parameters):
+        return {}
+    return {place: gradient for place, gradient in enumerate(gradients_of(parameters)) if gradient is not None}
+
+
 def any_missing(gradients: Iterable[Tensor | None]) -> bool:
     """Whether one of `gradients` is None."""
     return any(map(_is_none, gradients))

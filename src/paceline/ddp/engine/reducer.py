@@ -196,18 +196,16 @@ class Reducer(GradientEngine):
             # A backward of something else than this wrapper's outputs, which is meant if a forward waits for it.
             # Gradients that came unnoticed before are found at the end, as nothing is launched that was not seen.
             sharing = self._parts.sharing
-            is_common = index in sharing.common
-            if not self._forwards.may_have_ended_in(is_common=is_common) or sharing.is_partner_active:
+            if not self._forwards.may_have_ended_in(is_common=index in sharing.common) or sharing.is_partner_active:
                 return
-            self.backward_reached(_nothing, None, parameter)
+            self.backward_reached(lambda: None, None, parameter)
             if self._backward.phase is not Phase.LAUNCHING:
                 return
         parts, backward = self._parts, self._backward
-        arrivals, buckets = parts.arrivals, parts.storage.buckets
-        arrivals.arrived(index)
+        parts.arrivals.arrived(index)
         if not backward.at_end:
-            while (number := backward.next) < len(buckets) and (gradients := arrivals.gathered(number)) is not None:
-                backward.launch(buckets[number], gradients)
+            for number, gradients in parts.arrivals.complete_from(backward.next):
+                backward.launch(parts.storage.buckets[number], gradients)
         parts.channel.progress()
 
     # -- 6. backward ends ---------------------------------------------------------------------------------------
@@ -317,7 +315,3 @@ class Reducer(GradientEngine):
         self._forwards.close()
         self._parts.sharing.close()
         self._backward.forget_task()
-
-
-def _nothing() -> None:
-    """For a backward that began without an output."""
