@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-long test-torch check wheel-check bench bench-mpi pictures clean
+.PHONY: help install install-recipes train test test-long test-torch check wheel-check bench bench-mpi pictures clean
 
 help:  ## show this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -23,9 +23,16 @@ $(VENV)/.digits: $(BIN)/python pyproject.toml constraints.txt
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing Paceline, PyTorch and the tools for tests into $(VENV) …"
 	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.digits $(VENV)/.recipes
+
+$(VENV)/.recipes: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing Paceline, PyTorch and what the recipes need into $(VENV) …"
+	$(PIP) -e '.[recipes]'
 	@touch $@ $(VENV)/.digits
 
 install: $(VENV)/.digits  ## install Paceline into .venv
+
+install-recipes: $(VENV)/.recipes  ## the same, with what every recipe needs
 
 train: $(VENV)/.digits  ## train a digit classifier with two ranks, in seconds
 	$(BIN)/paceline train digits --nproc 2 $(ARGS)

@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from paceline import __version__
 from paceline.bench.bench_command import bench
+from paceline.compare.modes import MODES
 from paceline.errors import UsageError
 from paceline.explain.explain_command import EXAMPLES, explain
 from paceline.launch.program import start_program
@@ -48,7 +49,17 @@ RECIPES = {
         "paceline.recipes.digits",
         "DigitsConfig",
         "Train a small classifier of handwritten digits, in seconds, on CPU or GPU.",
-    )
+    ),
+    "mnist": Recipe(
+        "paceline.recipes.mnist",
+        "MnistConfig",
+        "Train a network with SyncBatchNorm on MNIST's files, or compare global batches from 32 to 4,096.",
+    ),
+    "mrpc": Recipe(
+        "paceline.recipes.mrpc",
+        "MrpcConfig",
+        "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC.",
+    ),
 }
 
 
@@ -160,6 +171,49 @@ def start_recipe(recipe: str, nproc: str, options: dict[str, Any], timeout: floa
     if code == INTERRUPTED and folder:
         say(f"the checkpoints in {folder} are kept; to continue, give the same command with --resume")
     return code
+
+
+@app.command("compare", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def compare(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(metavar="RECIPE|SCRIPT", help="A recipe, or a script that uses Paceline.")],
+    modes: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help=f"Some of {', '.join(MODES)}, with commas; all that can run by default."),
+    ] = None,
+    nproc: Annotated[str, typer.Option(metavar="N", help="Devices: a number, gpu, cpu, or auto.")] = "auto",
+    steps: Annotated[int, typer.Option(help="Optimizer steps to time in each mode, after a warm-up of 3.")] = 20,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw them there (.svg).")] = None,
+) -> None:
+    """Train the same program in several ways, and compare speed, memory and weights.
+
+    Options of the comparison come first; what follows the name goes to the recipe or the script:
+    paceline compare --nproc 2 digits --batch-size 64
+    """
+    from paceline.compare.compare_command import Comparison, Target
+    from paceline.compare.compare_command import compare as run_comparison
+    from paceline.launch.job import resolve_nproc, say
+
+    count, note = resolve_nproc(nproc)
+    if note:
+        say(note)
+    if target in RECIPES:
+        program = Target(target, _parse_config(target, context.args))
+    else:
+        program = Target(target, None, context.args)
+    raise typer.Exit(run_comparison(program, Comparison(modes, steps, json, plot), count))
+
+
+def _parse_config(recipe: str, arguments: list[str]) -> Any:
+    """Return the configuration of `recipe` that its options on the command line describe, checked."""
+    command = recipe_command(recipe)
+    given = command.make_context(recipe, list(arguments)).params
+    for name in ("nproc", "timeout"):
+        given.pop(name)
+    config = config_class(recipe)(**given)
+    config.check()
+    return config
 
 
 @app.command("env")

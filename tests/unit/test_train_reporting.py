@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
-from paceline.errors import MissingExtra, UsageError
-from paceline.train.reporting import MetricsLog, ProgressDisplay
+from forked import call
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from paceline.train import Evaluation, TrainConfig, Trainer
+from paceline.train.loggers import JsonLines, TensorBoard, WeightsAndBiases, open_loggers
+from paceline.train.reporting import ProgressDisplay
+from paceline.world import World
+from trainings import Points, Run, net, optimizer_of, squared, squared_error
+from twins import Pools
 
 
 def write(file: Path, step: int, *steps: int) -> None:
-    log = MetricsLog(str(file), None, step)
+    log = JsonLines(str(file), step)
     for number in steps:
         log.write(number, {"loss": number / 2})
     log.close()
@@ -31,7 +43,7 @@ def test_every_line_is_a_json_object_with_its_step(tmp_path: Path) -> None:
 
 
 def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    log = MetricsLog(str(tmp_path / "m"), None, 0)
+    log = JsonLines(str(tmp_path / "m"), 0)
     log.write(1, {"loss": 1.0})
     assert steps_of(tmp_path / "m") == [1]
     log.close()
@@ -102,13 +114,13 @@ def test_a_file_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path
     with pytest.raises(
         UsageError, match=r"metrics cannot be written to .*: (Not a directory|File exists|Is a directory); "
     ):
-        MetricsLog(str(tmp_path / file), None, 0)
+        JsonLines(str(tmp_path / file), 0)
 
 
 def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = MetricsLog(None, str(tmp_path), 0)
+    log = TensorBoard(str(tmp_path), 0)
     log.write(1, {"loss": 0.5, "lr": 0.25})
     log.write(2, {"loss": 0.25})
     log.close()
@@ -118,13 +130,118 @@ def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("lr")] == [(1, 0.25)]
 
 
-def test_without_tensorboard_the_pip_command_is_named_and_no_file_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def without(package: str) -> Any:
+    """Import nothing of `package` in this block."""
+    return patch.dict(sys.modules, {package: None})
+
+
+def refused_without(world: World, package: str, config: TrainConfig) -> str:
+    with without(package):
+        try:
+            open_loggers(config, [], 0)
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "option"),
+    [
+        ("torch.utils.tensorboard", "tensorboard", "tensorboard_dir"),
+        ("wandb", "wandb", "wandb_project"),
+    ],
+)
+def test_without_a_loggers_package_every_rank_names_the_pip_command_and_no_file_is_made(
+    pools: Pools, tmp_path: Path, package: str, extra: str, option: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'paceline\[tensorboard\]'"):
-        MetricsLog(str(tmp_path / "m"), str(tmp_path / "board"), 0)
+    config = TrainConfig(1, metrics_file=str(tmp_path / "m"), **{option: str(tmp_path / "board")})
+    for said in pools.run(2, refused_without, package, config):
+        assert f"pip install 'paceline[{extra}]'" in said
     assert list(tmp_path.iterdir()) == []
+
+
+class Notes:
+    """A logger of a user's."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def write(self, step: int, values: Any) -> None:
+        self.lines.append((step, dict(values)))
+
+
+def train_with_notes(world: World, config: TrainConfig) -> list[tuple[int, dict[str, float]]]:
+    notes = Notes()
+    model = DistributedDataParallel(net(Run(config)))
+    data = Points(20, torch.float64)
+    evaluation = Evaluation(DataLoader(data, 8), squared_error, ("error",))
+
+    def loss(model: Any, batch: Any) -> Any:
+        return squared(model(batch[0]), batch[1]), len(batch[0])
+
+    optimizer = optimizer_of(Run(config), model)
+    Trainer(model, optimizer, loss, DataLoader(data, 8), config, evaluation, loggers=[notes]).fit()
+    return notes.lines
+
+
+def test_a_logger_of_the_users_gets_what_the_files_get_on_rank_0_and_the_mean_of_all_ranks(
+    pools: Pools, tmp_path: Path
+) -> None:
+    alone = pools.run(1, train_with_notes, TrainConfig(2, log_every=1, show_progress=False))[0]
+    config = TrainConfig(2, log_every=1, show_progress=False, metrics_file=str(tmp_path / "m"))
+    first, second = pools.run(2, train_with_notes, config)
+    assert second == []
+    assert [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()] == [
+        {"step": step, **values} for step, values in first
+    ]
+    assert [step for step, _ in first] == [1, 2, 3, 3, 4, 5, 6, 6]
+    for (_, ours), (_, theirs) in zip(first, alone, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+def refusal_of_loggers(world: World, loggers: Any) -> str:
+    run = Run(TrainConfig(1))
+    model = DistributedDataParallel(net(run))
+    try:
+        Trainer(
+            model,
+            optimizer_of(run, model),
+            print,
+            DataLoader(Points(8, torch.float64), 8),
+            run.config,
+            None,
+            None,
+            loggers,
+        )
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("loggers", [print, ["file.jsonl"], [None]])
+def test_what_is_no_logger_is_refused(pools: Pools, loggers: Any) -> None:
+    [said] = pools.run(1, refusal_of_loggers, loggers)
+    assert "give a list of objects with a method write(step, values)" in said
+
+
+def log_to_wandb(folder: str) -> tuple[str, int]:
+    """Train with a run of Weights & Biases that writes to `folder` alone; read the run back."""
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_CACHE_DIR": folder, "WANDB_CONFIG_DIR": folder}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        logger = WeightsAndBiases("project", {"epochs": 3})
+        logger.write(1, {"loss": 0.5})
+        logger.write(1, {"accuracy": 0.75})
+        logger.close()
+    [run] = Path(folder).glob("wandb/offline-run-*/*.wandb")
+    return run.read_bytes().decode("latin-1"), len(list(Path(folder).glob("wandb/offline-run-*")))
+
+
+def test_weights_and_biases_gets_the_same_values(tmp_path: Path) -> None:
+    record, runs = call(log_to_wandb, str(tmp_path))
+    assert runs == 1
+    for text in ("project", "epochs", "loss", "0.5", "accuracy", "0.75", "step"):
+        assert text in record
 
 
 class Terminal(io.StringIO):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from paceline.errors import UsageError
 from paceline.train.learning_rate import lr_factor, scaled_lr
@@ -51,6 +52,42 @@ FACTORS = [
 @pytest.mark.parametrize(("warmup", "decay", "total", "expected"), FACTORS)
 def test_the_factor_rises_in_the_warm_up_and_falls_towards_zero(warmup, decay, total, expected) -> None:
     assert [lr_factor(step, warmup, decay, total) for step in range(total)] == pytest.approx(expected, rel=1e-12)
+
+
+FURTHER = [
+    # warm-up, decay, decay_steps, decay_to, total -> the factor of each step
+    (0, "cosine", None, 0.0, 4, [1, (1 + 0.5**0.5) / 2, 1 / 2, (1 - 0.5**0.5) / 2]),
+    (2, "cosine", None, 0.0, 4, [1 / 2, 1, 1, 1 / 2]),
+    (1, "cosine", None, 0.2, 3, [1, 1, 0.6]),
+    (0, "linear", None, 0.5, 4, [1, 7 / 8, 6 / 8, 5 / 8]),
+    (2, "wsd", 2, 0.0, 6, [1 / 2, 1, 1, 1, 1, 1 / 2]),
+    (1, "wsd", 4, 0.5, 6, [1, 1, 1, 7 / 8, 6 / 8, 5 / 8]),
+    (3, "wsd", 9, 0.0, 6, [1 / 3, 2 / 3, 1, 1, 2 / 3, 1 / 3]),  # no longer than there are steps behind the warm-up
+    (0, "wsd", None, 0.0, 20, [1] * 19 + [1 / 2]),
+    (0, "wsd", None, 0.0, 4, [1, 1, 1, 1]),  # a tenth is less than a step: one, whose factor is still 1
+]
+
+
+@pytest.mark.parametrize(("warmup", "decay", "decay_steps", "decay_to", "total", "expected"), FURTHER)
+def test_the_factor_follows_the_decay_to_where_it_ends(warmup, decay, decay_steps, decay_to, total, expected) -> None:
+    factors = [lr_factor(step, warmup, decay, total, decay_steps, decay_to) for step in range(total)]
+    assert factors == pytest.approx(expected, rel=1e-12)
+    assert lr_factor(total, warmup, decay, total, decay_steps, decay_to) == pytest.approx(decay_to)
+
+
+def test_the_cosine_is_torchs() -> None:
+    parameter = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=2.0)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=9, eta_min=0.2)
+    for step in range(9):
+        assert 2.0 * lr_factor(step, 0, "cosine", 9, decay_to=0.1) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
+        optimizer.step()
+        theirs.step()
+
+
+def test_an_unknown_decay_is_refused() -> None:
+    with pytest.raises(UsageError, match="none or linear or cosine or wsd, not 'step'"):
+        lr_factor(3, decay="step", total_steps=9)  # type: ignore[arg-type]
 
 
 def test_the_factor_is_never_negative_behind_the_last_step() -> None:

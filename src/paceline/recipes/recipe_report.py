@@ -11,6 +11,7 @@ from rich.table import Table
 
 from paceline.ddp import DistributedDataParallel
 from paceline.digests import weights_sha256
+from paceline.errors import CheckpointError
 from paceline.output_tables import print_table
 from paceline.rollcall import collective
 from paceline.train import Result
@@ -85,3 +86,16 @@ def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
     print_table(table)
     # Below the table, which would break it in two on a narrow terminal.
     print(f"SHA-256 of the weights {report.replica_sha256[0]}")
+
+
+def expect_saved(result: Result, folder: str | None) -> None:
+    """Raise, at a recipe's very end, if what was trained could not be saved.
+
+    Raises:
+        CheckpointError: names the step and `folder`.
+    """
+    if result.steps in result.failed_saves:
+        raise CheckpointError(
+            f"training has ended at step {result.steps}, but that step is not saved in {folder}; "
+            "make room there, and --resume goes on from the newest checkpoint"
+        )

@@ -33,7 +33,11 @@ class TrainConfig:
     warmup_steps: int = 0
     """Steps in which the learning rate rises linearly."""
     decay: Decay = "none"
-    """Whether the learning rate falls after the warm-up."""
+    """How the learning rate falls after the warm-up; :mod:`paceline.train.learning_rate` has the formulas."""
+    decay_steps: int | None = None
+    """Steps at the end in which it falls with ``decay="wsd"``; None for a tenth of all."""
+    decay_to: float = 0.0
+    """The share of the learning rate that the decay ends at."""
     clip_norm: float | None = None
     """Largest norm of the gradient; None for no clipping."""
     check_finite: bool = True
@@ -52,6 +56,8 @@ class TrainConfig:
     of earlier runs. It may lie in ``checkpoint_dir``."""
     tensorboard_dir: str | None = None
     """Folder to which rank 0 writes the same for TensorBoard."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases to which rank 0 sends the same, as a run of its own."""
     log_every: int = 10
     """Steps between two lines of metrics."""
     show_progress: bool = True
@@ -64,7 +70,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, least in (("epochs", 1), ("accumulate", 1), ("keep", 1), ("log_every", 1), ("warmup_steps", 0)):
             self._take(name, _whole_number(name, getattr(self, name), least))
-        for name in ("base_batch_size", "checkpoint_every"):
+        for name in ("base_batch_size", "checkpoint_every", "decay_steps"):
             if (value := getattr(self, name)) is not None:
                 self._take(name, _whole_number(name, value, 1))
         for name in ("resume", "show_progress", "allow_changed_settings"):
@@ -78,6 +84,13 @@ class TrainConfig:
                 raise UsageError(f"{name} must be {' or '.join(choices)}, not {value!r}")
         if self.clip_norm is not None:
             self._take("clip_norm", _positive("clip_norm", self.clip_norm))
+        self._take("decay_to", _share("decay_to", self.decay_to))
+        if self.decay_to and self.decay == "none":
+            raise UsageError(f"decay_to={self.decay_to} is where a decay ends, but decay is none; choose a decay")
+        if self.decay_steps is not None and self.decay != "wsd":
+            raise UsageError(f"decay_steps is for decay='wsd'; with decay={self.decay!r} leave it out")
+        if self.wandb_project is not None and not (isinstance(self.wandb_project, str) and self.wandb_project):
+            raise UsageError(f"wandb_project must be a project's name, not {self.wandb_project!r}")
         for name in ("resume", "checkpoint_every"):
             if self.checkpoint_dir is None and getattr(self, name):
                 raise UsageError(f"{name} needs checkpoint_dir, the folder of the checkpoints")
@@ -97,10 +110,20 @@ def _whole_number(name: str, value: Any, least: int) -> int:
 
 
 def _positive(name: str, value: Any) -> float:
+    if not _number(name, value) > 0:
+        raise UsageError(f"{name} must be greater than 0, not {value}")
+    return float(value)
+
+
+def _share(name: str, value: Any) -> float:
+    if not 0 <= _number(name, value) <= 1:
+        raise UsageError(f"{name} must be from 0 to 1, not {value}")
+    return float(value)
+
+
+def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise UsageError(f"{name} must be a number, not {value!r}")
-    if not float(value) > 0:
-        raise UsageError(f"{name} must be greater than 0, not {value}")
     return float(value)
 
 

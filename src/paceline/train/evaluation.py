@@ -32,14 +32,17 @@ class Evaluation:
     sums: Sums
     names: tuple[str, ...]
     """The metrics' names, which every rank needs, also one whose slices are all empty."""
+    derive: Callable[[dict[str, float]], dict[str, float]] | None = None
+    """Makes the metrics of the means, for one that is no mean over samples, such as F1; None if the means are all."""
 
 
 @torch.no_grad()
 def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str, float]:
     """Return the mean of each metric over all samples of the evaluation's loader; the same on every rank. Collective.
 
-    The module runs without its wrapper, in eval mode, with rank 0's running statistics. It may draw random numbers: the
-    generators are restored afterwards, so training continues with the same numbers with and without an evaluation.
+    With ``evaluation.derive``, return what that makes of the means. The module runs without its wrapper, in eval mode,
+    with rank 0's running statistics. It may draw random numbers: the generators are restored afterwards, so training
+    continues with the same numbers with and without an evaluation.
 
     Raises:
         DesyncError: if ranks differ in the evaluation's data.
@@ -70,7 +73,8 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
         for part, training in modes.items():
             part.training = training
     totals = all_sum(totals, model)
-    return {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
+    means = {name: float(total / totals[-1]) for name, total in zip(evaluation.names, totals, strict=False)}
+    return means if evaluation.derive is None else evaluation.derive(means)
 
 
 def expect_evaluation(evaluation: Any, training: DataLoader | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from paceline import rank_consensus
@@ -11,7 +11,10 @@ from paceline.digests import dataset_digest
 from paceline.errors import CheckpointMismatch, CheckpointWarning
 from paceline.train.config import TrainConfig
 
-_DECISIVE = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "decay", "clip_norm")
+_DECISIVE: tuple[str, ...] = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "clip_norm")
+_DECISIVE += ("decay", "decay_steps", "decay_to")
+# What a setting was in a checkpoint that is older than the setting.
+_ONCE = {field.name: field.default for field in fields(TrainConfig) if field.name in ("decay_steps", "decay_to")}
 # Without the first two a position in the data has no meaning; a user's scheduler brings its settings with its state.
 _FIXED = ("batch_size", "seed", "scheduler")
 
@@ -59,7 +62,7 @@ class Settings:
     def _changed(self, saved: dict[str, Any]) -> list[tuple[str, Any, Any]]:
         """Return name, saved value and own value of the settings that differ."""
         names = sorted(saved.keys() | self._values.keys())
-        both = [(name, saved.get(name), self._values.get(name)) for name in names]
+        both = [(name, saved.get(name, _ONCE.get(name)), self._values.get(name)) for name in names]
         return [(name, before, now) for name, before, now in both if before != now]
 
 

@@ -1,7 +1,19 @@
-"""Learning rates: scaled with the global batch, warmed up linearly.
+"""Learning rates: scaled with the global batch, warmed up linearly, decayed. All steps are optimizer steps.
 
-The linear rule and the warm-up are those of Goyal et al., "Accurate, Large Minibatch SGD", 2017; the square-root rule
-is that of Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
+    rule        rate for a batch of k · base samples    source
+    none        lr                                      for those who tune it for each batch size
+    linear      lr · k                                  Goyal et al., "Accurate, Large Minibatch SGD", 2017; for SGD
+    sqrt        lr · √k                                 Krizhevsky, "One weird trick for parallelizing convolutional
+                                                        neural networks", 2014; Malladi et al., "On the SDEs and Scaling
+                                                        Rules for Adaptive Gradient Algorithms", 2022; for Adam
+
+    decay       factor behind the warm-up, as the share t of its steps goes from 0 to 1
+    none        1
+    linear      1 - t
+    cosine      (1 + cos(π · t)) / 2                    Loshchilov and Hutter, "SGDR", 2017
+    wsd         1, then 1 - t over the last steps       warm-up, stable, decay: Hu et al., "MiniCPM", 2024
+
+With ``decay_to``, a factor f becomes ``decay_to + (1 - decay_to) · f``. The warm-up is that of Goyal et al.
 """
 
 from __future__ import annotations
@@ -9,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import WeakSet
 
 from torch.optim import Optimizer
@@ -18,8 +30,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from paceline.data import GlobalBatchSampler
 from paceline.errors import UsageError
 
+if TYPE_CHECKING:
+    from paceline.train.config import TrainConfig
+
 LrScaling = Literal["none", "linear", "sqrt"]
-Decay = Literal["none", "linear"]
+Decay = Literal["none", "linear", "cosine", "wsd"]
 
 
 def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: int | None) -> float:
@@ -40,17 +55,35 @@ def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: i
     return lr * (ratio if scaling == "linear" else math.sqrt(ratio))
 
 
-def lr_factor(step: int, warmup_steps: int, decay: Decay, total_steps: int | None) -> float:
+def lr_factor(
+    step: int,
+    warmup_steps: int = 0,
+    decay: Decay = "none",
+    total_steps: int | None = None,
+    decay_steps: int | None = None,
+    decay_to: float = 0.0,
+) -> float:
     """Return the factor of the learning rate in optimizer step `step`, counted from 0.
 
-    It rises in equal parts from 1/`warmup_steps` to 1. Then it stays there, or falls in equal parts towards 0, which it
-    would reach one step after the last of `total_steps`; only the decay needs `total_steps`.
+    It rises in equal parts from 1/`warmup_steps` to 1. Then it stays there, or falls towards `decay_to`, which it would
+    reach one step after the last of `total_steps`; only a decay needs those. With ``"wsd"`` it falls in the last
+    `decay_steps`, a tenth of all by default.
+
+    Raises:
+        UsageError: for an unknown decay.
     """
+    if decay not in get_args(Decay):
+        raise UsageError(f"decay must be {' or '.join(get_args(Decay))}, not {decay!r}")
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if decay == "none" or total_steps is None:
         return 1.0
-    return max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))
+    start = warmup_steps
+    if decay == "wsd":
+        start = max(start, total_steps - (max(1, total_steps // 10) if decay_steps is None else decay_steps))
+    share = min(1.0, max(0, step - start) / max(1, total_steps - start))
+    factor = (1 + math.cos(math.pi * share)) / 2 if decay == "cosine" else 1 - share
+    return decay_to + (1 - decay_to) * factor
 
 
 def steps_of(lengths: Sequence[int], accumulate: int) -> int:
@@ -91,14 +124,16 @@ def expect_unscheduled(optimizer: Optimizer) -> None:
         )
 
 
-def own_schedule(optimizer: Optimizer, warmup_steps: int, decay: Decay, total_steps: int | None) -> LRScheduler:
+def own_schedule(optimizer: Optimizer, config: TrainConfig, total_steps: int | None) -> LRScheduler:
     """Return a schedule that starts from the current learning rates; without warm-up and decay it changes nothing."""
     for group in optimizer.param_groups:
         group.pop("initial_lr", None)  # an earlier Trainer's, which torch would start from
     _scheduled.add(optimizer)
-    if not warmup_steps and decay == "none":
+    if not config.warmup_steps and config.decay == "none":
         return _Constant(optimizer, lambda _: 1.0)
-    return LambdaLR(optimizer, partial(lr_factor, warmup_steps=warmup_steps, decay=decay, total_steps=total_steps))
+    names = ("warmup_steps", "decay", "decay_steps", "decay_to")
+    factor = partial(lr_factor, total_steps=total_steps, **{name: getattr(config, name) for name in names})
+    return LambdaLR(optimizer, factor)
 
 
 def settings_of(scheduler: LRScheduler) -> dict[str, Any]:

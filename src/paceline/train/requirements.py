@@ -60,6 +60,20 @@ def expect_loader(loader: Any, owner: str) -> None:
         raise UsageError("the Trainer needs data of a known length; write a plain loop for a stream")
 
 
+def expect_loggers(loggers: Any) -> None:
+    """Refuse what is no list of loggers.
+
+    Raises:
+        UsageError: says what it is, and which method a logger has.
+    """
+    remedy = "give a list of objects with a method write(step, values)"
+    if not isinstance(loggers, list | tuple):
+        raise UsageError(f"loggers is {_described(loggers)}; {remedy}")
+    for logger in loggers:
+        if not callable(getattr(logger, "write", None)):
+            raise UsageError(f"{_described(logger)} is no logger; {remedy}")
+
+
 def expect_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Refuse an object that is no optimizer, and an optimizer over none of the model's parameters.
 

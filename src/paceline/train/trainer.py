@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -25,10 +25,12 @@ from paceline.train.folder import open_folder
 from paceline.train.identity import DataIdentity, Settings
 from paceline.train.interrupts import Interrupts
 from paceline.train.learning_rate import expect_unscheduled, lengths_of, own_schedule, scaled_lr, settings_of, steps_of
-from paceline.train.reporting import MetricsLog, ProgressDisplay
+from paceline.train.loggers import Loggers, MetricsLogger, open_loggers
+from paceline.train.reporting import ProgressDisplay
 from paceline.train.requirements import (
     expect_config,
     expect_loader,
+    expect_loggers,
     expect_optimizer,
     expect_same_world,
     expect_scheduler,
@@ -62,6 +64,7 @@ class Trainer:
         evaluation: run after every epoch.
         scheduler: of the optimizer's learning rates, in place of the config's warm-up, decay and scaling; it is stepped
             after every optimizer step and saved. Without one, and without warm-up and decay, rates are left alone.
+        loggers: of your own, beside the config's files; rank 0's are written to.
 
     Raises:
         UsageError: for a checkpoint folder in use while ``resume`` is off, and other settings that cannot work.
@@ -78,8 +81,9 @@ class Trainer:
         config: TrainConfig,
         evaluation: Evaluation | None = None,
         scheduler: LRScheduler | None = None,
+        loggers: Sequence[MetricsLogger] = (),
     ) -> None:
-        self.model, self.optimizer, self.loss, self.loader = model, optimizer, loss, loader
+        self.model, self.optimizer, self.loss, self.loader, self.loggers = model, optimizer, loss, loader, loggers
         self.config, self.evaluation, self.result = config, evaluation, Result()
         self._refuse_what_cannot_work(scheduler)
         assert isinstance(loader.progress, GlobalBatchSampler)
@@ -103,7 +107,7 @@ class Trainer:
         config, optimizer = self.config, self.optimizer
         for group in optimizer.param_groups:
             group["lr"] = scaled_lr(group["lr"], config.lr_scaling, self.batch_size, config.base_batch_size)
-        return own_schedule(optimizer, config.warmup_steps, config.decay, self._total_steps)
+        return own_schedule(optimizer, config, self._total_steps)
 
     def _refuse_what_cannot_work(self, scheduler: LRScheduler | None) -> None:
         expect_config(self.config, self.loss)
@@ -111,6 +115,7 @@ class Trainer:
         expect_loader(self.loader, "the Trainer")
         expect_optimizer(self.optimizer, self.model)
         expect_same_world(self.model)
+        expect_loggers(self.loggers)
         if scheduler is None:
             expect_unscheduled(self.optimizer)
         else:
@@ -161,25 +166,15 @@ class Trainer:
             self._checkpointer.close()
 
     def _train_and_log(self) -> None:
-        log, on = self._open_log(rank := torch.distributed.get_rank()), self.config.show_progress and rank == 0
+        log = open_loggers(self.config, self.loggers, self.result.steps, self._epoch_is_over)
+        on = self.config.show_progress and torch.distributed.get_rank() == 0
         try:
             with ProgressDisplay(self._total_steps, self.result.steps, on=on) as display:
                 self._train(log, display)
         finally:
             log.close()
 
-    def _open_log(self, rank: int) -> MetricsLog:
-        """Open the log; if rank 0 cannot write its files, every rank raises."""
-        config, failure, log = self.config, None, MetricsLog(None, None, step=self.result.steps)
-        if rank == 0:
-            try:
-                log = MetricsLog(config.metrics_file, config.tensorboard_dir, self.result.steps, self._epoch_is_over)
-            except UsageError as error:
-                failure = error
-        rank_consensus.agree(rank_consensus.here(), failure)
-        return log
-
-    def _train(self, log: MetricsLog, display: ProgressDisplay) -> None:
+    def _train(self, log: Loggers, display: ProgressDisplay) -> None:
         self.model.train()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
         self.model.zero_grad()  # what an interrupted window left, also in parameters that are not the optimizer's
@@ -200,7 +195,7 @@ class Trainer:
         """Whether the epoch's last step was taken, here or before a resume, but its evaluation is still due."""
         return bool(self._sampler.position) and self._sampler.position == self._sampler.length
 
-    def _end_epoch(self, log: MetricsLog, display: ProgressDisplay) -> None:
+    def _end_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
         if self.evaluation is not None:
             self.result.metrics = evaluate(self.model, self.evaluation)
             log.write(self.result.steps, self.result.metrics)
@@ -218,7 +213,7 @@ class Trainer:
                 "scheduler in place of decay"
             )
 
-    def _train_epoch(self, log: MetricsLog, display: ProgressDisplay) -> None:
+    def _train_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
         """Take the remaining steps of the epoch, which stays the current one until :meth:`_end_epoch`."""
         start, exposed, before = time.perf_counter(), self.model.exposed_seconds, self._sampler.samples_consumed
         epoch, self._stepped = self._sampler.epoch, self._sampler.position

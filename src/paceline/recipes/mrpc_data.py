@@ -1,0 +1,232 @@
+"""The sentence pairs of MRPC, the Microsoft Research Paraphrase Corpus, from its files or from the Hugging Face hub.
+
+Its files are tab-separated, with a header, and quotation marks in them mean nothing but themselves:
+
+    Quality    #1 ID    #2 ID    #1 String    #2 String
+
+Quality is 1 for a paraphrase, else 0. The corpus has msr_paraphrase_train.txt and msr_paraphrase_test.txt; GLUE names
+the pairs of the former that are held out in dev_ids.tsv, and most copies of it have train.tsv and dev.tsv instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from paceline.errors import UsageError
+
+COLUMNS = ("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String")
+ON_THE_HUB = "glue/mrpc"
+_HUB_NAME = ("nyu-mll/glue", "mrpc")
+
+
+class Pair(NamedTuple):
+    """Two sentences."""
+
+    ids: tuple[str, str]
+    first: str
+    second: str
+    label: int
+    """1 if they are paraphrases, else 0."""
+
+
+class Splits(NamedTuple):
+    """The pairs to train on, and those held out."""
+
+    train: list[Pair]
+    dev: list[Pair]
+
+
+class BrokenRow(UsageError):
+    """A line of a file that is not a row; names file and line."""
+
+    def __init__(self, file: Path, line: int, problem: str) -> None:
+        super().__init__(f"{file}, line {line}: {problem}; mend the file, or give another folder")
+
+
+def read_folder(folder: Path) -> Splits:
+    """Read the pairs in a folder's files; no pair that is held out is trained on.
+
+    Raises:
+        UsageError: if the folder lacks the files.
+        BrokenRow: names file and line.
+    """
+    source = _first(folder, "train.tsv", "msr_paraphrase_train.txt")
+    if source is None:
+        raise UsageError(f"--data {folder} has neither train.tsv nor msr_paraphrase_train.txt; give MRPC's folder")
+    pairs = read_pairs(source)
+    if (ids := _first(folder, "dev_ids.tsv")) and source.name != "train.tsv" and not (folder / "dev.tsv").is_file():
+        names = read_ids(ids)
+        dev = [pair for pair in pairs if pair.ids in names]
+    else:
+        held_out = _first(folder, "dev.tsv", "msr_paraphrase_test.txt")
+        if held_out is None:
+            raise UsageError(
+                f"--data {folder} has {source.name} but no held-out pairs: it needs dev.tsv, msr_paraphrase_test.txt, "
+                "or dev_ids.tsv beside msr_paraphrase_train.txt"
+            )
+        dev = read_pairs(held_out)
+    taken = {pair.ids for pair in dev}
+    train = [pair for pair in pairs if pair.ids not in taken]
+    if not (train and dev):
+        raise UsageError(f"--data {folder}: {'nothing is held out' if train else 'nothing is left to train on'}")
+    return Splits(train, dev)
+
+
+def _first(folder: Path, *names: str) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def read_pairs(file: Path) -> list[Pair]:
+    """Read the rows of a file.
+
+    Raises:
+        BrokenRow: names file and line.
+    """
+    pairs: list[Pair] = []
+    for number, line in _lines(file):
+        cells = [cell.strip() for cell in line.split("\t")]
+        if number == 1:
+            if tuple(cells) != COLUMNS:
+                raise BrokenRow(file, 1, f"the header is not {', '.join(COLUMNS)}, separated by tabs")
+            continue
+        if len(cells) != len(COLUMNS):
+            raise BrokenRow(file, number, f"{len(cells)} columns separated by tabs instead of {len(COLUMNS)}")
+        label, one, other, first, second = cells
+        if label not in ("0", "1"):
+            raise BrokenRow(file, number, f"the Quality is {label!r} instead of 0 or 1")
+        if not (first and second):
+            raise BrokenRow(file, number, "a sentence is empty")
+        pairs.append(Pair((one, other), first, second, int(label)))
+    if not pairs:
+        raise UsageError(f"{file} has no sentence pairs; give another folder")
+    return pairs
+
+
+def read_ids(file: Path) -> set[tuple[str, str]]:
+    """Read pairs of ids.
+
+    Raises:
+        BrokenRow: names file and line.
+    """
+    ids = set()
+    for number, line in _lines(file):
+        cells = line.split("\t")
+        if len(cells) != 2:
+            raise BrokenRow(file, number, f"{len(cells)} columns separated by tabs instead of two ids")
+        ids.add((cells[0].strip(), cells[1].strip()))
+    return ids
+
+
+def _lines(file: Path) -> Iterable[tuple[int, str]]:
+    """Yield the lines of a UTF-8 file with their numbers, without a byte order mark and empty lines at the end."""
+    try:
+        lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n").split(b"\n")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            yield number, line.rstrip(b"\r").decode()
+        except UnicodeDecodeError as error:
+            raise BrokenRow(file, number, f"it is not UTF-8 at byte {error.start + 1}") from error
+
+
+def hub_is_cached() -> bool:
+    """Return whether the hub's copy has been fetched and prepared on this machine."""
+    from huggingface_hub.constants import HF_HOME
+
+    cache = os.environ.get("HF_DATASETS_CACHE") or os.path.join(HF_HOME, "datasets")  # without seconds of imports
+    return any(Path(cache, _HUB_NAME[0].replace("/", "___"), _HUB_NAME[1]).glob("*/*/*.arrow"))
+
+
+def read_hub() -> Splits:
+    """Read the hub's copy through ``datasets``, which fetches it where it is not cached."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    both = (datasets.load_dataset(*_HUB_NAME, split=split) for split in ("train", "validation"))
+    train, dev = ([_from_hub(row) for row in rows] for rows in both)
+    return Splits(train, dev)
+
+
+def _from_hub(row: dict[str, Any]) -> Pair:
+    return Pair((str(row["idx"]), ""), row["sentence1"], row["sentence2"], int(row["label"]))
+
+
+class Tokens(NamedTuple):
+    """A pair as a model reads it."""
+
+    ids: list[int]
+    types: list[int] | None
+    """0 for the first sentence, 1 for the second, for models that tell them apart so."""
+    label: int
+
+
+class TokenizedPairs(Dataset[Tokens]):
+    """Pairs as tokens. Their fingerprint, which a checkpoint keeps, covers every token and label."""
+
+    def __init__(self, samples: Sequence[Tokens]) -> None:
+        self.samples = samples
+        digest = hashlib.sha256()
+        for sample in samples:
+            digest.update(repr(tuple(sample)).encode())
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Tokens:
+        return self.samples[index]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each pair."""
+        return [len(sample.ids) for sample in self.samples]
+
+
+Batch = tuple[dict[str, Tensor], Tensor]
+"""The model's inputs, each (samples, tokens), and the labels, (samples,)."""
+
+
+@dataclass(frozen=True)
+class PadToLongest:
+    """A collate function: pads on the right to the longest of this rank's samples in the micro-batch."""
+
+    padding: int
+    """The id of the padding token, which the attention mask covers."""
+
+    def __call__(self, samples: Sequence[Tokens]) -> Batch:
+        """Make a batch of `samples`."""
+        width = max(len(sample.ids) for sample in samples)
+
+        def padded(rows: Callable[[Tokens], list[int]], value: int) -> Tensor:
+            return torch.tensor([[*row, *[value] * (width - len(row))] for row in map(rows, samples)])
+
+        inputs = {
+            "input_ids": padded(lambda sample: sample.ids, self.padding),
+            "attention_mask": padded(lambda sample: [1] * len(sample.ids), 0),
+        }
+        if samples[0].types is not None:
+            inputs["token_type_ids"] = padded(lambda sample: sample.types or [], 0)
+        return inputs, torch.tensor([sample.label for sample in samples])
+
+
+def f1_score(true_positives: float, predicted: float, positives: float) -> float:
+    """Return F1 of the class 1, whose true positives, predictions and samples these are, as counts or shares."""
+    return 2 * true_positives / (predicted + positives) if predicted + positives else 0.0
+
+
+def majority_baseline(train: Sequence[Pair], dev: Sequence[Pair]) -> dict[str, float]:
+    """Return accuracy and F1 of who answers, for every pair of `dev`, with the more frequent class of `train`."""
+    answer = int(2 * sum(pair.label for pair in train) >= len(train))
+    positives = sum(pair.label for pair in dev) / len(dev)
+    f1 = f1_score(positives * answer, answer, positives)
+    return {"majority_accuracy": positives if answer else 1 - positives, "majority_f1": f1}
