@@ -72,29 +72,21 @@ class Arrivals:
 
     def complete_from(self, bucket: int) -> Iterator[tuple[int, list[Tensor | None]]]:
         """Yield `bucket` and those after it with their gradients, as far as all that are expected are there."""
+        parameter_at = self._parameters.__getitem__
         for number in range(bucket, len(self._layout)):
-            gradients = self._gathered(number)
-            if gradients is None:
+            indices, expected = self._layout[number], self._expected[number]
+            # Most buckets are asked for before anything of them has come.
+            if self._pending[number] if self._every else expected and parameter_at(expected[0]).grad is None:
                 return
+            # A gradient that Python has not seen before costs as much as its copy, so all are read once.
+            gradients = gradients_of(map(parameter_at, indices))
+            if not self._every:
+                awaited = gradients
+                if len(expected) < len(indices):
+                    awaited = gradients_of(map(parameter_at, expected))
+                if any_missing(awaited):
+                    return
             yield number, gradients
-
-    def _gathered(self, bucket: int) -> list[Tensor | None] | None:
-        """Return ``p.grad`` of the parameters in `bucket` once all that are expected are there; None before.
-
-        They are read once for both: a gradient that Python has not seen before costs as much as its copy.
-        """
-        if self._every:
-            return self._read(self._layout[bucket]) if self._pending[bucket] == 0 else None
-        expected = self._expected[bucket]
-        if expected and self._parameters[expected[0]].grad is None:  # most are asked for before anything has come
-            return None
-        gradients = self._read(expected)
-        if any_missing(gradients):
-            return None
-        return gradients if len(expected) == len(self._layout[bucket]) else self._read(self._layout[bucket])
-
-    def _read(self, indices: Sequence[int]) -> list[Tensor | None]:
-        return gradients_of(map(self._parameters.__getitem__, indices))
 
     def end(self, absent: Sequence[int]) -> None:
         """A backward has ended, without gradients for the `absent` parameters on this rank."""

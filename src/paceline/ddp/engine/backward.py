@@ -140,9 +140,9 @@ class Backward:
     @without_gradients
     def launch(self, bucket: Bucket, gradients: list[Tensor | None] | None = None) -> None:
         """Move the `gradients` in, free the parameters' own, and hand the bucket to communication."""
-        parts = self.parts
-        with parts.recorder.span(LAUNCH, self.next):
-            parts.storage.claim(self.next, self.share.elsewhere.keys())
+        parts, number = self.parts, self.next
+        with parts.recorder.span(LAUNCH, number):
+            parts.storage.claim(number, self.share.elsewhere.keys())
             parameters = [parts.parameters[index] for index in bucket.indices]
             if gradients is None:
                 gradients = gradients_of(parameters)
@@ -155,8 +155,8 @@ class Backward:
             if parts.check_finite and not torch.isfinite(bucket.flat.sum()):
                 pairs = zip(bucket.indices, bucket.views, strict=True)
                 self._non_finite += [index for index, view in pairs if not torch.isfinite(view).all()]
-            is_last = self.next + 1 == len(parts.storage)
-            self._launched.append(parts.finisher.launch(bucket, self.next, last=is_last))
+            is_last = number + 1 == len(parts.storage)
+            self._launched.append(parts.finisher.launch(bucket, number, last=is_last))
 
     def _move_in_one_by_one(self, bucket: Bucket) -> None:
         """Move gradients in where some are absent, sparse, or were there before."""
