@@ -1,80 +1,241 @@
-"""The script that checks a machine with GPUs, as far as it can be tried without one."""
+"""The script that checks a machine with GPUs, as far as it can be tried without one.
+
+Every check runs here on CPU ranks at tiny sizes, so that no mistake in the script itself is left for the first hour on
+a GPU. That a check finds what it is for is shown where it can be: by leaving out a wait, and by checks that fail.
+"""
 
 from __future__ import annotations
 
-import importlib
 import json
-import subprocess
-import sys
+import multiprocessing
+import os
+import signal
+import threading
+import time
 from pathlib import Path
-from types import ModuleType
 
+import gpu_check
 import pytest
 import torch
+from gpu_checks import children, screen
+from gpu_checks.catalogue import CHECKS, PARTS, Check, Ranks, chosen
+from gpu_checks.lateness import Fault
+from gpu_checks.models import SMOLLM2_360M, Llama, ResNet
+from gpu_checks.rows import Place, Row, Verdict, holds, measured
+from gpu_checks.screen import Result
+from gpu_checks.stand_in import expected_weights, late_weights
+from gpu_checks.wrapping import difference
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
+import gpu_faults
+from paceline.world import World
+from twins import Pools
+
+CPU = children.Setting(on_gpu=False, gpus=0, rounds=1)
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    sys.path.insert(0, str(SCRIPT.parent))
+def place_of(world: World) -> Place:
+    return Place(world.rank, world.size, torch.device("cpu"), rounds=1)
+
+
+def tried(world: World, path: str) -> list[Row]:
+    return list(check_at(path).run(place_of(world)))
+
+
+def check_at(path: str) -> Check:
+    return next(check for check in CHECKS if check.path == path)
+
+
+# Each function once: ranks that share a GPU and ranks that have one each run the same.
+TIMED = {"smollm2-2k", "smollm2-16k", "resnet-32", "resnet-256", "mlp", "host"}
+MEASURED_ONLY = TIMED | {"overlap", "kernels", "peak"}
+CASES = [(1, check.path) for check in CHECKS if check.ranks is Ranks.ONE and check.joined]
+CASES += [
+    (2, check.path) for check in CHECKS if check.ranks is Ranks.SEVERAL and check.joined and check.name not in TIMED
+]
+
+
+@pytest.mark.parametrize(("size", "path"), CASES, ids=[path for _, path in CASES])
+def test_every_check_runs_and_holds_on_cpu_ranks(pools: Pools, size: int, path: str) -> None:
+    for rows in pools.run(size, tried, path):
+        verdicts = {row.verdict for row in rows}
+        assert Verdict.FAILED not in verdicts, rows
+        is_measured_only = path.rpartition("/")[2] in MEASURED_ONLY
+        assert rows
+        assert is_measured_only or verdicts & {Verdict.OK, Verdict.NOT_RUN}, f"it judges nothing: {rows}"
+
+
+def test_the_functions_of_ranks_that_share_a_gpu_are_those_of_several() -> None:
+    several = {check.run for check in CHECKS if check.ranks is Ranks.SEVERAL}
+    assert {check.run for check in CHECKS if check.ranks is Ranks.SHARED} <= several
+
+
+def reads_too_early(world: World) -> tuple[float, float]:
+    place = place_of(world)
+    expected = expected_weights(place, 0.2)
+    errors = [
+        difference([late_weights(place, 0.1, stand_in=True, side=False, fault=fault)], [expected])
+        for fault in (Fault.NONE, Fault.READ)
+    ]
+    return errors[0], errors[1]
+
+
+def test_the_stand_in_notices_an_average_that_is_read_without_waiting(pools: Pools) -> None:
+    """Negative control of the check that stands for NCCL: it must fail if the reducer does not wait."""
+    right, wrong = pools.run(1, reads_too_early)[0]
+    assert right < 1e-5
+    assert wrong > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "says"),
+    [
+        ("crash", 30, "died of SIGABRT"),
+        ("hang", 2, "was not at its end after"),
+        ("raise", 30, "ArithmeticError: the reason"),
+        ("one-rank", 30, "rank 1: ArithmeticError: on rank 1"),
+        ("differs", 30, "rank 1: 1"),
+    ],
+)
+def test_a_check_that_goes_wrong_ends_alone_and_says_how(
+    monkeypatch: pytest.MonkeyPatch, name: str, seconds: float, says: str
+) -> None:
+    """Each once took the rest of the run with it: whatever else ran in the same process, and its ranks' peers."""
+    rows, log = run_fault(monkeypatch, name, seconds)
+    assert rows[0] == Row("a line before", "", Verdict.OK), "what was known before is kept"
+    assert [row.verdict for row in rows[1:]] == [Verdict.FAILED]
+    assert says in rows[1].value
+    assert "gpu_faults.py" in log or name == "differs", "the log has the stack"
+
+
+def run_fault(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float = 30) -> tuple[list[Row], str]:
+    monkeypatch.setattr(children, "GRACE_S", 0.5)
+    monkeypatch.setattr(children, "KILL_AFTER_S", 5.0)
+    check = next(check for check in gpu_faults.CHECKS if check.name == name)
+    began = time.monotonic()
+    answer = children.run(check, children.Setting(False, 0, 1, "gpu_faults"), seconds)
+    assert time.monotonic() - began < seconds + 60
+    return answer
+
+
+def test_a_check_that_cannot_run_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, log = run_fault(monkeypatch, "unable")
+    assert rows[1] == Row("unable", "because triton is not installed", Verdict.NOT_RUN)
+    assert log == ""
+
+
+def test_what_a_check_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile starts compilers; a check that hangs must not leave them, and their GPU memory, behind."""
+    run_fault(monkeypatch, "hang", 1)
+    deadline = time.monotonic() + 10
+    while (left := [path for path in Path("/proc").glob("[0-9]*/cmdline") if FAULTS in read(path)]) != []:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+FAULTS = str(gpu_faults.__file__).encode()
+
+
+def read(path: Path) -> bytes:
     try:
-        return importlib.import_module("gpu_check")
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=100)
+def test_a_world_starts_and_ends_in_ranks_of_its_own() -> None:
+    for path in ("one/start", "several/leave"):
+        rows, log = children.run(check_at(path), CPU, 60)
+        assert {row.verdict for row in rows} == {Verdict.OK}, f"{rows}\n{log}"
 
 
-def test_on_cpu_ranks_every_check_holds() -> None:
-    ended = run("--device", "cpu", "--ranks", "2", "--rounds", "1", "--json")
-    assert ended.returncode == 0, ended.stderr + ended.stdout
-    rows = json.loads(ended.stdout)["rows"]
-    judged = [row for row in rows if row["ok"] is not None]
-    assert len(judged) >= 12
-    assert all(row["ok"] and row["ranks"] == 2 for row in judged)
-    assert sum("torch DDP / this" in row["value"] for row in rows) == 3
+def test_ctrl_c_prints_what_is_known_and_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    told, before = screen.progress, set(multiprocessing.active_children())
+
+    def interrupt_soon(number: int, total: int, result: Result) -> None:
+        told(number, total, result)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()  # in the middle of the next check
+
+    monkeypatch.setattr(screen, "progress", interrupt_soon)
+    file = tmp_path / "result.json"
+    code = gpu_check.main(["--cpu", "--part", "one/check-finite", "stand-in", "--json", str(file)])
+    out, err = capsys.readouterr()
+    assert code == 130
+    assert err.count("\n") == 1
+    assert "one/check-finite" in err
+    assert "ok       check-finite" in out
+    assert "because the run was interrupted" in out
+    results = {f"{one['part']}/{one['check']}": one for one in json.loads(file.read_text())["results"]}
+    assert results["one/check-finite"]["rows"][0]["verdict"] == "ok"
+    assert results["stand-in/compressors"]["rows"][0]["verdict"] == "not run"
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_it_says_so_in_one_line(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
-    assert script.main() == 2
+def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main([]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert "no CUDA GPU" in err
 
 
-def test_a_number_of_ranks_below_one_is_refused(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--part", "nonsense"], "there is no nonsense"),
+        (["--part", "one/nonsense"], "there is no one/nonsense"),
+        (["--rounds", "0"], "--rounds 0"),
+        (["--json", "/no/such/folder/result.json"], "there is no folder"),
+    ],
+)
+def test_a_wrong_command_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--device", "cpu", "--ranks", "0"])
     with pytest.raises(SystemExit) as refused:
-        script.main()
+        gpu_check.main(["--cpu", *arguments])
     assert refused.value.code == 2
-    assert "--ranks" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
-def test_a_check_fails_if_it_does_on_any_rank(script: ModuleType) -> None:
-    good, bad = script.Row(2, "a check", "1e-9", True), script.Row(2, "a check", "0.5", False)
-    rows = script.merged(2, {0: [good], 1: [bad]})
-    assert rows == [script.Row(2, "a check", "rank 1: 0.5", False)]
-    assert script.exit_code(rows) == 1
-    assert script.exit_code([good]) == 0
+def test_list_shows_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(check.path in out for check in CHECKS)
+    assert all(f"{part}: {title}" in out for part, title in PARTS.items())
 
 
-def test_a_rank_that_gives_no_answer_is_a_failure(script: ModuleType) -> None:
-    rows = script.merged(2, {0: [script.Row(2, "a check", "", True)]})
-    assert not rows[-1].ok
-    assert "[1]" in rows[-1].value
+def test_parts_are_chosen_by_their_names_and_by_those_of_single_checks() -> None:
+    assert [check.path for check in chosen(["memory", "share/abort"])] == ["share/abort", "memory/peak"]
+    assert chosen([]) == list(CHECKS)
+    assert len({check.path for check in CHECKS}) == len(CHECKS)
 
 
-def test_the_timed_model_has_the_parameters_of_smollm2(script: ModuleType) -> None:
+def test_several_gpus_are_asked_for_where_there_is_one() -> None:
+    rows, _ = children.run(check_at("several/equality"), children.Setting(on_gpu=True, gpus=1, rounds=1), 10)
+    assert [row.verdict for row in rows] == [Verdict.NOT_RUN]
+    assert "one GPU" in rows[0].value
+
+
+def test_the_screen_has_versions_verdicts_ratios_and_remedies() -> None:
+    results = [
+        Result(check_at("one/equality"), [holds("weights differ by", "1.0e+00", False)], 3.0),
+        Result(
+            check_at("speed/mlp"), [measured("MLP: paceline", "1.00 ms; torch views / this = 1.100", ratio=1.1)], 4.0
+        ),
+    ]
+    text = screen.told(results, screen.facts(on_gpu=False), 7.0)
+    for part in (torch.__version__, "NCCL", "driver", "1 FAILED", "torch views / this = 1.100", "--part one/equality"):
+        assert str(part) in text
+    assert check_at("one/equality").remedy in text
+    assert max(map(len, text.splitlines())) <= 140
+    written = json.loads(json.dumps([result.as_json() for result in results]))
+    assert written[1]["rows"][0]["numbers"] == {"ratio": 1.1}
+    assert [row["remedy"] == "" for result in written for row in result["rows"]] == [False, True]
+
+
+def test_the_models_have_the_parameters_of_the_published_ones() -> None:
     with torch.device("meta"):
-        models = sys.modules["gpu_models"]
-        model = models.Llama(models.SHAPES["SmolLM2-360M"])
-    assert sum(parameter.numel() for parameter in model.parameters()) == 361_821_120
+        sizes = [[p.numel() for p in model.parameters()] for model in (Llama(SMOLLM2_360M), ResNet())]
+    assert [sum(size) for size in sizes] == [361_821_120, 25_557_032]
+    assert [len(size) for size in sizes] == [290, 161]

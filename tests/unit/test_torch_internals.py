@@ -86,6 +86,25 @@ def _() -> None:
     assert 0 <= cast("int", first) < cast("int", second)
 
 
+@contract("torch.autograd.graph._engine_run_backward")
+def _() -> None:
+    counts: list[int] = []
+
+    @torch.enable_grad()
+    def nested(_: torch.Tensor) -> None:
+        parameter = nn.Parameter(torch.ones(1))
+        parameter.register_hook(lambda _: counts.append(autograd.count_running_calls()))
+        counts.append(autograd.count_running_calls())
+        torch.autograd.grad(parameter.exp(), parameter)
+        parameter.exp().backward()
+
+    outer = nn.Parameter(torch.ones(1))
+    outer.register_hook(nested)
+    outer.exp().backward()
+    assert counts == [1, 2, 2]
+    assert autograd.count_running_calls() == 0
+
+
 @contract("torch._C._will_engine_execute_node")
 def _() -> None:
     assert in_hook(backward, torch._C._will_engine_execute_node) == [True]

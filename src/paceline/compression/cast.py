@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from paceline.compression.compressor import Compressor, after
+from paceline.compression.compressor import Compressor
 from paceline.compression.gradients import Gradients
+from paceline.compression.pipeline import Stages
 from paceline.errors import UsageError
 
 
@@ -31,7 +32,8 @@ class Cast(Compressor):
             raise UsageError(f"Cast(dtype={dtype}): give torch.bfloat16 or torch.float16")
         self.dtype = dtype
 
-    def reduce(self, gradients: Gradients) -> torch.futures.Future[Tensor]:
-        """Launch the sum."""
+    def reduce(self, gradients: Gradients) -> Stages:
+        """Sum g/N."""
         message = (gradients.flat / self.size).to(self.dtype)
-        return after(self._all_reduce(message), lambda: self._finish(gradients, message))
+        yield self._all_reduce(message)
+        return self._finish(gradients, message)

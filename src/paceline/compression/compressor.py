@@ -1,25 +1,23 @@
 # No `from __future__ import annotations`: torch's DDP compares the annotations of `hook` with the classes themselves.
-"""Base class of all compressors: parameter names, error feedback, bytes on the wire, and a state to save.
-
-Error feedback: what a rank did not send it adds to its next gradient. See Seide et al., "1-bit stochastic gradient
-descent", Interspeech 2014, and Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019.
-"""
+"""Base class of all compressors: parameter names, error feedback, bytes on the wire, and a state to save."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.compression.gradients import Gradients
+from paceline.compression.pipeline import Pipeline, Stages
+from paceline.compression.residuals import Residuals
 from paceline.compression.wire import all_gather_bytes, all_reduce_bytes
 from paceline.errors import CheckpointMismatch, UsageError
+from paceline.streams import keep
 from paceline.torch_internals.c10d import get_default_group
 from paceline.torch_internals.ddp import GradBucket
 from paceline.torch_internals.dtensor import is_sharded, local_of
-from paceline.torch_internals.tensors import add_each, copy_each
 from paceline.unwrapping import plain_name, unwrap
 
 
@@ -43,6 +41,8 @@ class Compressor(ABC):
         UsageError: for a model with tensor-parallel parameters that is not wrapped, without `process_group`.
     """
 
+    collectives: ClassVar[int] = 1
+    """How many collectives :meth:`reduce` launches."""
     bytes_on_wire: int
     """Sent by this rank so far, by algorithms that move as little as possible (:mod:`paceline.compression.wire`)."""
     bytes_uncompressed: int
@@ -64,7 +64,8 @@ class Compressor(ABC):
         self.size, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self._parameters = {plain_name(name): local_of(parameter) for name, parameter in module.named_parameters()}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._residuals: dict[str, Tensor] = {}
+        self._residuals = Residuals()
+        self._pipeline = Pipeline(self.collectives)
         self.bytes_on_wire = self.bytes_uncompressed = self.steps = 0
 
     @property
@@ -73,26 +74,28 @@ class Compressor(ABC):
         return self.bytes_on_wire / self.bytes_uncompressed if self.bytes_uncompressed else 1.0
 
     @abstractmethod
-    def reduce(self, gradients: Gradients) -> "torch.futures.Future[Tensor]":
-        """Launch the averaging of the bucket's gradients over the ranks; return a future of its buffer."""
+    def reduce(self, gradients: Gradients) -> Stages:
+        """Average the bucket's gradients over the ranks, in stages that each yield the collective they launch.
+
+        All of it runs on one stream; the host must not ask for a value, as it would stall where that is queued.
+        """
 
     @torch.no_grad()
     def __call__(self, bucket: Any) -> "torch.futures.Future[Tensor]":
         """Take part in a bucket's reduction."""
-        gradients = Gradients.of(bucket, self._names, by_parameter=self._by_parameter)
-        self.bytes_uncompressed += all_reduce_bytes(gradients.bytes_uncompressed, self.size)
-        future = self.reduce(gradients)
+        device = bucket.buffer().device
+        future = self._pipeline.enter(bucket, device, self._stages(bucket))
         if bucket.is_last():
             self.steps += 1
         return future
 
-    # -- for the compressors ------------------------------------------------------------------------------------
+    def _stages(self, bucket: Any) -> Stages:
+        keep(bucket.buffer())  # a wrapper of this hook may have made it
+        gradients = Gradients.of(bucket, self._names, by_parameter=self._by_parameter)
+        self.bytes_uncompressed += all_reduce_bytes(gradients.bytes_uncompressed, self.size)
+        return (yield from self.reduce(gradients))
 
-    def _add_residuals(self, gradients: Gradients) -> None:
-        for name, view in zip(gradients.names, gradients.views, strict=True):
-            if name not in self._residuals:
-                self._residuals[name] = torch.zeros_like(view)
-        add_each(gradients.views, [self._residuals[name] for name in gradients.names])
+    # -- for the compressors ------------------------------------------------------------------------------------
 
     def _finish(self, gradients: Gradients, mean: Tensor) -> Tensor:
         """Give the bucket its `mean`, and keep the rest in ``gradients.flat`` for the next step.
@@ -100,8 +103,7 @@ class Compressor(ABC):
         If the mean is not finite, which every rank sees, no optimizer will step. Then the residuals stay as they were,
         because NaN would never leave them.
         """
-        if self._residuals and bool(torch.isfinite(mean.sum())):
-            copy_each([self._residuals[name] for name in gradients.names], gradients.views)
+        self._residuals.replace(gradients, torch.isfinite(mean.sum()))
         return gradients.write(mean)
 
     def _all_reduce(self, tensor: Tensor) -> Any:
@@ -120,7 +122,7 @@ class Compressor(ABC):
 
     def _kept(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors to save: by their meaning, then by parameter."""
-        return {"residuals": self._residuals}
+        return {"residuals": self._residuals.by_name}
 
     def state_dict(self) -> dict[str, Any]:
         """Return residuals and counters of this rank, as plain values and tensors."""
@@ -147,6 +149,7 @@ class Compressor(ABC):
         for kept, tensors in loaded:
             kept.clear()
             kept.update(tensors)
+        self._residuals.forget_buckets()
         self.steps, self.bytes_on_wire = state["steps"], state["bytes_on_wire"]
         self.bytes_uncompressed = state["bytes_uncompressed"]
 
@@ -165,18 +168,6 @@ class Compressor(ABC):
         if parameter is None:
             return None
         return torch.view_as_real(parameter).shape if parameter.is_complex() else parameter.shape
-
-
-def after(work: Any, function: Callable[[], Tensor]) -> "torch.futures.Future[Tensor]":
-    """Return a future of what `function` returns once `work` is finished."""
-
-    def call(future: Any) -> Tensor:
-        future.value()  # raises what the collective raised
-        with torch.no_grad():
-            return function()
-
-    then: torch.futures.Future[Tensor] = work.get_future().then(call)
-    return then
 
 
 def hook(state: Compressor, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

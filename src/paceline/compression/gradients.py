@@ -52,6 +52,10 @@ class Gradients:
         buffer: Tensor = self.bucket.buffer()
         return buffer.numel() * buffer.element_size()
 
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Return `flat`, which is like :attr:`flat`, as each parameter's part of it."""
+        return views_of(flat, self.bucket.parameters())
+
     def write(self, mean: Tensor) -> Tensor:
         """Put `mean`, flat like :attr:`flat`, into the bucket; return the bucket's buffer."""
         buffer: Tensor = self.bucket.buffer()

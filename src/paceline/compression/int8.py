@@ -7,22 +7,22 @@ with both errors fed back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.compression.compressor import Compressor
 from paceline.compression.gradients import Gradients
-from paceline.compression.two_stage import Second, TwoStage
+from paceline.compression.pipeline import Stages
 from paceline.compression.wire import all_to_all_bytes
 
 CHUNK = 512
 """Elements that share a scale: its 4 bytes are less than one in a hundred."""
 
 
-class Int8(TwoStage):
+class Int8(Compressor):
     """Sends eight-bit codes: a quarter of float32's bytes, for any number of ranks.
 
     A rank quantizes its gradients and sends every other rank its shard of them. Each rank sums its shard over the
@@ -30,9 +30,11 @@ class Int8(TwoStage):
     the second, times N, with the shard's owner. So the mean of residuals and gradients is preserved.
     """
 
-    def first(self, gradients: Gradients) -> tuple[Any, Second]:
-        """Launch the all-to-all of quantized shards."""
-        self._add_residuals(gradients)
+    collectives = 2
+
+    def reduce(self, gradients: Gradients) -> Stages:
+        """Exchange quantized shards, then their quantized means."""
+        self._residuals.add_to(gradients)
         dtype, shapes, parts = gradients.flat.dtype, [], []
         for piece in gradients.pieces:
             shards = shards_of(piece, self.size)
@@ -43,12 +45,17 @@ class Int8(TwoStage):
         message = torch.cat(parts, dim=1)
         received = torch.empty_like(message)
         self.bytes_on_wire += all_to_all_bytes(message.numel(), self.size)
-        work = dist.all_to_all_single(received, message, group=self.group, async_op=True)
-        return work, lambda: self._second(gradients, received, shapes)
+        yield dist.all_to_all_single(received, message, group=self.group, async_op=True)
+        work, gathered = self._all_gather(self._rounded_means(gradients, received, shapes))
+        yield work
+        means = [
+            decode(*codes, dtype).view(-1)[: piece.numel()]
+            for piece, codes in zip(gradients.pieces, split(gathered, shapes), strict=True)
+        ]
+        return self._finish(gradients, means[0] if len(means) == 1 else torch.cat(means))
 
-    def _second(
-        self, gradients: Gradients, received: Tensor, shapes: Sequence[torch.Size]
-    ) -> tuple[Any, Callable[[], Tensor]]:
+    def _rounded_means(self, gradients: Gradients, received: Tensor, shapes: Sequence[torch.Size]) -> Tensor:
+        """Return the quantized mean of this rank's shards; the error of that stays in ``gradients.flat``."""
         dtype, parts = gradients.flat.dtype, []
         for piece, codes in zip(gradients.pieces, split(received, shapes), strict=True):
             mean = decode(*codes, dtype).sum(0).div_(self.size)
@@ -57,16 +64,7 @@ class Int8(TwoStage):
             own_shard = piece[self.rank * error.numel() : (self.rank + 1) * error.numel()]
             own_shard.add_(error[: own_shard.numel()], alpha=self.size)
             parts += [part.view(-1) for part in rounded]
-        work, gathered = self._all_gather(torch.cat(parts))
-
-        def finish() -> Tensor:
-            means = [
-                decode(*codes, dtype).view(-1)[: piece.numel()]
-                for piece, codes in zip(gradients.pieces, split(gathered, shapes), strict=True)
-            ]
-            return self._finish(gradients, means[0] if len(means) == 1 else torch.cat(means))
-
-        return work, finish
+        return torch.cat(parts)
 
 
 def shards_of(flat: Tensor, size: int) -> Tensor:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paceline.compression.compressor import Compressor
 from paceline.compression.gradients import Gradients
-from paceline.compression.two_stage import Second, TwoStage
+from paceline.compression.pipeline import Stages
 from paceline.errors import UsageError
+from paceline.streams import keep, may_hold
 
 BLOCK = 1024
 """Elements of a column that are summed by one thread; see :func:`_dots`."""
 
 
-class PowerSGD(TwoStage):
+class PowerSGD(Compressor):
     """Sends a matrix M (n × m) as P = M Q and, with P made orthonormal, Q = Mᵀ P: (n + m) r numbers for n m.
 
     One step of power iteration in each training step; Q is kept for the next (warm start), as is M − P Qᵀ on each rank
@@ -33,6 +35,8 @@ class PowerSGD(TwoStage):
         UsageError: for a rank below 1.
     """
 
+    collectives = 2
+
     def __init__(self, model: nn.Module, rank: int = 2, seed: int = 0, process_group: Any = None) -> None:
         super().__init__(model, process_group)
         if rank < 1:
@@ -40,9 +44,31 @@ class PowerSGD(TwoStage):
         self.matrix_rank, self._seed = rank, seed
         self._bases: dict[str, Tensor] = {}
 
-    def first(self, gradients: Gradients) -> tuple[Any, Second]:
-        """Launch the sum of every P, and of what is not compressed."""
-        self._add_residuals(gradients)
+    def reduce(self, gradients: Gradients) -> Stages:
+        """Sum every P, and what is not compressed; then every Q."""
+        self._residuals.add_to(gradients)
+        matrices, plain = self._divide(gradients)
+        sums = torch.cat([part.reshape(-1) for part in (*(matrix.p for matrix in matrices), *plain)])
+        yield self._all_reduce(sums)
+        sums.div_(self.size)
+        means = sums.split([part.numel() for part in (*(matrix.p for matrix in matrices), *plain)])
+        for matrix, mean in zip(matrices, means, strict=False):
+            matrix.p = orthonormal(mean.view_as(matrix.p))
+            matrix.q = matrix.m.t() @ matrix.p
+            matrix.view.sub_((matrix.p @ matrix.q.t()).view(matrix.view.shape))  # what is left for the next step
+        for view in plain:
+            view.zero_()
+        bases = torch.cat([sums.new_empty(0), *(matrix.q.reshape(-1) for matrix in matrices)])
+        yield self._all_reduce(bases)
+        parts = bases.div_(self.size).split([matrix.q.numel() for matrix in matrices])
+        for matrix, part in zip(matrices, parts, strict=True):
+            matrix.q = part.view_as(matrix.q)
+        mean = self._product(gradients, {matrix.name: matrix for matrix in matrices}, means[len(matrices) :])
+        self._keep_bases(matrices, torch.isfinite(mean.sum()))
+        return self._finish(gradients, mean)
+
+    def _divide(self, gradients: Gradients) -> tuple[list[Matrix], list[Tensor]]:
+        """Return the gradients that are compressed, each with its P, and the others."""
         matrices, plain = [], []
         for name, view in zip(gradients.names, gradients.views, strict=True):
             if (shape := self._matrix_shape(name)) is None:
@@ -51,46 +77,26 @@ class PowerSGD(TwoStage):
             matrix = view.reshape(shape)
             basis = self._basis(name, matrix)
             matrices.append(Matrix(name, view, matrix, matrix @ basis, basis))
-        parts = [matrix.p for matrix in matrices] + plain
-        message = torch.cat([part.reshape(-1) for part in parts])
-        work = self._all_reduce(message)
-        return work, lambda: self._second(gradients, matrices, plain, message)
+        return matrices, plain
 
-    def _second(
-        self, gradients: Gradients, matrices: list[Matrix], plain: list[Tensor], sums: Tensor
-    ) -> tuple[Any, Callable[[], Tensor]]:
-        sums.div_(self.size)
-        means = sums.split([matrix.p.numel() for matrix in matrices] + [view.numel() for view in plain])
-        for matrix, mean in zip(matrices, means, strict=False):
-            matrix.p = orthonormal(mean.view_as(matrix.p))
-            matrix.q = matrix.m.t() @ matrix.p
-            matrix.view.sub_((matrix.p @ matrix.q.t()).view(matrix.view.shape))  # what is left for the next step
-        for view in plain:
-            view.zero_()
-        message = torch.cat([sums.new_empty(0), *(matrix.q.reshape(-1) for matrix in matrices)])
-        work = self._all_reduce(message)
+    def _product(self, gradients: Gradients, compressed: dict[str, Matrix], plain: Sequence[Tensor]) -> Tensor:
+        """Return the mean, flat: P Qᵀ of what was compressed, and the means of the others."""
+        rest = iter(plain)
+        mean = torch.empty_like(gradients.flat)
+        for name, target in zip(gradients.names, gradients.views_of(mean), strict=True):
+            matrix = compressed.get(name)
+            part = next(rest) if matrix is None else matrix.p @ matrix.q.t()
+            target.copy_(part.view(target.shape))
+        return mean
 
-        def finish() -> Tensor:
-            message.div_(self.size)
-            parts = iter(message.split([matrix.q.numel() for matrix in matrices]))
-            rest = iter(means[len(matrices) :])
-            compressed = {matrix.name: matrix for matrix in matrices}
-            mean = torch.empty_like(gradients.flat)
-            for name, view in zip(gradients.names, gradients.views, strict=True):
-                target = mean.as_strided(
-                    view.shape, view.stride(), view.storage_offset() - gradients.flat.storage_offset()
-                )
-                if name in compressed:
-                    matrix = compressed[name]
-                    matrix.q = next(parts).view_as(matrix.q)
-                    target.copy_((matrix.p @ matrix.q.t()).view(view.shape))
-                else:
-                    target.copy_(next(rest).view(view.shape))
-            if bool(torch.isfinite(mean.sum())):
-                self._bases.update({name: matrix.q.clone() for name, matrix in compressed.items()})
-            return self._finish(gradients, mean)
-
-        return work, finish
+    def _keep_bases(self, matrices: Sequence[Matrix], finite: Tensor) -> None:
+        """Keep every Q for the next step if the mean is `finite`, else the last step's, or zeros if there is none."""
+        for matrix in matrices:
+            before = self._bases.get(matrix.name)
+            if before is None:
+                before = torch.zeros_like(matrix.q)
+            keep(before)  # it may have been loaded
+            self._bases[matrix.name] = torch.where(finite, matrix.q, before)
 
     def _matrix_shape(self, name: str) -> tuple[int, int] | None:
         """Return rows and columns of the matrix as which the parameter is compressed; None if it is not compressed."""
@@ -103,12 +109,17 @@ class PowerSGD(TwoStage):
     def _basis(self, name: str, matrix: Tensor) -> Tensor:
         """Return the last step's Q; columns that are zero, as after a step without gradient, are drawn anew."""
         basis = self._bases.get(name)
-        if basis is not None and not bool((dead := (basis == 0).all(0)).any()):
-            return basis
+        if basis is None:
+            return self._fresh_basis(name, matrix)
+        dead = (basis == 0).all(0)
+        return torch.where(dead, self._fresh_basis(name, matrix), basis) if may_hold(dead.any()) else basis
+
+    def _fresh_basis(self, name: str, matrix: Tensor) -> Tensor:
+        """Draw a Q, the same on every rank."""
         digest = hashlib.sha256(f"{self._seed} {name} {self.steps}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        fresh = torch.randn(matrix.shape[1], self.matrix_rank, generator=generator, dtype=torch.float64).to(matrix)
-        return fresh if basis is None else torch.where(dead, fresh, basis)
+        generator = torch.Generator(matrix.device).manual_seed(int.from_bytes(digest[:7], "big"))
+        shape = (matrix.shape[1], self.matrix_rank)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device=matrix.device).to(matrix.dtype)
 
     def _kept(self) -> dict[str, dict[str, Tensor]]:
         return {**super()._kept(), "bases": self._bases}

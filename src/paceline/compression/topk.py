@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.compression.compressor import Compressor, after
+from paceline.compression.compressor import Compressor
 from paceline.compression.gradients import Gradients
+from paceline.compression.pipeline import Stages
 from paceline.errors import UsageError
 
 
@@ -39,23 +40,20 @@ class TopK(Compressor):
             raise UsageError(f"TopK(fraction={fraction}): give a share of the elements, greater than 0 and at most 1")
         self.fraction = fraction
 
-    def reduce(self, gradients: Gradients) -> torch.futures.Future[Tensor]:
-        """Launch the exchange of the largest elements."""
-        self._add_residuals(gradients)
+    def reduce(self, gradients: Gradients) -> Stages:
+        """Gather the largest elements of every rank."""
+        self._residuals.add_to(gradients)
         flat = gradients.flat
         indices = torch.cat([flat.new_empty(0, dtype=torch.int64), *self._largest(gradients.pieces)])
         message = pack(flat[indices], indices)
-        flat[indices] = 0
+        flat.index_fill_(0, indices, 0)
         work, gathered = self._all_gather(message)
-
-        def mean() -> Tensor:
-            total = torch.zeros_like(flat)
-            for part in gathered:
-                values, places = unpack(part, flat.dtype)
-                total.index_add_(0, places, values)  # no index comes twice in a part, so the order is that of ranks
-            return self._finish(gradients, total.div_(self.size))
-
-        return after(work, mean)
+        yield work
+        mean = torch.zeros_like(flat)
+        for part in gathered:
+            values, places = unpack(part, flat.dtype)
+            mean.index_add_(0, places, values)  # no index comes twice in a part, so the order is that of ranks
+        return self._finish(gradients, mean.div_(self.size))
 
     def _largest(self, pieces: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield, for each of the `pieces` of a flat tensor, the indices of its largest elements."""

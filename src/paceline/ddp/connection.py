@@ -22,7 +22,8 @@ from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.join import JoinedSteps
 from paceline.ddp.module_checks import check_broadcast
 from paceline.ddp.replica import Replica
-from paceline.ddp.transport.channel import Channel, open_channel
+from paceline.ddp.transport.channel import Channel
+from paceline.ddp.transport.opening import open_channel
 from paceline.torch_internals.dtensor import local_of
 from paceline.tracing import Recorder
 

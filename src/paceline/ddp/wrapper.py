@@ -221,7 +221,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _average_with(self, engine: GradientEngine) -> None:
         self._engine = engine
-        self._guard = StepGuard(self._replica.parameters(), self._replica.ledger, engine.local_gradient, self._recorder)
+        ledger, recorder = self._replica.ledger, self._recorder
+        self._guard = StepGuard(
+            self._replica.parameters(), ledger, engine.local_gradient, recorder, while_alive(engine.read_late)
+        )
 
     def _take_over(self, named: Named, averaged: bool) -> None:
         """Guard steps over the parameters `named`, which came after wrapping, and have them `averaged` if so."""
@@ -296,6 +299,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def bucket_layout(self) -> list[list[str]]:
         """Return the names of the parameters in each bucket, in the order of launch; empty in a world of one."""
+        self._engine.read_late()
         return self._engine.named_layout()
 
     def load_bucket_layout(self, layout: list[list[str]]) -> None:

@@ -74,7 +74,8 @@ def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
     table.add_column(style="bold")
     table.add_column(justify="right", overflow="fold")
     for name in metrics:
-        table.add_row(name.replace("_", " "), f"{report.metrics[name]:.4f}")
+        value = report.metrics[name]
+        table.add_row(name.replace("_", " "), f"{value:.4f}" if value < 1000 else f"{value:,.0f}")
     table.add_row("steps", f"{report.steps:,}")
     if report.resumed_from_step is not None:
         table.add_row("resumed from step", f"{report.resumed_from_step:,}")

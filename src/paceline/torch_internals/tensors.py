@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TypeAlias
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
+LARGE = 2**20
+"""Elements from which on an operation of its own costs a GPU less than another pass over the tensor."""
 
 
 def count_uses(storage: torch.UntypedStorage) -> int:
@@ -33,9 +36,26 @@ def copy_each(targets: Tensors, sources: Tensors) -> None:
     torch._foreach_copy_(targets, sources)
 
 
-def add_each(targets: Tensors, summands: Tensors) -> None:
-    """Add each of `summands` to the target in the same place, in place."""
-    torch._foreach_add_(targets, summands)
+def copy_scaled(targets: Tensors, sources: Tensors, factor: float) -> None:
+    """Copy each of `sources` times `factor` into the target in the same place."""
+    if factor == 1.0:
+        copy_each(targets, sources)
+        return
+    small: tuple[list[Tensor], list[Tensor]] = [], []
+    for target, source in zip(targets, sources, strict=True):
+        if source.numel() >= LARGE and source.dtype is target.dtype:
+            torch.mul(source, factor, out=target)
+        else:
+            small[0].append(target)
+            small[1].append(source)
+    if small[0]:
+        copy_each(*small)
+        multiply_each(small[0], factor)
+
+
+def norm_each(tensors: Tensors) -> Tensors:
+    """Return the largest magnitude in each of `tensors`, none of which is empty; NaN where there is one."""
+    return torch._foreach_norm(tensors, math.inf)
 
 
 def multiply_each(tensors: Tensors, factor: float) -> None:

@@ -190,6 +190,15 @@ class ControlBlock:
         working = self.size - sum(status.idle for status in statuses)
         return (self.vector[: self.count] < working).nonzero().flatten().tolist()
 
+    def is_without_surprise(self, statuses: Sequence[Status]) -> bool:
+        """Whether all ranks have run an unweighted backward that asks for nothing but the averages in its buckets."""
+        plain = all(
+            status.weighting == UNWEIGHTED
+            and not (status.aborted or status.joined or status.hook_failed or status.changed)
+            for status in statuses
+        )
+        return plain and self.is_usual()
+
     def _marked(self, section: int) -> list[int]:
         marks = self.vector[section * self.count : (section + 1) * self.count]
         return marks.nonzero().flatten().tolist()

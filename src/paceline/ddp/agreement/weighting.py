@@ -24,3 +24,10 @@ def compute_scale(notes: Sequence[tuple[float, float]]) -> float:
     if bits & WEIGHTED:
         return 1.0 / total if total else 0.0
     return 1.0 / max(1, counted)
+
+
+def compute_correction(notes: Sequence[tuple[float, float]]) -> float:
+    """Return the factor that turns means over all ranks into those of :func:`compute_scale`; 1.0 if these are equal."""
+    if any(int(weighting) & (WEIGHTED | UNCOUNTED) for _, weighting in notes):
+        return compute_scale(notes) * len(notes)
+    return 1.0

@@ -13,6 +13,7 @@ from paceline.buckets import Bucket, assign
 from paceline.ddp.engine.gradient_views import Window, shared
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import CheckpointMismatch
+from paceline.torch_internals.tensors import copy_each
 
 _LISTS = 2
 """Lists that hold each view: its window's and the bucket set's."""
@@ -194,7 +195,7 @@ class BucketSet:
             return self.views
         shown = list(self.views)
         if self._reduce_dtype is not None:
-            shown = [view.to(p.dtype) for view, p in zip(self.views, self._parameters, strict=True)]
+            self._cast(shown)
         for index in shared(held):
             if _can_be_written(held[index]):
                 shown[index] = held[index].copy_(shown[index])
@@ -210,6 +211,18 @@ class BucketSet:
             if gradient is not self.views[index]
         }
         return shown
+
+    def _cast(self, shown: list[Tensor]) -> None:
+        """Put copies in the parameters' dtypes in place of views; each has memory of its own, as users may keep it."""
+        for bucket in self.buckets:
+            pairs = [(index, self._parameters[index].dtype) for index in bucket.indices]
+            for dtype in {dtype for _, dtype in pairs} - {bucket.flat.dtype}:
+                indices = [index for index, own in pairs if own is dtype]
+                views = [self.views[index] for index in indices]
+                copies = [torch.empty_like(view, dtype=dtype) for view in views]
+                copy_each(copies, views)  # one kernel on a GPU
+                for index, copied in zip(indices, copies, strict=True):
+                    shown[index] = copied
 
     def is_average(self, index: int, gradient: Tensor) -> bool:
         """Whether `gradient` lies where :meth:`averages` has put the parameter's average."""

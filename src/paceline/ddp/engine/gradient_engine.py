@@ -51,8 +51,19 @@ class GradientEngine:
             UsageError: names one that differs.
         """
 
+    def read_late(self) -> None:
+        """Read what other ranks reported of the last backward, where that was left for later, and do what it asks for.
+
+        Called before gradients are used.
+
+        Raises:
+            PacelineError: what the end of backward raises elsewhere.
+        """
+
     def settle_aborted(self) -> None:
         """Take part in what other ranks wait for since this rank's backward was ended by an exception.
+
+        What they reported of one that was not is read, too, as :meth:`read_late` does.
 
         Raises:
             CommunicationError: if a collective has failed before, or fails now.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.join_events import JoinEvents
+from paceline.ddp.agreement.late_reading import LateReading, patience
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.config import Options
 from paceline.ddp.consistency.buffer_sync import BufferSync
@@ -76,6 +77,8 @@ class EngineParts:
     """Inside ``join``, tells ranks that ran out of data what comes next."""
     replica_check: ReplicaCheck | None
     """Compares replicas from time to time."""
+    late_reading: LateReading
+    """Decides whether control blocks are read at the end of backward or later."""
     finisher: Finisher
     """Makes a bucket's gradients the same on every rank."""
     check_finite: bool
@@ -88,8 +91,8 @@ class EngineParts:
         local = [as_local(parameter) for parameter in given]
         parameters, channel, storage = list(local), self.channel, self.storage
         storage.use_parameters(names, parameters, self.new_parameters.watch.sparse(given))
-        channel.free(self.control.vector)
-        control = ControlBlock(names, channel.rank, channel.size, channel.allocate)
+        channel.host.free(self.control.vector)
+        control = ControlBlock(names, channel.rank, channel.size, channel.host.allocate)
         sharing = self.sharing.renewed(names, given, parameters)
         published = PublishedGradients(names, parameters, storage, sharing)
         gradients = ((index, parameter.grad) for index, parameter in enumerate(parameters))
@@ -138,7 +141,7 @@ def make_parts(
     sparse = new_parameters.watch.sparse(given)
     storage = BucketSet(names, parameters, options.capacities, channel, sparse, options.reduce_dtype)
     sharing = Sharing(names, given, parameters, ledger, channel.members)
-    sums = Algorithms(channel, options.algorithm) if options.algorithm else channel
+    sums = Algorithms(channel, options.algorithm) if options.algorithm else None
     return EngineParts(
         names,
         given,
@@ -146,7 +149,7 @@ def make_parts(
         parameters,
         storage,
         _expecting_all(parameters, storage, hook),
-        ControlBlock(names, channel.rank, channel.size, channel.allocate),
+        ControlBlock(names, channel.rank, channel.size, channel.host.allocate),
         sharing,
         PublishedGradients(names, parameters, storage, sharing),
         UnusedReport(options.unused, names, parameters, channel),
@@ -158,7 +161,8 @@ def make_parts(
         buffers,
         join,
         replica_check,
-        AllReduce(sums, ledger),
+        LateReading(is_wanted=channel.host is not channel, patience=patience()),
+        AllReduce(channel, ledger, recorder, sums),
         options.check_finite,
     )
 

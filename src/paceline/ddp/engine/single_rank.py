@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.ddp.agreement.control_block import non_finite
 from paceline.ddp.agreement.ledger import Block, Ledger
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, compute_scale
+from paceline.ddp.engine.finite_check import FiniteCheck
 from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.module_changes import ModuleWatch, Named
 from paceline.ddp.engine.new_parameters import OnChange
@@ -20,7 +21,7 @@ from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.engine.shared_parameters import Share, Sharing
 from paceline.ddp.engine.sparse import stored_elements
 from paceline.errors import DesyncError
-from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
+from paceline.torch_internals.autograd import Accumulators, GraphTask, has_ended, queue_callback
 from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
 from paceline.torch_internals.dtensor import as_local, release
 from paceline.torch_internals.tensors import multiply_each
@@ -85,7 +86,10 @@ class SingleRankEngine(GradientEngine):
                 output.register_hook(partial(self._output_hook, block))
 
     def _output_hook(self, block: Block | None, _gradient: Tensor) -> None:
-        if self._task is not None and self._task() is not None:  # under way
+        task = self._task() if self._task is not None else None
+        if task is not None and has_ended(task.number):  # by an exception, though a thread of autograd still holds it
+            self._task_gone(None)
+        elif task is not None:  # under way
             self._ledger.expect_one_mean(block)
             return
         self._look_at_module()
@@ -151,10 +155,12 @@ class SingleRankEngine(GradientEngine):
                 parameter.grad = parameter.grad * scale  # its values may be expanded, so not in place
 
     def _expect_finite(self) -> None:
-        named = zip(self._names, self._parameters, strict=True)
-        present = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
-        if bad := [name for name, gradient in present if not torch.isfinite(stored_elements(gradient)).all()]:
-            raise non_finite([0], bad, len(self._names))
+        gradients = {index: parameter.grad for index, parameter in enumerate(self._parameters)}
+        present = {index: stored_elements(gradient) for index, gradient in gradients.items() if gradient is not None}
+        check = FiniteCheck()
+        check.add(present.keys(), present.values())
+        if bad := check.found():
+            raise non_finite([0], [self._names[index] for index in bad], len(self._names))
 
     def connected(self) -> Reducer:
         """Return a reducer with buckets, which takes this engine's place."""

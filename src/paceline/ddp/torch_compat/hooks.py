@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from paceline.ddp.config import Options
 from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.sparse import sparse_by_layer
 from paceline.ddp.replica import Replica
-from paceline.ddp.transport.channel import timeout_of
 from paceline.ddp.transport.comm_hook import HookFinisher
 from paceline.ddp.transport.hook_signature import Hook, check_hook, name_of
+from paceline.ddp.transport.opening import timeout_of
 from paceline.errors import UsageError
 from paceline.torch_internals.ddp import BuiltinCommHookType as Builtin
 from paceline.torch_internals.ddp import fuse_optimizer
@@ -129,15 +130,15 @@ class CommHook:
         # A bucket fills earlier on a rank that does not use some of it, and then comes before a layer's collective
         # there and after it elsewhere; both are on the process group as a rule.
         layers = any(isinstance(layer, nn.SyncBatchNorm | Communicates) for layer in self._replica.module.modules())
-        finisher = HookFinisher(
+        make = partial(
+            HookFinisher,
             state,
             hook,
             [local_of(parameter) for parameter in self._replica.parameters()],
-            dist.get_rank(self._process_group),
             self._replica.ledger,
             timeout_of(self._process_group, self._replica.device),
             steps_inside=steps_inside,
             layers_first=layers and self._options.unused == "allow",
         )
-        reducer.use_finisher(finisher)
+        reducer.use_finisher(make)
         self.registered.append((hook, state))

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.buckets import Bucket
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weighting import UNCOUNTED, WEIGHTED, compute_scale
+from paceline.ddp.agreement.weighting import compute_correction
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.finisher import CONTROL, AlreadyDone, Notes
 from paceline.ddp.transport.grad_bucket import GradBucket
@@ -43,6 +43,7 @@ class HookFinisher:
 
     steps_inside: bool
     """Whether the hook also runs an optimizer, which cannot know of weights."""
+    reads_late = False
     layers_first: bool
     """Whether buckets are launched at the end of backward, when layers have no collectives to run any more."""
 
@@ -51,16 +52,18 @@ class HookFinisher:
         state: Any,
         hook: Hook,
         parameters: Sequence[Tensor],
-        rank: int,
         ledger: Ledger,
         timeout: timedelta | None,
+        channel: Channel,
+        recorder: Recorder,
         *,
         steps_inside: bool = False,
         layers_first: bool = False,
     ) -> None:
         self.steps_inside, self.layers_first = steps_inside, layers_first
         self._state, self._hook, self._parameters = state, hook, parameters
-        self._rank, self._ledger, self._timeout = rank, ledger, timeout
+        self._ledger, self._timeout = ledger, timeout
+        self._rank, self._channel, self._recorder = channel.rank, channel, recorder
         # The first error of the hook; afterwards it is never called again.
         self._failure: BaseException | None = None
         # The same, until it is raised at the end of backward.
@@ -74,6 +77,10 @@ class HookFinisher:
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Where ranks that have no data take part, and do not know which buckets are full when a layer's turn comes."""
         return shadowed or self.layers_first
+
+    def prescale(self, flat: Tensor) -> float:
+        """Nothing: a hook sees this rank's own gradients."""
+        return 1.0
 
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Call the hook, unless it has failed in this backward: then :meth:`wait` raises what it raised.
@@ -118,14 +125,7 @@ class HookFinisher:
             raise
         return _Answer(future, bucket.flat, shown, where, self._timeout)
 
-    def wait(
-        self,
-        buckets: Sequence[Launched],
-        block: Launched,
-        channel: Channel,
-        control: ControlBlock,
-        recorder: Recorder,
-    ) -> None:
+    def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Put what the hook answered into the buckets.
 
         Raises:
@@ -133,36 +133,38 @@ class HookFinisher:
             DesyncError: if it was so on another rank.
             CommunicationError: if another rank ended or did not come.
         """
+        assert block is not None, "it tells whether a hook failed elsewhere, which is asked before its buckets"
         if (error := self._untold) is not None:
             self._untold = None
-            channel.linger(block, GRACE_S)  # for those that wait for it; not for one that is stuck in the hook
+            self._channel.linger(block, GRACE_S)  # for those that wait for it; not for one that is stuck in the hook
             raise error
-        channel.wait(block, CONTROL)
+        self._channel.wait(block, CONTROL)
         _expect_none([rank for rank, status in enumerate(control.statuses()) if status.hook_failed], self._rank)
         failure: Exception | None = None
         for number, answer in enumerate(buckets):
             try:
-                with recorder.span(BUCKET_WAIT, number):
+                with self._recorder.span(BUCKET_WAIT, number):
                     answer.wait()
             except Exception as error:
                 failure = failure or error
-        self._agree(failure, channel)
+        self._agree(failure)
 
-    def _agree(self, failure: Exception | None, channel: Channel) -> None:
+    def _agree(self, failure: Exception | None) -> None:
         """Collective: raise on every rank if any has a `failure`."""
         if isinstance(failure, CommunicationError):
             raise failure
-        verdict, launched = channel.gather_rows(torch.tensor(float(failure is not None), dtype=torch.float64))
+        verdict, launched = self._channel.gather_rows(torch.tensor(float(failure is not None), dtype=torch.float64))
         if failure is not None:
-            channel.linger(launched, GRACE_S)
+            self._channel.linger(launched, GRACE_S)
             raise failure
-        channel.wait(launched, "exchange of whether communication hooks have failed")
+        self._channel.wait(launched, "exchange of whether communication hooks have failed")
         _expect_none(verdict.nonzero().flatten().tolist(), self._rank)
 
     def scale(self, bucket: Bucket, notes: Notes) -> None:
         """Turn the mean over all ranks into that over the weights, or over the ranks that count, where these differ."""
-        if any(int(weighting) & (WEIGHTED | UNCOUNTED) for _, weighting in notes):
-            bucket.flat.mul_(compute_scale(notes) * len(notes))
+        factor = compute_correction(notes)
+        if factor != 1.0:
+            bucket.flat.mul_(factor)
 
 
 def _expect_none(failed: Sequence[int], rank: int) -> None:
@@ -189,6 +191,7 @@ class _Answer:
             HookError: if the future failed or was not completed in time, or its value is not like the bucket.
             CommunicationError: if it failed as another rank could not be reached.
         """
+        self._shown.carry_on()
         value = self._value()
         if not isinstance(value, Tensor):
             raise HookError(

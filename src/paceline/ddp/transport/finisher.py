@@ -18,9 +18,10 @@ from paceline.comm.shm.header import Note
 from paceline.comm.topology import host_number
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.agreement.weighting import compute_scale
+from paceline.ddp.agreement.weighting import compute_correction, compute_scale
 from paceline.ddp.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
+from paceline.streams import is_queued
 from paceline.tracing import BUCKET_WAIT, Recorder
 
 CONTROL = "exchange of control blocks"
@@ -33,6 +34,8 @@ class Finisher(Protocol):
 
     steps_inside: bool
     """Whether an optimizer steps with each bucket as soon as that is reduced."""
+    reads_late: bool
+    """Whether :meth:`wait` may be called without the control block, which is read later."""
 
     @property
     def failed(self) -> bool:
@@ -45,18 +48,17 @@ class Finisher(Protocol):
         comes between those of the finisher, on any rank.
         """
 
+    def prescale(self, flat: Tensor) -> float:
+        """Return what gradients are multiplied by as they are copied into the bucket `flat`."""
+
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Hand bucket number `at` to communication."""
 
-    def wait(
-        self,
-        buckets: Sequence[Launched],
-        block: Launched,
-        channel: Channel,
-        control: ControlBlock,
-        recorder: Recorder,
-    ) -> None:
-        """Wait for all that :meth:`launch` returned, in its order, and for the control block."""
+    def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
+        """Wait for all that :meth:`launch` returned, in its order, and for the `block` that becomes `control`.
+
+        None where the block is read later, which only a finisher may be asked for that :attr:`reads_late`.
+        """
 
     def scale(self, bucket: Bucket, notes: Notes) -> None:
         """Make what came back into a bucket the average, or the part of it that this rank is to hold."""
@@ -78,9 +80,11 @@ class AllReduce:
     """The sum over the ranks, scaled to the mean or by the weights."""
 
     steps_inside = False
+    reads_late = True
 
-    def __init__(self, channel: Sums, ledger: Ledger) -> None:
-        self._channel, self._ledger = channel, ledger
+    def __init__(self, channel: Channel, ledger: Ledger, recorder: Recorder, sums: Sums | None = None) -> None:
+        self._channel, self._ledger, self._recorder = channel, ledger, recorder
+        self._sums = channel if sums is None else sums
 
     @property
     def failed(self) -> bool:
@@ -89,35 +93,43 @@ class AllReduce:
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
         """Where sums block, so that they overlap with nothing: then a layer's collective may come first elsewhere."""
-        return self._channel.blocks
+        return self._sums.blocks
+
+    def prescale(self, flat: Tensor) -> float:
+        """1/N where the copy is a pass over a GPU's memory, which another multiplication would cost again."""
+        return 1 / self._sums.size if self._divides_in_copy(flat) else 1.0
+
+    def _divides_in_copy(self, flat: Tensor) -> bool:
+        return is_queued(flat.device) and not self._sums.scales
+
+    def _divides_first(self, flat: Tensor) -> bool:
+        """Whether means are summed, in the copy or after it: in half precision a sum of N may overflow."""
+        return flat.dtype is torch.float16 or self._divides_in_copy(flat)
 
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Launch the sum, in place."""
-        if bucket.flat.dtype is torch.float16:  # a sum of N may overflow where the mean does not
-            bucket.flat.mul_(1 / self._channel.size)
-            return self._channel.all_reduce(bucket.flat)
-        return self._channel.all_reduce(bucket.flat, self._ledger.status.note)
+        if not self._divides_first(bucket.flat):
+            return self._sums.all_reduce(bucket.flat, self._ledger.status.note)
+        if not self._divides_in_copy(bucket.flat):
+            bucket.flat.mul_(1 / self._sums.size)
+        return self._sums.all_reduce(bucket.flat)
 
-    def wait(
-        self,
-        buckets: Sequence[Launched],
-        block: Launched,
-        channel: Channel,
-        control: ControlBlock,
-        recorder: Recorder,
-    ) -> None:
+    def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Wait for them in the order of launch."""
         for at, launched in enumerate(buckets):
-            with recorder.span(BUCKET_WAIT, at):
-                channel.wait(launched, f"all-reduce of gradient bucket {at}")
-        channel.wait(block, CONTROL)
+            with self._recorder.span(BUCKET_WAIT, at):
+                self._channel.wait(launched, f"all-reduce of gradient bucket {at}")
+        if block is not None:
+            self._channel.wait(block, CONTROL)
 
     def scale(self, bucket: Bucket, notes: Notes) -> None:
-        """Multiply the sums, unless the channel has done so."""
-        if bucket.flat.dtype is torch.float16:
-            bucket.flat.mul_(compute_scale(notes) * self._channel.size)
-        elif not self._channel.scales:
-            bucket.flat.mul_(compute_scale(notes))
+        """Multiply what came back, unless it is the average already."""
+        if self._divides_first(bucket.flat):
+            factor = compute_correction(notes)
+        else:
+            factor = 1.0 if self._sums.scales else compute_scale(notes)
+        if factor != 1.0:
+            bucket.flat.mul_(factor)
 
 
 class AlreadyDone:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ class GradBucket(TorchGradBucket):
         made = cls.__new__(cls)
         made._bucket, made._buffer, made._at, made._last = bucket, bucket.flat, at, last
         made._parameters = [parameters[index] for index in bucket.indices]
+        made._when_waited = []
         return made
 
     _bucket: Bucket
@@ -30,6 +31,7 @@ class GradBucket(TorchGradBucket):
     _parameters: list[Tensor]
     _at: int
     _last: bool
+    _when_waited: list[Callable[[], None]]
 
     def index(self) -> int:
         """The bucket's number, in the order of launch."""
@@ -60,3 +62,14 @@ class GradBucket(TorchGradBucket):
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order in which their gradients lie in the buffer."""
         return list(self._parameters)
+
+    # -- not in torch -----------------------------------------------------------------------------------------------
+
+    def when_waited(self, function: Callable[[], None]) -> None:
+        """Have `function` called where the bucket is waited for, on the stream and in the thread that does so."""
+        self._when_waited.append(function)
+
+    def carry_on(self) -> None:
+        """Call what :meth:`when_waited` was given."""
+        while self._when_waited:
+            self._when_waited.pop(0)()

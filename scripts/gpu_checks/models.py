@@ -1,10 +1,9 @@
-"""What the GPU check works with: a rank's place, rows of the table, and models made of PyTorch alone."""
+"""Models made of PyTorch alone, by numbers: a Llama, a ResNet and an MLP. Each forward gives the loss."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama, and the tokens of a rank's batch as (sequences, length)."""
+    """The sizes of a Llama."""
 
     hidden: int
     layers: int
@@ -21,50 +20,11 @@ class Shape:
     kv_heads: int
     intermediate: int
     vocabulary: int
-    tokens: tuple[int, int]
 
 
-SHAPES = {
-    "SmolLM2-360M": Shape(960, 32, 15, 5, 2560, 49152, (4, 512)),
-    "small": Shape(256, 4, 4, 2, 512, 4096, (4, 128)),
-    "tiny": Shape(16, 2, 4, 2, 24, 64, (2, 8)),
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table; `ok` is None for what is measured and not judged."""
-
-    ranks: int
-    what: str
-    value: str
-    ok: bool | None = None
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank's checks run."""
-
-    rank: int
-    size: int
-    device: torch.device
-    timed: str
-    """The shape of the model that is timed."""
-    rounds: int
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def compared(self) -> Shape:
-        """The shape of the model that is compared with torch's."""
-        return SHAPES["small" if self.on_gpu else "tiny"]
-
-    def synchronize(self) -> None:
-        """Wait for the GPU."""
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
+SMOLLM2_360M = Shape(960, 32, 15, 5, 2560, 49152)
+SMALL = Shape(256, 4, 4, 2, 512, 4096)
+TINY = Shape(16, 2, 4, 2, 24, 64)
 
 
 class Layer(nn.Module):
@@ -123,38 +83,53 @@ class Llama(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-class Late(torch.autograd.Function):
-    """Hands its gradient on late: the kernels that make it are launched, and have not run."""
+class Bottleneck(nn.Module):
+    """A residual block of three convolutions (He et al., "Deep Residual Learning", 2015), its stride in the second."""
 
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        pause(gradient.device)
-        return gradient.clone()
-
-
-def pause(device: torch.device) -> None:
-    """Some milliseconds of the device's time, in the current stream."""
-    if device.type == "cuda":
-        torch.cuda._sleep(20_000_000)
-    else:
-        time.sleep(0.002)
-
-
-class Slow(nn.Module):
-    """Layers whose gradients come late."""
-
-    def __init__(self) -> None:
+    def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-        self.late = True
+        out = 4 * width
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+            nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out),
+        )  # fmt: skip
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels != out:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """ResNet-50 by default; forward gives the mean loss of images, all of which are of class 0."""
+
+    def __init__(self, width: int = 64, blocks: tuple[int, ...] = (3, 4, 6, 3), classes: int = 1000) -> None:
+        super().__init__()
+        stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+        layers: list[nn.Module] = [*stem, nn.MaxPool2d(3, 2, 1)]
+        channels = width
+        for stage, count in enumerate(blocks):
+            for block in range(count):
+                layers.append(Bottleneck(channels, width << stage, 2 if stage and not block else 1))
+                channels = 4 * (width << stage)
+        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = self.head(self.features(images))
+        return F.cross_entropy(scores, torch.zeros(len(images), dtype=torch.int64, device=images.device))
+
+
+class MLP(nn.Module):
+    """Linear layers from each of `widths` to the next, with Tanh between them; forward gives a mean square."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, following) for width, following in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x).tanh()
-            if self.late:
-                x = Late.apply(x)  # type: ignore[no-untyped-call]
         return x.square().mean()

@@ -1,0 +1,138 @@
+"""Every check: its name, how its ranks are placed, how long it may take, and what to do where it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from gpu_checks import endurance, graphs, one_rank, several_ranks, speed, stand_in, syncs
+from gpu_checks.rows import Place, Row
+
+
+class Ranks(Enum):
+    """Where the ranks of a check are."""
+
+    ONE = "one rank"
+    SHARED = "two ranks on one GPU, over Gloo"
+    SEVERAL = "a rank on each GPU, over NCCL"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check, which runs in processes of its own."""
+
+    part: str
+    name: str
+    run: Callable[[Place], Iterator[Row]]
+    remedy: str
+    """What to do where a line of it fails."""
+    ranks: Ranks = Ranks.ONE
+    seconds: int = 90
+    """It is ended after so long."""
+    gib: float = 2.0
+    """GPU memory that each GPU needs to have free."""
+    joined: bool = True
+    """Whether ``paceline.init()`` is called before it."""
+
+    @property
+    def path(self) -> str:
+        """Its name on the command line."""
+        return f"{self.part}/{self.name}"
+
+
+PARTS = {
+    "one": "one rank as it is",
+    "stand-in": "one rank, with a late collective on a stream of its own in NCCL's place",
+    "share": "two ranks that share the GPU, over Gloo",
+    "syncs": "waits of the host, and kernels of a step",
+    "speed": "speed and host time beside torch's DDP",
+    "memory": "peak memory in bf16",
+    "graphs": "CUDA graphs and torch.compile",
+    "endurance": "200 aborted backwards; wrappers made and dropped",
+    "several": "the same with a GPU for each rank, over NCCL, and overlap",
+}
+"""In the order in which they run; each takes less than ten minutes."""
+
+NUMBERS = "do not train with this build here; send us the JSON"
+STREAM = "something reads too early or frees too early: do not train with this build; send us the JSON"
+SLOW = "right but slower than it should be; send us the JSON"
+WAITS = "right but slow: the host waits where file and line say; send us the JSON"
+HANG = "if it hung, its stacks are in the JSON; send it to us"
+GRAPH = "do not capture such a step; send us the JSON"
+LEAK = "something is left behind; restart long runs from checkpoints, and send us the JSON"
+
+
+def _among(part: str, ranks: Ranks) -> list[Check]:
+    """The checks of several ranks."""
+    checks = [
+        Check(part, "equality", several_ranks.equality, NUMBERS, ranks),
+        Check(part, "weights", several_ranks.weights, NUMBERS, ranks),
+        Check(part, "unused", several_ranks.unused, NUMBERS, ranks),
+        Check(part, "sparse", several_ranks.sparse, NUMBERS, ranks),
+        Check(part, "late", several_ranks.late, NUMBERS, ranks),
+        Check(part, "sync-batch-norm", several_ranks.batch_norm, NUMBERS, ranks),
+        Check(part, "checkpoint", one_rank.checkpoint, NUMBERS, ranks),
+        Check(part, "abort", several_ranks.abort, HANG, ranks),
+        Check(part, "check-finite", one_rank.finite, NUMBERS, ranks),
+        Check(part, "compressors", stand_in.compressors, STREAM, ranks, seconds=180),
+        Check(part, "late-gradients", stand_in.late_gradients, STREAM, ranks),
+        Check(part, "aborts", endurance.aborts, LEAK, ranks, seconds=180),
+        Check(part, "wrappers", endurance.wrappers, LEAK, ranks, seconds=180),
+    ]
+    if ranks is Ranks.SHARED:
+        return [check for check in checks if check.name not in ("late-gradients", "aborts", "wrappers")]
+    return [
+        Check(part, "leave", one_rank.leave, HANG, ranks, joined=False),
+        *checks,
+        Check(part, "own-group", one_rank.own_group, NUMBERS, ranks),
+        Check(part, "smollm2-2k", speed.smollm2_2k, SLOW, ranks, seconds=150, gib=30),
+        Check(part, "resnet-32", speed.resnet_32, SLOW, ranks, seconds=150, gib=10),
+        Check(part, "overlap", speed.overlap, SLOW, ranks, seconds=240, gib=40),
+    ]
+
+
+CHECKS: Sequence[Check] = (
+    Check("one", "start", one_rank.start, "start ranks with torchrun, and one visible GPU for each", joined=False),
+    Check("one", "equality", one_rank.equality, NUMBERS),
+    Check("one", "own-group", one_rank.own_group, NUMBERS),
+    Check("one", "check-finite", one_rank.finite, NUMBERS),
+    Check("one", "checkpoint", one_rank.checkpoint, NUMBERS),
+    Check("stand-in", "late-gradients", stand_in.late_gradients, STREAM),
+    Check("stand-in", "doubled", stand_in.doubled, STREAM),
+    Check("stand-in", "compressors", stand_in.compressors, STREAM, seconds=180),
+    *_among("share", Ranks.SHARED),
+    Check("syncs", "strict", syncs.strict, WAITS),
+    Check("syncs", "counted", syncs.syncs, WAITS, seconds=180),
+    Check("syncs", "kernels", speed.kernels, SLOW, seconds=120, gib=10),
+    Check("speed", "smollm2-2k", speed.smollm2_2k, SLOW, seconds=150, gib=30),
+    Check("speed", "smollm2-16k", speed.smollm2_16k, SLOW, seconds=240, gib=70),
+    Check("speed", "resnet-32", speed.resnet_32, SLOW, seconds=150, gib=10),
+    Check("speed", "resnet-256", speed.resnet_256, SLOW, seconds=240, gib=30),
+    Check("speed", "mlp", speed.mlp, SLOW),
+    Check("speed", "host", speed.host, SLOW, seconds=150, gib=20),
+    Check("memory", "peak", speed.memory, SLOW, seconds=150, gib=15),
+    Check("graphs", "torch-ddp", graphs.peer, GRAPH),
+    Check("graphs", "alone", graphs.alone, GRAPH),
+    Check("graphs", "buckets", graphs.buckets, GRAPH),
+    Check("graphs", "check-finite", graphs.checked, GRAPH),
+    Check("graphs", "compressor", graphs.compressed, GRAPH),
+    Check("graphs", "sync-batch-norm", graphs.normed, GRAPH),
+    Check("graphs", "callables", graphs.callables, GRAPH),
+    Check("graphs", "compile", graphs.compiled, NUMBERS, seconds=240),
+    Check("endurance", "aborts", endurance.aborts, LEAK, seconds=180),
+    Check("endurance", "wrappers", endurance.wrappers, LEAK, seconds=180),
+    *_among("several", Ranks.SEVERAL),
+)
+
+
+def chosen(parts: Sequence[str]) -> list[Check]:
+    """The checks of `parts`, which are names of parts or of single checks; all without any.
+
+    Raises:
+        ValueError: for a name that there is not.
+    """
+    names = {*PARTS, *(check.path for check in CHECKS)}
+    if unknown := [part for part in parts if part not in names]:
+        raise ValueError(f"there is no {', '.join(unknown)}; --list shows all names")
+    return [check for check in CHECKS if not parts or check.part in parts or check.path in parts]

@@ -1,0 +1,180 @@
+"""Makes a device's work late, so that whatever forgets to wait for it gets wrong numbers.
+
+On a GPU a gradient is there when its kernels were launched, long before they have run. Code that reads it on another
+stream without waiting is right by chance on an idle GPU, and wrong behind a kernel that sleeps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import paceline
+
+CYCLES = 20_000_000
+"""Of a kernel that sleeps: about 10 ms."""
+SECONDS_ON_CPU = 0.002
+
+
+class Lateness(Enum):
+    """What comes late in a backward."""
+
+    NONE = "nothing"
+    GRADIENTS = "gradients"
+    """Kernels that make them are launched, and have not run: whoever does not wait for them reads too early."""
+    OTHER_STREAMS = "other streams"
+    """What runs there starts when the training's own stream is far ahead: whoever frees too early is overwritten."""
+
+
+def pause(device: torch.device) -> None:
+    """Some milliseconds of the device's time, in the current stream."""
+    if device.type == "cuda":
+        torch.cuda._sleep(CYCLES)
+    else:
+        time.sleep(SECONDS_ON_CPU)
+
+
+def delay_other_streams(device: torch.device) -> None:
+    """Put a pause into every stream that PyTorch hands out, once the current stream has come to this point."""
+    if device.type != "cuda":
+        return
+    current = torch.cuda.current_stream(device)
+    here = current.record_event()
+    for priority in (0, -1):
+        for _ in range(32):  # the size of PyTorch's pool for each priority, which is handed out in turn
+            stream = torch.cuda.Stream(device, priority=priority)
+            if stream != current:
+                with torch.cuda.stream(stream):
+                    here.wait(stream)
+                    torch.cuda._sleep(CYCLES // 4)
+
+
+def poison(device: torch.device, dtype: torch.dtype) -> None:
+    """Take memory that has just been given back, and fill it with NaN: whoever still reads it sees that."""
+    numels = (4160, 8320, 4096, 2080)  # of buckets of :class:`Slow`, and of their parts
+    kept = [torch.full((numel,), torch.nan, device=device, dtype=dtype) for numel in numels for _ in range(2)]
+    del kept
+
+
+class Late(torch.autograd.Function):
+    """Overwrites freed memory in backward, and makes something late."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, lateness: Lateness) -> Tensor:
+        context.lateness = lateness
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        for dtype in {gradient.dtype, torch.float32}:  # residuals are in float32
+            poison(gradient.device, dtype)
+        if context.lateness is Lateness.GRADIENTS:
+            pause(gradient.device)
+        else:
+            delay_other_streams(gradient.device)
+        return gradient.clone(), None
+
+
+class Slow(nn.Module):
+    """Layers with something late between their gradients; forward gives the loss."""
+
+    def __init__(self, lateness: Lateness) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.lateness = lateness
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if self.lateness is not Lateness.NONE:
+                x = Late.apply(x, self.lateness)  # type: ignore[no-untyped-call]
+        return x.float().square().mean()
+
+
+class Fault(Enum):
+    """A wait that is left out on purpose, so that a check shows that it would notice."""
+
+    NONE = "nothing is left out"
+    LAUNCH = "the stand-in does not wait for the gradients"
+    READ = "the average is read without waiting for the stand-in"
+
+
+class StandIn:
+    """Takes the place of a wrapper's all-reduce of buckets on one rank, and behaves as NCCL does among several.
+
+    Each runs on a stream of its own, behind what the launching stream holds, late; and doubles the bucket, as two
+    equal ranks' sum. On the CPU a thread does the same.
+
+    Args:
+        model: whose buckets it doubles; the control block goes the usual way.
+        fault: what to leave out.
+    """
+
+    def __init__(self, model: paceline.DistributedDataParallel, fault: Fault = Fault.NONE) -> None:
+        reducer = model._engine.connected()
+        assert model._connection is not None
+        self._storage, self._channel, self._fault = reducer.storage, model._connection.channel, fault
+        self._all_reduce = self._channel.all_reduce
+        self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
+        self.launched = 0
+        self._channel.all_reduce = self.all_reduce  # type: ignore[method-assign]
+
+    def all_reduce(self, tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        """Launch the doubling of a bucket, or what the channel does with anything else."""
+        if not any(tensor is bucket.flat for bucket in self._storage.buckets):
+            return self._all_reduce(tensor, *arguments, **options)
+        self.launched += 1
+        if self._stream is None:
+            return _InThread(tensor, self._fault)
+        return _OnStream(tensor, self._stream, self._fault)
+
+
+class _OnStream:
+    """A doubling that runs late on a stream of its own."""
+
+    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream, fault: Fault) -> None:
+        self._fault, self._event = fault, torch.cuda.Event()
+        if fault is not Fault.LAUNCH:
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            if fault is not Fault.LAUNCH:  # else it runs before the late gradients
+                torch.cuda._sleep(CYCLES)
+            tensor.mul_(2)
+            self._event.record(stream)
+        tensor.record_stream(stream)
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Let the current stream wait; the host goes on."""
+        if self._fault is not Fault.READ:
+            self._event.wait(torch.cuda.current_stream())
+
+
+class _InThread:
+    """A doubling that a thread does late."""
+
+    def __init__(self, tensor: Tensor, fault: Fault) -> None:
+        self._tensor, self._fault = tensor, fault
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        if self._fault is not Fault.LAUNCH:
+            time.sleep(SECONDS_ON_CPU if self._fault is Fault.NONE else 0.1)  # longer than a busy machine may lose
+        self._tensor.mul_(2)
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for the thread."""
+        if self._fault is not Fault.READ:
+            self._thread.join()

@@ -1,0 +1,90 @@
+"""What a check is given, and what it answers."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+
+
+class Verdict(str, Enum):
+    """What came of one line of a check."""
+
+    OK = "ok"
+    FAILED = "FAILED"
+    NOT_RUN = "not run"
+    MEASURED = "measured"
+
+
+class NotRun(Exception):
+    """Raised by a check that cannot run here; its text goes on after "because"."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result."""
+
+    what: str
+    value: str
+    verdict: Verdict
+    remedy: str = ""
+    """What to do where it failed; empty for the check's own remedy."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """What `value` says, for programs."""
+
+
+def holds(what: str, value: str, ok: bool, remedy: str = "", **numbers: float) -> Row:
+    """Return the line of something that was judged."""
+    return Row(what, value, Verdict.OK if ok else Verdict.FAILED, "" if ok else remedy, numbers)
+
+
+def measured(what: str, value: str, **numbers: float) -> Row:
+    """Return the line of something that is told, and not judged."""
+    return Row(what, value, Verdict.MEASURED, "", numbers)
+
+
+def not_run(what: str, reason: str) -> Row:
+    """Return the line of something that was not tried; `reason` goes on after "because"."""
+    return Row(what, f"because {reason}", Verdict.NOT_RUN)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's check runs."""
+
+    rank: int
+    size: int
+    device: torch.device
+    rounds: int
+    """Rounds of timing."""
+    group: str = ""
+    """The backend that carries gradients: nccl, gloo or paceline."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this is the real thing; on the CPU checks are tried at tiny sizes."""
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def barrier(self) -> None:
+        """Wait for the GPU, and for the other ranks."""
+        self.synchronize()
+        if self.size > 1:
+            dist.barrier()
+
+    def tidy(self) -> None:
+        """Let go of what earlier models held."""
+        if self.on_gpu:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def steps(self, on_gpu: int, on_cpu: int) -> int:
+        """Return how often to do something: less often where only the script is tried."""
+        return on_gpu if self.on_gpu else on_cpu

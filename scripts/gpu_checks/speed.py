@@ -1,0 +1,200 @@
+"""Speed and host time beside torch's DDP, kernels of a step, overlap, and peak memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from gpu_checks.rows import Place, Row, holds, measured, not_run
+from gpu_checks.timing import (
+    Trainee,
+    Workload,
+    host_times,
+    in_turns,
+    ratio,
+    resnet50,
+    small_mlp,
+    smollm2,
+    step_times,
+    trainees,
+)  # fmt: skip
+from gpu_checks.wrapping import bucket_bytes, variants
+from paceline.buckets import CAPACITY
+
+SLOWER = 1.03
+"""A step may take so many times the time of torch's faster mode; less cannot be told from noise."""
+TORCH = ("torch views", "torch batched")
+
+
+def steps(place: Place, workload: Workload) -> Iterator[Row]:
+    """Whole training steps, fused AdamW included."""
+    built = trainees(workload, variants(place), place)
+    seconds = step_times(built, place, place.steps(2, 1))
+    best = min((name for name in TORCH if name in seconds), key=lambda name: statistics.median(seconds[name]))
+    for name, took in seconds.items():
+        against = ratio(seconds[best], took)
+        milliseconds = 1000 * statistics.median(took)
+        shown = f"{milliseconds:.2f} ms; {best} / this = {against:.3f}"
+        what = f"{workload.name}: {name}"
+        if name.startswith("paceline") and place.on_gpu:
+            slower = f"slower than {best}; send us the JSON, and the part host"
+            yield holds(what, shown, against > 1 / SLOWER, slower, ms=milliseconds, ratio=against)
+        else:
+            yield measured(what, shown, ms=milliseconds, ratio=against)
+
+
+def of(make: Callable[[Place], Workload]) -> Callable[[Place], Iterator[Row]]:
+    """Return the check of a workload's speed."""
+    return lambda place: steps(place, make(place))
+
+
+smollm2_2k = of(lambda place: smollm2(place, 2048))
+smollm2_16k = of(lambda place: smollm2(place, 16384))
+resnet_32 = of(lambda place: resnet50(place, 32))
+resnet_256 = of(lambda place: resnet50(place, 256))
+mlp = of(small_mlp)
+
+
+def host(place: Place) -> Iterator[Row]:
+    """What the wrapper adds to the host's time for a backward, with batches so small that the host is the limit."""
+    for workload in (smollm2(place, 16), resnet50(place, 1)):
+        built = trainees(workload, variants(place), place)
+        parameters = len(list(built["bare"].model.parameters()))
+        seconds = host_times(built, place)
+        bare = seconds.pop("bare")
+        added = {
+            name: 1000 * statistics.median(a - b for a, b in zip(took, bare, strict=True))
+            for name, took in seconds.items()
+        }
+        for name, more in added.items():
+            what = f"{parameters} parameters: {name} adds to the host's backward"
+            if name.startswith("paceline") and place.on_gpu:
+                most = 1.1 * added["torch views"] + 0.05
+                remedy = f"torch's view mode adds {added['torch views']:.2f} ms; send us the JSON"
+                yield holds(what, f"{more:.2f} ms", more <= most, remedy, ms=more)
+            else:
+                yield measured(what, f"{more:.2f} ms", ms=more)
+        del built
+
+
+def kernels(place: Place) -> Iterator[Row]:
+    """Kernels and copies of one steady step."""
+    counts: dict[str, Counter[str]] = {}
+    buckets = 0
+    workload = smollm2(place, 2048)
+    for name, wrap in variants(place).items():
+        trainee = Trainee(workload, wrap, place)
+        counts[name] = launched(trainee, place)
+        if name == "paceline":
+            buckets = len(bucket_bytes(trainee.model))
+        del trainee
+        place.tidy()
+    bare = counts["bare"].total()
+    kind = "kernels" if place.on_gpu else "operators"
+    for name, names in counts.items():
+        more = names.total() - bare
+        added = ", ".join(f"{count} × {what[:40]}" for what, count in (names - counts["bare"]).most_common(4))
+        shown = f"{names.total()} {kind}, {more:+d} ({added})" if more else f"{names.total()} {kind}"
+        if name == "paceline" and place.on_gpu:
+            # For each bucket a copy in two parts, the collective, and the scaling.
+            yield holds(f"one step: {name}, {buckets} buckets", shown, more <= 4 * buckets + 8, "", more=more)
+        else:
+            yield measured(f"one step: {name}", shown, more=more)
+
+
+def launched(trainee: Trainee, place: Place) -> Counter[str]:
+    """Names and numbers of what a steady step launches on the device; on the CPU, of the operators that it calls."""
+    for _ in range(place.steps(5, 2)):
+        trainee.step()
+    place.synchronize()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        trainee.step()
+        place.synchronize()
+    wanted = "CUDA" if place.on_gpu else "CPU"
+    events = [event for event in profiler.events() or () if event.device_type.name == wanted]
+    return Counter(event.name for event in events if not getattr(event, "is_user_annotation", False))
+
+
+def overlap(place: Place) -> Iterator[Row]:
+    """How much of the communication a backward hides: all of it, less what a step takes longer than without."""
+    for workload in (smollm2(place, 4096), resnet50(place, 64)):
+        wraps = {name: wrap for name, wrap in variants(place).items() if not name.endswith("alone")}
+        built = trainees(workload, wraps, place)
+        numel = sum(parameter.numel() for parameter in built["bare"].model.parameters())
+        dtype = next(built["bare"].model.parameters()).dtype
+        bucket = torch.zeros(min(numel, CAPACITY // dtype.itemsize), dtype=dtype, device=place.device)
+
+        def reduce(bucket: torch.Tensor = bucket, times: int = -(-numel // len(bucket))) -> float:
+            return timed_reductions(place, bucket, times)
+
+        runs: dict[str, Callable[[], float]] = {name: lambda t=t: t.timed(2) for name, t in built.items()}  # type: ignore[misc]
+        seconds = in_turns({**runs, "all-reduce": reduce}, place.rounds, place.steps(3, 1))
+        medians = {name: statistics.median(took) for name, took in seconds.items()}
+        alone = medians["all-reduce"]
+        shown = f"{1000 * alone:.2f} ms beside a bare step of {1000 * medians['bare']:.2f} ms"
+        yield measured(f"{workload.name}: all-reduce by itself", shown, ms=1000 * alone)
+        hidden = {name: 1 - (medians[name] - medians["bare"]) / alone for name in wraps if name != "bare"}
+        for name, share in hidden.items():
+            what = f"{workload.name}: {name} hides"
+            if name == "paceline" and place.on_gpu:
+                best = max(hidden[peer] for peer in TORCH if peer in hidden)
+                remedy = f"torch hides {best:.0%}; send us the JSON"
+                yield holds(what, f"{share:.0%} of it", share >= best - 0.1, remedy, hidden=share)
+            else:
+                yield measured(what, f"{share:.0%} of it", hidden=share)
+        del built
+
+
+def timed_reductions(place: Place, bucket: torch.Tensor, times: int) -> float:
+    """Return the seconds of as many all-reduces of `bucket`."""
+    place.barrier()
+    start = time.perf_counter()
+    for _ in range(times):
+        dist.all_reduce(bucket)
+    place.synchronize()
+    return time.perf_counter() - start
+
+
+def memory(place: Place) -> Iterator[Row]:
+    """The peak of a bf16 step is at most torch's and the largest bucket; what lies beside PyTorch's own is told."""
+    peaks: dict[str, float] = {}
+    workload, largest = smollm2(place, 2048), 0.0
+    for name, wrap in variants(place).items():
+        place.tidy()
+        base, free = allocated(place), free_outside(place)
+        trainee = Trainee(workload, wrap, place)
+        for step in range(place.steps(5, 2)):
+            if step == 3 and place.on_gpu:  # after the buckets were made anew
+                torch.cuda.reset_peak_memory_stats()
+            trainee.step()
+        place.synchronize()
+        peaks[name] = (torch.cuda.max_memory_allocated() - base) / 2**20 if place.on_gpu else 0.0
+        outside = (free - free_outside(place)) / 2**20
+        if name == "paceline":
+            largest = max(bucket_bytes(trainee.model)) / 2**20
+        what, shown = f"peak of a step: {name}", f"{peaks[name]:.0f} MiB, and {outside:.0f} beside PyTorch's own"
+        if name.startswith("paceline") and place.on_gpu:
+            most = peaks["torch views"] + largest
+            yield holds(what, shown, peaks[name] <= most, f"at most {most:.0f} MiB", mib=peaks[name])
+        else:
+            yield measured(what, shown, mib=peaks[name])
+        del trainee
+    if not place.on_gpu:
+        yield not_run("peaks", "they are counted on GPUs only")
+
+
+def allocated(place: Place) -> int:
+    """Bytes that PyTorch's allocator has given out."""
+    return torch.cuda.memory_allocated() if place.on_gpu else 0
+
+
+def free_outside(place: Place) -> int:
+    """Bytes of the GPU that neither this process's allocator nor anybody else has."""
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if place.on_gpu else 0

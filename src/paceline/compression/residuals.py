@@ -1,0 +1,54 @@
+"""Error feedback: what a rank has not sent yet, which it adds to its next gradients.
+
+See Seide et al., "1-bit stochastic gradient descent", Interspeech 2014, and Karimireddy et al., "Error feedback fixes
+SignSGD", ICML 2019.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.compression.gradients import Gradients
+from paceline.streams import keep
+
+
+class Residuals:
+    """What this rank has not sent yet. By parameter, so that it stays correct when buckets are rebuilt."""
+
+    by_name: dict[str, Tensor]
+    """The residual of each parameter: a view of its bucket's, or what was loaded; see :meth:`forget_buckets`."""
+
+    def __init__(self) -> None:
+        self.by_name = {}
+        # The same by bucket, flat as its gradients are; a bucket is known by the names of its parameters.
+        self._flat: dict[tuple[str, ...], Tensor] = {}
+
+    def add_to(self, gradients: Gradients) -> None:
+        """Add the residuals of a bucket to its gradients."""
+        names = tuple(gradients.names)
+        if names not in self._flat:
+            self._gather(gradients)
+        gradients.flat.add_(self._flat[names])
+
+    def replace(self, gradients: Gradients, finite: Tensor) -> None:
+        """Keep what is left in ``gradients.flat``, if `finite` says so, which need not be known to the host yet."""
+        flat = self._flat.get(tuple(gradients.names))
+        if flat is not None:
+            torch.where(finite, gradients.flat, flat, out=flat)
+
+    def _gather(self, gradients: Gradients) -> None:
+        """Put the residuals of a bucket that was not there before into one tensor."""
+        names = tuple(gradients.names)
+        flat = torch.zeros_like(gradients.flat)
+        for name, view in zip(names, gradients.views_of(flat), strict=True):
+            if (before := self.by_name.get(name)) is not None:
+                view.copy_(before)
+                keep(before)
+            self.by_name[name] = view
+        self._flat = {others: kept for others, kept in self._flat.items() if not set(others) & set(names)}
+        self._flat[names] = flat
+
+    def forget_buckets(self) -> None:
+        """Take what is in :attr:`by_name` now; to be called when that was changed from outside."""
+        self._flat.clear()

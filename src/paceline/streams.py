@@ -1,0 +1,70 @@
+"""Streams of a device that queues its operations, as a GPU does; on the CPU, which queues nothing, all of it is empty.
+
+This is the one place that asks torch for streams, so that tests can put others here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_queued(device: torch.device) -> bool:
+    """Whether operations on `device` are queued, so that the host stalls where it asks for their results."""
+    return device.type != "cpu"
+
+
+def new_stream(device: torch.device) -> Any:
+    """Return a stream of `device` that nobody else uses."""
+    return torch.cuda.Stream(device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream on which operations on `device` are queued now."""
+    return torch.cuda.current_stream(device)
+
+
+def use_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Queue operations on `stream` inside."""
+    return torch.cuda.stream(stream)
+
+
+def keep_for(stream: Any, tensor: Tensor) -> None:
+    """When `tensor` is dropped, leave its memory alone until `stream` has done what it has been given by then."""
+    tensor.record_stream(stream)
+
+
+def keep(tensor: Tensor) -> None:
+    """Keep the memory of a tensor that another stream may have made, until the current one has used it."""
+    if is_queued(tensor.device):
+        keep_for(current_stream(tensor.device), tensor)
+
+
+def may_hold(flag: Tensor) -> bool:
+    """Whether `flag`, one truth value, may hold: what it says where the host reads it for nothing, else True."""
+    return is_queued(flag.device) or bool(flag)
+
+
+class SideStream:
+    """A stream of `device` for work that overlaps with the caller's; on the CPU the work is done in place.
+
+    Tensors that are made on it belong to it. Those that it only uses are handed to :func:`keep` inside.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = new_stream(device) if is_queued(device) else None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Queue operations here, behind those that the caller's stream has been given so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(current_stream(self._device))
+        with use_stream(self._stream):
+            yield
