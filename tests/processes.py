@@ -7,7 +7,7 @@
 Commands run in `folder` with a temporary directory of their own, which has to be empty when they are done. What is a
 copy of an interpreter that has loaded torch (:mod:`forked`) instead of one that loads it: with ``fork="launcher"`` the
 command itself, with ``fork="all"`` its ranks, too, with ``fork="nothing"`` neither. A `program` other than the command
-is a real one.
+is a real one, unless everything is to be forked: a script's path and arguments, or "-c", code and arguments.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class Running:
         for file in files:
             file.write_text("")
         self.process: Forked | subprocess.Popen[bytes]
-        if fork != "nothing" and not program:
-            self.process = Forked(["-m", "paceline", *arguments], folder, clean, *files, ranks=fork == "all")
+        if fork == "all" or (fork == "launcher" and not program):
+            command = [*(program or ("-m", "paceline")), *arguments]
+            self.process = Forked(command, folder, clean, *files, ranks=fork == "all" and not program)
             return
         with files[0].open("a") as out, files[1].open("a") as err:
             self.process = subprocess.Popen(

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline import unwrap
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.world import World
-from ranks import Ranks
+from ranks import TIMEOUT_S, Ranks
 
 INPUTS, OUTPUTS = 5, 3
 
@@ -28,7 +28,7 @@ INPUTS, OUTPUTS = 5, 3
 class Pools:
     """Ranks by world size, started when first asked for and again after a failure."""
 
-    def __init__(self, backend: str | None = None, timeout: float = 60) -> None:
+    def __init__(self, backend: str | None = None, timeout: float = TIMEOUT_S) -> None:
         self.backend, self.timeout = backend, timeout
         self._pools: dict[int, Ranks] = {}
 

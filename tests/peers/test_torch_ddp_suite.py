@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from torch_suite import ddp_tests, run_test
+from torch_suite import SHORTER, ddp_tests, run_test, shortened
 from torch_suite_left_out import LEFT_OUT
 from twins import Pools
 
 
 @pytest.fixture(scope="module", params=["paceline", "gloo"])
 def worlds(request: pytest.FixtureRequest) -> Iterator[Pools]:
-    with Pools(request.param, timeout=90) as pools:
+    with Pools(request.param) as pools:
         yield pools
 
 
@@ -24,3 +24,8 @@ def test_passes(worlds: Pools, name: str) -> None:
 
 def test_what_is_left_out_exists() -> None:
     assert LEFT_OUT.keys() <= set(ddp_tests())
+
+
+@pytest.mark.parametrize("name", SHORTER)
+def test_what_is_shortened_is_there(name: str) -> None:
+    assert shortened(name)

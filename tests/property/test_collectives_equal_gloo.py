@@ -57,7 +57,9 @@ def gloo() -> dist.ProcessGroup:
 
 
 def values(seed: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    """What `rank` brings along: the same wherever it is computed."""
+    """What `rank` brings along: the same wherever it is computed; from a prime number of elements on it repeats."""
+    if count > 4099:
+        return values(seed, rank, 4099, dtype).repeat(-(-count // 4099))[:count]
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype is torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()

@@ -60,8 +60,10 @@ def split(parts: int) -> Iterator[dist.ProcessGroup]:
 
 
 def operand(rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    made = torch.randn(count, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-    return (made * 8).to(dtype)
+    """The rank's own numbers; long ones are repeated, with a prime period that fits no chunk."""
+    period = min(count, 40_009)
+    made = torch.randn(period, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    return (made * 8).to(dtype).repeat(-(-count // max(period, 1)))[:count]
 
 
 def exact_sum(size: int, hosts: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from models import chain
 from paceline import Checkpointer, compression
@@ -41,7 +42,7 @@ def accuracy_on_digits(world: World, kind: str | None) -> tuple[float, float, st
     state = KINDS[kind](model) if kind else None
     if state is not None:
         model.register_comm_hook(state, compression.hook)
-    epochs, loader = 12, DataLoader(train, batch_size=64, shuffle=True, seed=0)
+    epochs, loader = 7, DataLoader(train, batch_size=64, shuffle=True, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, epochs * len(loader))
     for _ in range(epochs):
@@ -65,7 +66,7 @@ def uncompressed(pools: Pools) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_digits_are_learnt_within_one_percent_of_uncompressed(pools: Pools, uncompressed: float, kind: str) -> None:
     (accuracy, ratio, weights), (_, _, others) = pools.run(2, accuracy_on_digits, kind)
-    assert uncompressed > 0.97
+    assert uncompressed > 0.95  # it has learnt
     assert accuracy > uncompressed - 0.01
     assert ratio < 0.6
     assert weights == others
@@ -158,6 +159,34 @@ def in_torch_ddp(world: World, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_compressors_do_the_same_in_torch_ddp(pools: Pools, kind: str) -> None:
     pools.run(2, in_torch_ddp, kind)
+
+
+def waits_inside(state, bucket):  # type: ignore[no-untyped-def]  # which torch's check would read as strings
+    """A hook of a user's that blocks."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(compression.hook(state, bucket).wait())
+    return future
+
+
+def in_other_hooks(world: World, kind: str) -> None:
+    """With many buckets, so that the later ones find those that were waited for before their turn."""
+    kinds = DistributedDataParallel, nn.parallel.DistributedDataParallel
+    chained = default_hooks.fp16_compress_wrapper(compression.hook)
+    for hook, kind_of_ddp in [(waits_inside, kinds[0]), (waits_inside, kinds[1]), (chained, kinds[0])]:
+        models = [kind_of_ddp(net(), bucket_cap_mb=0.002) for _ in range(2)]
+        for model, inner in zip(models, (hook, compression.hook), strict=True):
+            model.register_comm_hook(KINDS[kind](model), inner)
+        found, wanted = (gradients(model, world.rank, 3) for model in models)
+        for a, b in zip(found, wanted, strict=True):
+            for mine, other in zip(a, b, strict=True):
+                same_tensor(mine, other, 0.5 if hook is chained else 0, kind)
+
+
+@pytest.mark.parametrize("kind", ["int8", "topk"])
+def test_a_compressor_may_be_called_by_another_hook_that_waits_for_it_or_goes_on_from_it(
+    pools: Pools, kind: str
+) -> None:
+    pools.run(2, in_other_hooks, kind)
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------

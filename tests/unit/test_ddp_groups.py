@@ -132,13 +132,13 @@ def counts() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def twenty_wrappers(world: World) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def some_wrappers(world: World) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     seen = []
     for group in (dist.new_group([0, 1]), None):
         if group is None or world.rank < 2:
             step(group)
             before = counts()
-            for _ in range(20):
+            for _ in range(6):
                 step(group)
             seen.append((before, counts()))
     return seen
@@ -146,7 +146,7 @@ def twenty_wrappers(world: World) -> list[tuple[tuple[int, int], tuple[int, int]
 
 def test_wrappers_that_go_give_back_their_descriptors_and_threads(either: Pools) -> None:
     # On a true subgroup each kept 12 descriptors and 4 threads.
-    for seen in either.run(3, twenty_wrappers):
+    for seen in either.run(3, some_wrappers):
         for before, after in seen:
             assert after == before
 

@@ -93,17 +93,12 @@ class Log:
         patch.setattr(streams, "current_stream", lambda _: self.current)
         patch.setattr(streams, "use_stream", self.on)
         patch.setattr(streams, "keep_for", lambda stream, tensor: None)
-        multiply = backward.multiply_each
         copy, publish = backward.copy_scaled, PublishedGradients.publish
         reduce, wait, scale = finisher.AllReduce.launch, Channel.wait, finisher.AllReduce.scale
 
         def copies(targets: Any, sources: Any, factor: float) -> None:
             self.note("copy", targets[0])
             copy(targets, sources, factor)
-
-        def multiplies(tensors: Any, factor: float) -> None:  # gradients that are in the bucket already
-            self.note("copy", tensors[0])
-            multiply(tensors, factor)
 
         def launches(this: Any, bucket: Any, at: int, *, last: bool) -> Any:
             self.note("launch", bucket.flat)
@@ -125,7 +120,6 @@ class Log:
             publish(this, *arguments)
 
         patch.setattr(backward, "copy_scaled", copies)
-        patch.setattr(backward, "multiply_each", multiplies)
         patch.setattr(finisher.AllReduce, "launch", launches)
         patch.setattr(Channel, "wait", waits)
         patch.setattr(finisher.AllReduce, "scale", scales)

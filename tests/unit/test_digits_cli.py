@@ -117,7 +117,7 @@ def test_a_wrong_command_is_one_line(tmp_path: Path, arguments: list[str], messa
 
 def test_without_scikit_learn_the_pip_command_is_named(tmp_path: Path) -> None:
     blocked = "import sys; sys.modules['sklearn'] = None; from paceline.cli import main; main()"
-    done = digits(tmp_path, program=("-c", blocked))
+    done = digits(tmp_path, program=("-c", blocked), fork="nothing")  # one that has loaded it would not miss it
     assert_refused(tmp_path, done, {}, "pip install 'paceline[digits]'")
 
 

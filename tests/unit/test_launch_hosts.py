@@ -28,7 +28,7 @@ def test_two_launchers_make_one_world(tmp_path: Path) -> None:
         folder.mkdir()
         script(folder, text)
     line = [*arguments, "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1", "script.py"]
-    with Running(folders[0], *line) as first, Running(folders[1], *line) as second:
+    with Running(folders[0], *line, fork="all") as first, Running(folders[1], *line, fork="all") as second:
         assert first.wait() == 0, first.stderr
         assert second.wait() == 0, second.stderr
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
@@ -36,6 +36,6 @@ def test_two_launchers_make_one_world(tmp_path: Path) -> None:
 
 def test_a_failure_on_several_hosts_is_reported_like_on_one(tmp_path: Path) -> None:
     name = script(tmp_path, "raise ValueError('bad ${local_rank}')")
-    with Running(tmp_path, "run", "--master-addr", "localhost.", "--nnodes", "1", name) as job:
+    with Running(tmp_path, "run", "--master-addr", "localhost.", "--nnodes", "1", name, fork="all") as job:
         assert job.wait() == 1
         assert "error: rank 0 failed first (exit code 1: ValueError: bad ${local_rank})" in job.stderr

@@ -54,15 +54,15 @@ def test_a_rank_without_launcher_prints_its_own_error(tmp_path: Path) -> None:
     name = script(tmp_path, SCRIPT)
     done = paceline(tmp_path, "usage", "0", program=(name,))
     assert (done.returncode, done.stderr) == (2, "error: lr=-1.0 is negative; give a positive number\n")
-    done = paceline(tmp_path, "exit", program=(name,))
+    done = paceline(tmp_path, "exit", program=(name,), fork="all")
     assert (done.returncode, done.stderr) == (1, "enough\n")
-    done = paceline(tmp_path, "fine", program=(name,))
+    done = paceline(tmp_path, "fine", program=(name,), fork="all")
     assert (done.returncode, done.stdout) == (0, "done\n")
 
 
 def test_other_errors_are_reported_with_their_traceback(tmp_path: Path) -> None:
     name = script(tmp_path, SCRIPT)
-    done = paceline(tmp_path, "run", name, "error")
+    done = paceline(tmp_path, "run", name, "error", fork="all")
     assert done.returncode == 1
     assert "error: rank 0 failed first (exit code 1: OSError: no data)" in done.stderr
     assert 'rank 0 |     raise OSError("no data")' in done.stderr

@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an empty file": ({"data": "empty.txt"}, "--data empty.txt is empty; give a file with text"),
     "not UTF-8": ({"data": "latin.txt"}, "--data latin.txt is not in UTF-8: byte 2 is 0xef; convert it"),
     "shorter than a sequence": ({"data": "short.txt"}, "has 11 tokens and must have 129, one more than --context"),
-    "an unknown tokenizer": ({"tokenizer": "words"}, "--tokenizer words: there is no file words/tokenizer.json; give"),
+    "an unknown tokenizer": ({"tokenizer": "words"}, "--tokenizer words: there is no file words/tokenizer.json"),
     "an empty tokenizer": ({"tokenizer": ""}, "--tokenizer must not be empty"),
     "an empty model": ({"model": ""}, "--model must not be empty"),
     "no context": ({"context": 0}, "--context must be at least 1, not 0"),

@@ -12,7 +12,6 @@ collectives is the same on every rank, on any backend, and no tensor is used on 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, TypeAlias
@@ -101,7 +100,7 @@ class Pipeline:
     def __init__(self, collectives: int) -> None:
         self._collectives = collectives
         # In the order of their buckets.
-        self._under_way: deque[Reduction] = deque()
+        self._under_way: list[Reduction] = []
         self._sides: dict[torch.device, SideStream] = {}
 
     def enter(self, bucket: Any, device: torch.device, stages: Stages) -> Promise:
@@ -111,23 +110,24 @@ class Pipeline:
         if device not in self._sides:
             self._sides[device] = SideStream(device)
         reduction = Reduction(stages, self._collectives, self._sides[device], device, self._finish)
-        for earlier in self._under_way:
-            if is_queued(device) or earlier.launches or earlier.is_ready:
-                earlier.advance()
-        self._under_way = deque(one for one in self._under_way if not one.is_finished)
-        self._under_way.append(reduction)
+        # Finished ones are there where somebody has waited for the last bucket inside his hook.
+        earlier = [other for other in self._under_way if not other.is_finished]
+        for other in earlier:
+            if is_queued(device) or other.launches or other.is_ready:
+                other.advance()
+        self._under_way = [*(other for other in earlier if not other.is_finished), reduction]
         when_waited = None if is_queued(device) else getattr(bucket, "when_waited", None)
         if when_waited is not None:
             when_waited(partial(self._finish, reduction))
         elif bucket.is_last():  # what torch's DDP waits for ends by itself
-            for one in self._under_way:
-                self._finish(one)
+            for other in self._under_way:
+                self._finish(other)
         return reduction.future
 
     def _finish(self, reduction: Reduction) -> None:
         """Carry one to its end, once every collective of all is launched, in the order of buckets."""
-        for one in self._under_way:
-            while one.launches:
-                one.advance()
+        for other in self._under_way:
+            while other.launches:
+                other.advance()
         while not reduction.is_finished:
             reduction.advance()

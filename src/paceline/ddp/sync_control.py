@@ -84,6 +84,7 @@ class SyncControl(Joinable):
 
         It is read when backward starts, so it may surround forward and backward, or backward alone.
         """
+        self._engine.read_late()
         before = self.do_sync
         self.disable_grad_sync()
         try:
@@ -201,6 +202,7 @@ class SyncControl(Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For ``torch.distributed.algorithms.join.Join``; takes the keyword arguments of :meth:`join`."""
         self._has_joined = True
+        self._engine.settle_aborted()
         if dist.get_world_size(self.process_group) > 1:
             self._engine.connected()  # all ranks come here, which may not be so in a copy's first backward
         if (connection := self._connection) is None:
@@ -242,8 +244,12 @@ class SyncControl(Joinable):
 
     @property
     def exposed_seconds(self) -> float:
-        """Time that backwards have waited for communication at their end, in seconds, since the wrapper was made."""
-        return self._engine.exposed_seconds
+        """Time that backwards have waited for communication at their end, in seconds, since the wrapper was made.
+
+        On a GPU it is the GPU's time, and the latest steps are not in it yet.
+        """
+        time = self._engine.exposed_time
+        return 0.0 if time is None else time.seconds
 
     # -- checks -------------------------------------------------------------------------------------------------
 
@@ -264,6 +270,7 @@ class SyncControl(Joinable):
         Raises:
             UsageError: says what was not synchronized, and the remedy.
         """
+        self._engine.read_late()
         self._guard.expect_whole(caller)
 
     def watch(self, sampler: Positioned) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +18,11 @@ from torch import Tensor, nn
 
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import UsageError
+from paceline.errors import MissingExtra, UsageError
 from paceline.launch.program import option
 from paceline.output_files import write_file
 from paceline.recipes.gpt import GPT
-from paceline.recipes.hugging_face import CausalModel, expect_fitting, find_file
+from paceline.recipes.hugging_face import CausalModel, expect_fitting, folder_of
 from paceline.recipes.lm_text import (
     Characters,
     Corpus,
@@ -91,9 +93,11 @@ class LmConfig(TrainingOptions):
         for name in ("tokenizer", "model"):
             if getattr(self, name) == "":
                 raise UsageError(f"--{name} must not be empty; give it a value, or leave it out")
+        if self.model is not None and find_spec("transformers") is None:
+            raise MissingExtra("transformers", "recipes", "--model")
         corpus = read_corpus(self)
         if self.model is not None:
-            expect_fitting(self.model, corpus.tokenizer.size, self.context)
+            expect_fitting(folder_of(self.model), corpus.tokenizer.size, self.context)
 
 
 def read_corpus(config: LmConfig) -> Corpus:
@@ -116,13 +120,13 @@ def choose_tokenizer(config: LmConfig, text: str) -> Tokenizer:
     """
     match config.tokenizer:
         case None if config.model is not None:
-            return Subwords.load(find_file(config.model, "tokenizer.json"))
+            return Subwords.load(tokenizer_in(folder_of(config.model), "--model"))
         case None | "chars":
             return Characters(text)
         case "bpe":
             return learn_subwords(split(text)[0], config.vocabulary)
         case folder:
-            return Subwords.load(tokenizer_in(folder))
+            return Subwords.load(tokenizer_in(Path(folder), "--tokenizer"))
 
 
 def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
@@ -156,7 +160,7 @@ def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: 
 def build(config: LmConfig, tokens: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model that `config` asks for, and its optimizer."""
     if config.model is not None:
-        pretrained = CausalModel(config.model).to(device)
+        pretrained = CausalModel(folder_of(config.model)).to(device)
         return pretrained, torch.optim.AdamW(pretrained.parameters(), lr=config.model_lr, fused=True)
     gpt = GPT(tokens, config.context, config.width, config.layers, config.heads).to(device)
     matrices = gpt.matrices()

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from paceline.digests import tensor_digest
 from paceline.errors import MissingExtra, UsageError
+from paceline.recipes.hub import one_line
 
 VALIDATION_SHARE = 0.1
 IGNORED = -100
@@ -77,8 +78,7 @@ class Subwords:
         try:
             return cls(Tokenizer.from_file(file))
         except Exception as error:  # the library raises nothing more special
-            reason = " ".join(str(error).split())
-            raise UsageError(f"{file} is no tokenizer of the tokenizers library: {reason}; give another one") from error
+            raise UsageError(f"{file} is no tokenizer of the tokenizers library: {one_line(error)}") from error
 
     def encode(self, text: str) -> Tensor:
         """Return the tokens of `text`, (n,) int64, without those that mark beginning and end."""
@@ -107,15 +107,17 @@ def learn_subwords(text: str, size: int) -> Subwords:
     return Subwords(tokenizer)
 
 
-def tokenizer_in(folder: str) -> str:
-    """Return the path of the ``tokenizer.json`` in `folder`.
+def tokenizer_in(folder: Path, option: str) -> str:
+    """Return the path of the ``tokenizer.json`` in `folder`, which the user gave as `option`.
 
     Raises:
         UsageError: if there is none.
     """
-    path = Path(folder) / "tokenizer.json"
+    path = folder / "tokenizer.json"
     if not path.is_file():
-        raise UsageError(f"--tokenizer {folder}: there is no file {path}; give chars, bpe, or a folder that has one")
+        raise UsageError(
+            f"{option} {folder}: there is no file {path}; give --tokenizer chars, bpe, or a folder with it"
+        )
     return str(path)
 
 

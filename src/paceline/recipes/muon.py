@@ -18,6 +18,10 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic whose iteration brings singular values between 0 and 1 close to 1; from the source above."""
 
 
+EPSILON = 1e-10
+"""AdamW's: small, because gradients of rare tokens are."""
+
+
 class Muon(torch.optim.Optimizer):
     """Trains `matrices` by Muon, and `others` by AdamW without weight decay.
 
@@ -74,9 +78,22 @@ class Muon(torch.optim.Optimizer):
             state["step"] = torch.zeros((), device=parameter.device)
             state.update(mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))
         beta1, beta2 = group["betas"]
-        options = {"beta1": beta1, "beta2": beta2, "eps": 1e-10, "lr": group["lr"], "weight_decay": 0.0}
-        moments = [state["mean"]], [state["square"]], [], [state["step"]]
-        adamw([parameter], [gradient], *moments, fused=True, amsgrad=False, maximize=False, **options)
+        adamw(
+            [parameter],
+            [gradient],
+            [state["mean"]],
+            [state["square"]],
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=0.0,
+            eps=EPSILON,
+        )
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -84,7 +101,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     if matrix.shape[-2] > matrix.shape[-1]:
         return orthogonal(matrix.mT).mT
     linear, cubic, quintic = COEFFICIENTS
-    x = (matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7)).reshape(-1, *matrix.shape[-2:])
+    x: Tensor = (matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7)).reshape(-1, *matrix.shape[-2:])
     for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=cubic, alpha=quintic), x, beta=linear)

@@ -97,6 +97,8 @@ class ControlBlock:
         self._end = _SECTIONS * self.count + size * _WIDTH  # of the part that stays
         self.vector = allocate(self._end + self.count, dtype=torch.float64)
         self._everywhere = torch.full((self.count,), float(size), dtype=torch.float64)
+        # Counts of ranks in a step in which every rank has every gradient, in its bucket and finite.
+        self._usual_counts = torch.cat([self._everywhere, torch.zeros((_SECTIONS - 1) * self.count).double()])
 
     def fill(
         self,
@@ -163,6 +165,15 @@ class ControlBlock:
             return []
         working = self.size - sum(status.idle for status in statuses)
         return (self.vector[: self.count] < working).nonzero().flatten().tolist()
+
+    def is_without_surprise(self, statuses: Sequence[Status]) -> bool:
+        """Whether all ranks have run an unweighted backward that asks for nothing but the averages in its buckets."""
+        plain = all(
+            status.weighting == UNWEIGHTED
+            and not (status.aborted or status.joined or status.hook_failed or status.changed)
+            for status in statuses
+        )
+        return plain and torch.equal(self.vector[: _SECTIONS * self.count], self._usual_counts)
 
     def _marked(self, section: int) -> list[int]:
         marks = self.vector[section * self.count : (section + 1) * self.count]

@@ -164,7 +164,7 @@ class Ledger:
             self.expect_one_mean(block)
             return
         self._task = task
-        self._current = None
+        self._current = self._multiplied = None
         if self._unclaimed:
             self._current = self._claim(block)
         elif self._used_inside:

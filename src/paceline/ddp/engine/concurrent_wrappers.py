@@ -31,6 +31,9 @@ class Member(Protocol):
     def settle(self) -> Generator[None, None, None]:
         """Take part in what peers wait for: launch, pause, wait, pause; when closed, restore the gradients."""
 
+    def read_blocks(self) -> None:
+        """Carry a backward to its end that has shown averages before it read control blocks, if there is one."""
+
 
 def enter(member: Member) -> None:
     """Let `member` take part from now on, as long as it lives."""
@@ -58,6 +61,22 @@ def settle_all() -> None:
     finally:
         for restoring in reversed(settling):  # each restores the gradients that it found
             restoring.close()
+
+
+def read_all() -> None:
+    """Read the control blocks that are not read yet, of all wrappers in the same order on every rank.
+
+    Raises:
+        PacelineError: the first error, once all are read.
+    """
+    errors: list[BaseException] = []
+    for member in _in_order():
+        try:
+            member.read_blocks()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _in_order() -> list[Member]:
