@@ -50,6 +50,11 @@ RECIPES = {
         "DigitsConfig",
         "Train a small classifier of handwritten digits, in seconds, on CPU or GPU.",
     ),
+    "lm": Recipe(
+        "paceline.recipes.lm",
+        "LmConfig",
+        "Train a language model on a text file: a compact GPT in minutes, or a causal model of Hugging Face.",
+    ),
     "mnist": Recipe(
         "paceline.recipes.mnist",
         "MnistConfig",
@@ -59,11 +64,6 @@ RECIPES = {
         "paceline.recipes.mrpc",
         "MrpcConfig",
         "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC.",
-    ),
-    "lm": Recipe(
-        "paceline.recipes.lm",
-        "LmConfig",
-        "Train a language model on a text file: a compact GPT in minutes, or a causal model of Hugging Face.",
     ),
 }
 

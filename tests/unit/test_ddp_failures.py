@@ -5,17 +5,23 @@ from __future__ import annotations
 import copy
 import os
 import re
+import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from paceline.ddp import DistributedDataParallel
+from paceline.ddp.agreement import ledger
+from paceline.ddp.engine import reducer, single_rank
 from paceline.errors import CommunicationError, DesyncError, NonFiniteGradient, UsageError
+from paceline.torch_internals.autograd import GraphTask
 from paceline.world import World
 from ranks import RankFailed, Ranks
 from twins import Pools, same_gradients
@@ -204,6 +210,75 @@ def test_an_exception_on_one_rank_is_told_to_the_others_and_the_next_step_works(
 def test_an_exception_on_every_rank_leaves_nothing_behind(pools: Pools, weighted: bool) -> None:
     for before in (0, 2):
         assert pools.run(2, trip_once, [0, 1], TINY, weighted, before) == ["ArithmeticError: tripped"] * 2
+
+
+def trip_while_held(world: World, who: list[int], order: str, weighted: bool) -> tuple[str, str]:
+    """What a backward says that trips on `who`, and the one after it, while something holds on to the first task."""
+    held: list[GraphTask] = []
+
+    class Held(GraphTask):
+        def __init__(self) -> None:
+            super().__init__()
+            held.append(self)
+
+    module = ledger if order == "of the ledger" else single_rank if world.size == 1 else reducer
+    with patch.object(module, "GraphTask", Held):
+        model, optimizer = make()
+        for step in range(3):  # the order of arrival gets known
+            model(data(world, step)).sum(1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        held.clear()
+
+        of_means = order == "of the ledger"
+
+        def backward(output: Tensor, weight: int, reduction: Any) -> None:
+            with model.weight(weight, reduction=reduction) if weight else nullcontext():
+                (output.sum() if weight and reduction == "sum" else output.sum(1).mean()).backward()
+
+        first, second = model(data(world, 3), world.rank in who), None
+        if order == "no forward between":
+            second = model(data(world, 4))
+        said = raised(backward, first, 5 * weighted, "mean" if of_means else "sum")
+        tripped = world.rank in who
+        assert bool(held) or not tripped
+        second = model(data(world, 4)) if second is None else second
+
+        def let_go(_: Tensor) -> None:
+            thread = threading.Thread(target=held.clear)
+            thread.start()
+            thread.join()
+
+        if tripped:
+            second.register_hook(let_go)
+        optimizer.zero_grad()
+        twin = copy.deepcopy(model.module)
+        after = raised(backward, second, 0 if of_means else 3 * weighted, "sum")
+        assert not held or not tripped
+        twin(whole(world, 4)).sum(1).mean().backward()
+        same_gradients(model.module, twin)
+        optimizer.step()
+    return said, after
+
+
+@pytest.mark.parametrize(
+    ("order", "weighted"),
+    [("a forward between", True), ("no forward between", False), ("no forward between", True), ("of the ledger", True)],
+)
+@pytest.mark.parametrize("who", [[1], [0, 1]])
+def test_a_backward_is_not_taken_for_the_one_before_it_that_an_exception_has_ended(
+    pools: Pools, order: str, who: list[int], weighted: bool
+) -> None:
+    """A thread of autograd may hold on to a graph task for a moment after ``backward()`` has raised its error."""
+    results = pools.run(2, trip_while_held, who, order, weighted)
+    for rank, (said, after) in enumerate(results):
+        assert said.startswith("ArithmeticError" if rank in who else "DesyncError"), said
+        assert after == ""
+
+
+@pytest.mark.parametrize("order", ["a forward between", "no forward between"])
+def test_so_it_is_in_a_world_of_one(pools: Pools, order: str) -> None:
+    assert pools.run(1, trip_while_held, [0], order, True) == [("ArithmeticError: tripped", "")]
 
 
 def trip_in_window(world: World, who: list[int], zeroed: bool) -> list[bool]:

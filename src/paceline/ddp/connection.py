@@ -22,7 +22,8 @@ from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.join import JoinedSteps
 from paceline.ddp.module_checks import check_broadcast
 from paceline.ddp.replica import Replica
-from paceline.ddp.transport.channel import Channel, open_channel
+from paceline.ddp.transport.channel import Channel
+from paceline.ddp.transport.opening import open_channel
 from paceline.torch_internals.dtensor import local_of
 from paceline.tracing import Recorder
 
@@ -76,7 +77,7 @@ def connect(
         broadcast = replicated if init_sync is True else buffers
         backend = str(dist.get_backend(wrapper.process_group))
         check_broadcast([(name, local_of(tensor)) for name, tensor in broadcast], backend)
-    channel = open_channel(wrapper.process_group, replica.device)
+    channel = open_channel(wrapper.process_group, replica.device, options.nccl)
     # When the wrapper goes, also one that is refused below, the module is the user's alone again.
     finalize(wrapper, channel.close)
     make_equal(channel, replicated, init_sync)

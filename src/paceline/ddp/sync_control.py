@@ -84,6 +84,7 @@ class SyncControl(Joinable):
 
         It is read when backward starts, so it may surround forward and backward, or backward alone.
         """
+        self._engine.read_late()
         before = self.do_sync
         self.disable_grad_sync()
         try:
@@ -132,7 +133,9 @@ class SyncControl(Joinable):
         self._engine.expect_equal()
         self._replica.ledger.synchronized()
 
-    def weight(self, weight: float, reduction: Literal["sum", "mean"] = "sum") -> AbstractContextManager[None]:
+    def weight(
+        self, weight: float | torch.Tensor, reduction: Literal["sum", "mean"] = "sum"
+    ) -> AbstractContextManager[None]:
         """Surround a micro-batch whose loss is a *sum*, with the number of samples or tokens it sums over.
 
         The gradient becomes Σ gradient / Σ weight over all ranks and micro-batches since the last synchronization,
@@ -154,7 +157,8 @@ class SyncControl(Joinable):
         Set gradients to None (or zero) between weighted steps, as usual; an average that is kept is summed again.
 
         Args:
-            weight: a count, or any number >= 0.
+            weight: a count, or any number >= 0; a tensor of one element, too. The host does not wait for one on a GPU,
+                and so complains of a wrong one at the end of backward.
             reduction: how the loss inside was made of its items.
 
         Raises:
@@ -201,6 +205,7 @@ class SyncControl(Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For ``torch.distributed.algorithms.join.Join``; takes the keyword arguments of :meth:`join`."""
         self._has_joined = True
+        self._engine.settle_aborted()
         if dist.get_world_size(self.process_group) > 1:
             self._engine.connected()  # all ranks come here, which may not be so in a copy's first backward
         if (connection := self._connection) is None:
@@ -242,8 +247,12 @@ class SyncControl(Joinable):
 
     @property
     def exposed_seconds(self) -> float:
-        """Time that backwards have waited for communication at their end, in seconds, since the wrapper was made."""
-        return self._engine.exposed_seconds
+        """Time that backwards have waited for communication at their end, in seconds, since the wrapper was made.
+
+        On a GPU it is the GPU's time, and the latest steps are not in it yet.
+        """
+        time = self._engine.exposed_time
+        return 0.0 if time is None else time.seconds
 
     # -- checks -------------------------------------------------------------------------------------------------
 
@@ -264,6 +273,7 @@ class SyncControl(Joinable):
         Raises:
             UsageError: says what was not synchronized, and the remedy.
         """
+        self._engine.read_late()
         self._guard.expect_whole(caller)
 
     def watch(self, sampler: Positioned) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Joinable
 from paceline import tracing
 from paceline.buckets import FIRST_CAPACITY
 from paceline.ddp.agreement.step_guard import StepGuard
-from paceline.ddp.config import Algorithm, InitSync, Options, UnusedParameters, choose_group
+from paceline.ddp.config import Algorithm, InitSync, NcclOptions, Options, UnusedParameters, choose_group, expect_nccl
 from paceline.ddp.connection import Connection, connect, while_alive
 from paceline.ddp.engine.dormant import DormantEngine
 from paceline.ddp.engine.gradient_engine import GradientEngine
@@ -85,6 +85,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
             :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
             nothing, and two such wrappers must come in the same order on every rank. By default the backend's own.
+        nccl: :class:`~paceline.ddp.NcclOptions`, for models on GPUs: registered memory, a stream of high priority.
         recorder: records spans of each step while it is on; by default the process's, ``paceline.tracing.recorder``.
 
     Raises:
@@ -152,6 +153,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         reduce_dtype: torch.dtype | None = None,
         check_replicas_every: int | None = None,
         algorithm: Algorithm | None = None,
+        nccl: NcclOptions | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
@@ -168,10 +170,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             delayed=(delay_all_reduce_named_params, param_to_hook_all_reduce),
             buffer_sync=(broadcast_buffers, forward_sync_buffers),
             lazy_buckets=lazy_bucket_allocation,
+            nccl=nccl,
         )
         self._look_at(module)
         self._input_device = check_devices(device_ids, output_device, self.device)
         self.process_group = choose_group(process_group, device_mesh)
+        expect_nccl(self._options.nccl, self.device, self.process_group)
         self._recorder, self.device_mesh, self.device_ids = recorder or tracing.recorder, device_mesh, device_ids
         self.output_device, self.dim, self.mixed_precision = output_device, dim, mixed_precision
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
@@ -221,7 +225,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _average_with(self, engine: GradientEngine) -> None:
         self._engine = engine
-        self._guard = StepGuard(self._replica.parameters(), self._replica.ledger, engine.local_gradient, self._recorder)
+        watched = self._replica.parameters(), self._replica.ledger, engine.local_gradient, self._recorder
+        self._guard = StepGuard(*watched, while_alive(engine.read_late))
 
     def _take_over(self, named: Named, averaged: bool) -> None:
         """Guard steps over the parameters `named`, which came after wrapping, and have them `averaged` if so."""
@@ -296,6 +301,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def bucket_layout(self) -> list[list[str]]:
         """Return the names of the parameters in each bucket, in the order of launch; empty in a world of one."""
+        self._engine.read_late()
         return self._engine.named_layout()
 
     def load_bucket_layout(self, layout: list[list[str]]) -> None:

@@ -200,8 +200,15 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
             print(note)
     model = DistributedDataParallel(net.to(world.device))
     collate = PadToLongest(tokenizer.pad_token_id)
-    slices = {"cost": train_data.lengths, "accumulate": config.accumulate} if config.balance else {}
-    loader = DataLoader(train_data, config.micro_batch, True, seed=config.seed, collate_fn=collate, **slices)
+    loader = DataLoader(
+        train_data,
+        config.micro_batch,
+        shuffle=True,
+        seed=config.seed,
+        cost=train_data.lengths if config.balance else None,
+        accumulate=config.accumulate if config.balance else 1,
+        collate_fn=collate,
+    )
     held_out = DataLoader(dev_data, batch_size=8 * world.size, collate_fn=collate)
     objective = Objective(world.device, config.bf16)
     names = ("dev_loss", "right", "true_positives", "predicted", "positives")

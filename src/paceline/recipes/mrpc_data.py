@@ -152,6 +152,7 @@ def read_hub() -> Splits:
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()  # or each rank says that it uses the cache
     both = (datasets.load_dataset(*_HUB_NAME, split=split) for split in ("train", "validation"))
     train, dev = ([_from_hub(row) for row in rows] for rows in both)
     return Splits(train, dev)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from functools import wraps
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
 
 class GraphTask:
-    """Lives as long as autograd's graph task does, whose callbacks hold the only reference."""
+    """Lives as long as autograd's graph task does, whose callbacks hold the only reference.
+
+    A thread of the engine may hold on to a task that an exception has ended, for a moment after ``backward()`` has
+    raised it; see :func:`has_ended`.
+    """
+
+    def __init__(self) -> None:
+        self.number = current_task()
+        """That of the graph task in which it was made."""
 
 
 class Accumulators:
@@ -46,9 +60,44 @@ def is_plain_backward() -> bool:
     return bool(torch.autograd._is_checkpoint_valid())
 
 
+def without_gradients(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Run `function` as under ``torch.no_grad()``, which costs nothing where that holds already, as in most hooks."""
+
+    @wraps(function)
+    def run(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        if not torch.is_grad_enabled():
+            return function(*arguments, **options)
+        with torch.no_grad():
+            return function(*arguments, **options)
+
+    return run
+
+
 def current_task() -> int:
     """A number for the running graph task, the next one's being larger; -1 outside of one."""
     return int(torch._C._current_graph_task_id())
+
+
+def has_ended(number: int) -> bool:
+    """Whether graph task `number`, to which something still refers, has ended all the same.
+
+    It has if we are outside of it and nobody waits for it. We are inside it, too, in a backward that a reentrant
+    checkpoint runs in it.
+    """
+    now = current_task()
+    return now != number and count_running_calls() <= (now != -1)
+
+
+def count_running_calls() -> int:
+    """Return how many calls of ``backward()`` and ``autograd.grad()`` are running, in all threads."""
+    call: Any = torch.autograd.graph._engine_run_backward
+    count = 0
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            count += frame.f_code is call.__code__
+            frame = frame.f_back
+    return count
 
 
 def is_in_backward() -> bool:

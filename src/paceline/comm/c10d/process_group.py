@@ -6,25 +6,22 @@ rest goes to Gloo, CUDA tensors to NCCL. ``docs/backend.md`` has the table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from paceline.comm.arithmetic import supports
+from paceline.comm.c10d.launching import Launching
 from paceline.comm.c10d.operands import Flat, options_of, reduction_of
-from paceline.comm.c10d.rooted import Exchanging
 from paceline.comm.c10d.work import Handle, last_of
 from paceline.comm.multi_host import Hierarchy
 from paceline.comm.open_native import agree_on_rows, open_collectives
 from paceline.comm.shm.collectives import Collectives
-from paceline.comm.shm.engine import Engine
-from paceline.comm.shm.header import DTYPES, Note
-from paceline.comm.shm.operation import Operation
+from paceline.comm.shm.header import DTYPES
 from paceline.errors import UsageError
 from paceline.rendezvous import store_of_group
 from paceline.torch_internals.c10d import (
@@ -43,7 +40,7 @@ NAME = "paceline"
 
 
 @class_never_compiled
-class PacelineProcessGroup(Exchanging):
+class PacelineProcessGroup(Launching):
     """A process group whose CPU collectives run through shared memory among the ranks of a host.
 
     What is not native here is delegated (:class:`~paceline.comm.c10d.delegating.Delegating`). Where shared memory
@@ -58,62 +55,14 @@ class PacelineProcessGroup(Exchanging):
         # Before Gloo, which names nobody when a rank does not come or lacks descriptors.
         rows = agree_on_rows(native_store, rank, size, timeout, names)
         super().__init__(store, rank, size, timeout, names)
-        self._engine: Engine | None = None
-        self._collectives: Collectives | Hierarchy | None = None
+        self._engine = self._collectives = None
         self._why_gloo = "this group does not use shared memory; a warning said why"
-        """Why there is no engine, if there is none."""
         if rows is not None:
             self._engine, self._collectives = open_collectives(native_store, rank, rows, timeout, names)
-
-    @property
-    def native(self) -> bool:
-        """Whether all ranks are on one host and share memory, so that :meth:`launch_all_reduce` works."""
-        return isinstance(self._collectives, Collectives)
 
     def getBackendName(self) -> str:
         """Return the backend's name, as torch asks for it."""
         return NAME
-
-    # -- shared memory, for the reducer -------------------------------------------------------------------------
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a zeroed flat tensor of `numel` elements in shared memory, which collectives use where it lies.
-
-        Raises:
-            UsageError: if the host has not that much memory, or the group does not use shared memory.
-        """
-        return self._whole_engine().arena.allocate(numel, dtype)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Tell whether `tensor` lies in this rank's shared memory."""
-        return self._whole_engine().arena.offset_of(tensor) is not None
-
-    def free(self, tensor: Tensor) -> None:
-        """Give back a tensor that :meth:`allocate` returned."""
-        self._whole_engine().arena.free(tensor)
-
-    def launch_all_reduce(
-        self, tensor: Tensor, note: Note | None = None, factor: Callable[[Sequence[Note]], float] | None = None
-    ) -> Operation:
-        """Begin the sum of `tensor`, which :meth:`allocate` gave, times `factor` of all ranks' notes.
-
-        No thread works on it: :meth:`progress` carries it on, :meth:`wait_for` waits.
-        """
-        assert isinstance(self._collectives, Collectives), "only among ranks of one host; see native"
-        return self._collectives.post_all_reduce(tensor, ReduceOp.SUM, None, note, factor)
-
-    def progress(self) -> None:
-        """Take launched operations as far as they go now, without waiting."""
-        self._whole_engine().progress()
-
-    def wait_for(self, operation: Operation) -> None:
-        """Wait for a launched operation."""
-        self._whole_engine().wait(operation)
-
-    def _whole_engine(self) -> Engine:
-        if self._engine is None:
-            raise UsageError(f"rank {self.rank()}: {self._why_gloo}")
-        return self._engine
 
     # -- c10d ---------------------------------------------------------------------------------------------------
 
@@ -260,18 +209,13 @@ class PacelineProcessGroup(Exchanging):
             return super().barrier(options)
         return self._submit(self._native.barrier, [], options)
 
-    def shutdown(self) -> None:
-        """Close the group, which is being destroyed. Does nothing in a forked child, which let go of it at the fork."""
-        if not self._runner.is_ours:
-            return
-        self._runner.close()
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _close_native(self) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = self._collectives = None
             self._why_gloo = "this process group was destroyed; make it again, and wrap the model again"
-        super().shutdown()
-
-    # -- inside -------------------------------------------------------------------------------------------------
 
     @property
     def _native(self) -> Collectives | Hierarchy:

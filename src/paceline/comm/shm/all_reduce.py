@@ -70,6 +70,14 @@ class AllReduce:
 
         return self._engine.post(header, compute)
 
+    def post_own(self, shown: Tensor, result: Tensor, op: ReduceOp.RedOpType, scale: float | None = None) -> Operation:
+        """Begin to reduce what every rank has `shown` in its shared memory, each for itself into `result`."""
+
+        def compute(headers: list[Header]) -> None:
+            reduce_into([result], self._engine.operands(headers), op, scale)
+
+        return self._engine.post(self._header(result, 0, shown, op), compute)
+
     def _run_small(self, tensor: Tensor, op: ReduceOp.RedOpType, scale: float | None) -> None:
         """Reduce a small tensor as soon as everybody has shown theirs, without waiting until everybody has done so.
 
@@ -83,11 +91,7 @@ class AllReduce:
         nbytes = tensor.numel() * tensor.element_size()
         shown = self._small[self._small_turn * SMALL_BYTES :][:nbytes].view(tensor.dtype)
         shown.copy_(tensor)
-
-        def compute(headers: list[Header]) -> None:
-            reduce_into([tensor], self._engine.operands(headers), op, scale)
-
-        operation = self._engine.post(self._header(tensor, 0, shown, op), compute)
+        operation = self.post_own(shown, tensor, op, scale)
         self._engine.agree(operation)
         self._small_under_way.append(operation)
 

@@ -49,6 +49,10 @@ class Collectives:
         """
         return self._reductions.post(tensor, op, scale, note, factor)
 
+    def post_own_sum(self, shown: Tensor, result: Tensor) -> Operation:
+        """Begin to sum what all ranks show in their shared memory, each for itself into its `result`."""
+        return self._reductions.post_own(shown, result, ReduceOp.SUM)
+
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Make `tensor` equal to that of the rank in place `root`."""
 

@@ -32,8 +32,10 @@ class StepGuard:
         ledger: Ledger,
         local_gradient: Callable[[], str | None],
         recorder: Recorder = recorder,
+        read_late: Callable[[], None] = lambda: None,
     ) -> None:
         self._ledger, self._local_gradient, self._recorder = ledger, local_gradient, recorder
+        self._read_late = read_late
         self._stepped: Callable[[], None] = lambda: None  # ends the span of the step under way
         self.guard(parameters)
         self._synchronizations_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -45,8 +47,9 @@ class StepGuard:
         self._ours = {id(parameter) for parameter in parameters}
 
     def before(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step. Raises what :meth:`expect_whole` raises."""
+        """The optimizer is about to step. Raises what :meth:`expect_whole` raises, and ``read_late()``."""
         if self._trains_ours(optimizer):
+            self._read_late()
             self.expect_whole("optimizer.step()", self._synchronizations_seen.get(optimizer, 0))
             self._synchronizations_seen[optimizer] = self._ledger.synchronizations
             self._ledger.optimizers.add(optimizer)

@@ -31,6 +31,9 @@ class Member(Protocol):
     def settle(self) -> Generator[None, None, None]:
         """Take part in what peers wait for: launch, pause, wait, pause; when closed, restore the gradients."""
 
+    def read_blocks(self) -> None:
+        """Carry a backward to its end that has shown averages before it read control blocks, if there is one."""
+
 
 def enter(member: Member) -> None:
     """Let `member` take part from now on, as long as it lives."""
@@ -60,10 +63,25 @@ def settle_all() -> None:
             restoring.close()
 
 
+def read_all() -> None:
+    """Read the control blocks that are not read yet, of all wrappers in the same order on every rank.
+
+    Raises:
+        PacelineError: the first error, once all are read.
+    """
+    errors: list[BaseException] = []
+    for member in _in_order():
+        try:
+            member.read_blocks()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 def _in_order() -> list[Member]:
     """All members in the order in which they came, which is that of the program."""
-    members = _members()
-    return list(members.values()) if members else []
+    return [member for reference in _members().valuerefs() if (member := reference()) is not None]
 
 
 @cache

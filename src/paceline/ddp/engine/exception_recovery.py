@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from paceline.ddp.engine.backward import Backward, Phase
+from paceline.ddp.engine.backward import Backward
+from paceline.ddp.engine.phase import Phase
 
 
 def restore_gradients(backward: Backward) -> None:

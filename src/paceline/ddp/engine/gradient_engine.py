@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.torch_internals.compile import class_never_compiled
 
 if TYPE_CHECKING:
+    from paceline.ddp.engine.exposed_time import ExposedTime
     from paceline.ddp.engine.reducer import Reducer
 
 
@@ -22,8 +23,8 @@ class GradientEngine:
 
     sync_enabled: bool = True
     """False inside ``no_sync``: a backward that starts now stays local."""
-    exposed_seconds: float = 0.0
-    """Time waited for communication at the end of backwards, in seconds, since the wrapper was made."""
+    exposed_time: ExposedTime | None = None
+    """The time waited for communication at the end of backwards; None where there is none."""
 
     def hook_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward, so that its backward is noticed.
@@ -51,8 +52,19 @@ class GradientEngine:
             UsageError: names one that differs.
         """
 
+    def read_late(self) -> None:
+        """Read what other ranks reported of the last backward, where that was left for later, and do what it asks for.
+
+        Called before gradients are used.
+
+        Raises:
+            PacelineError: what the end of backward raises elsewhere.
+        """
+
     def settle_aborted(self) -> None:
         """Take part in what other ranks wait for since this rank's backward was ended by an exception.
+
+        What they reported of one that was not is read, too, as :meth:`read_late` does.
 
         Raises:
             CommunicationError: if a collective has failed before, or fails now.

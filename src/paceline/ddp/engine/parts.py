@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.join_events import JoinEvents
+from paceline.ddp.agreement.late_reading import LateReading, patience
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.config import Options
 from paceline.ddp.consistency.buffer_sync import BufferSync
@@ -17,6 +19,8 @@ from paceline.ddp.consistency.replica_check import ReplicaCheck
 from paceline.ddp.consistency.unused_parameters import UnusedReport
 from paceline.ddp.engine.arrivals import Arrivals
 from paceline.ddp.engine.bucket_set import BucketSet
+from paceline.ddp.engine.capture import expect_capturable, is_capturing
+from paceline.ddp.engine.exposed_time import ExposedTime
 from paceline.ddp.engine.module_changes import Named
 from paceline.ddp.engine.published_gradients import PublishedGradients
 from paceline.ddp.engine.shared_parameters import Sharing
@@ -76,10 +80,14 @@ class EngineParts:
     """Inside ``join``, tells ranks that ran out of data what comes next."""
     replica_check: ReplicaCheck | None
     """Compares replicas from time to time."""
+    late_reading: LateReading
+    """Decides whether control blocks are read at the end of backward or later."""
     finisher: Finisher
     """Makes a bucket's gradients the same on every rank."""
     check_finite: bool
     """Whether gradients are checked for NaN and Inf."""
+    exposed_time: ExposedTime
+    """Adds up how long backwards wait for communication."""
 
     def rebuilt(self, named: Named, hook: GradientHook) -> EngineParts:
         """The parts for the parameters `named`, which are the module's from now on."""
@@ -88,8 +96,8 @@ class EngineParts:
         local = [as_local(parameter) for parameter in given]
         parameters, channel, storage = list(local), self.channel, self.storage
         storage.use_parameters(names, parameters, self.new_parameters.watch.sparse(given))
-        channel.free(self.control.vector)
-        control = ControlBlock(names, channel.rank, channel.size, channel.allocate)
+        channel.host.free(self.control.vector)
+        control = ControlBlock(names, channel.rank, channel.size, channel.host.allocate)
         sharing = self.sharing.renewed(names, given, parameters)
         published = PublishedGradients(names, parameters, storage, sharing)
         gradients = ((index, parameter.grad) for index, parameter in enumerate(parameters))
@@ -106,6 +114,17 @@ class EngineParts:
             published=published,
             unused=UnusedReport(self.options.unused, names, parameters, channel),
         )
+
+    def expect_ready(self) -> None:
+        """Refuse a backward that cannot be carried out, before anything else.
+
+        Raises:
+            CommunicationError: as :meth:`.Channel.expect_open`.
+            UsageError: as :func:`.expect_capturable`.
+        """
+        self.channel.expect_open()
+        if is_capturing(self.exposed_time.device):
+            expect_capturable(self)
 
     def follow_layout(self) -> None:
         """Use the buckets as they are from now on; the order of arrival is no longer asked for."""
@@ -146,7 +165,7 @@ def make_parts(
         parameters,
         storage,
         _expecting_all(parameters, storage, hook),
-        ControlBlock(names, channel.rank, channel.size, channel.allocate),
+        ControlBlock(names, channel.rank, channel.size, channel.host.allocate),
         sharing,
         PublishedGradients(names, parameters, storage, sharing),
         UnusedReport(options.unused, names, parameters, channel),
@@ -158,8 +177,10 @@ def make_parts(
         buffers,
         join,
         replica_check,
+        LateReading(is_wanted=channel.host is not channel, patience=patience()),
         AllReduce(channel, ledger, recorder, sums),
         options.check_finite,
+        ExposedTime(parameters[0].device if parameters else torch.device("cpu")),
     )
 
 

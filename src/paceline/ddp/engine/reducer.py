@@ -13,7 +13,7 @@ Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,25 +22,28 @@ from torch import Tensor, nn
 
 from paceline.ddp.agreement.join_events import Event
 from paceline.ddp.consistency.gradient_check import expect_equal_gradients
-from paceline.ddp.engine.backward import Backward, Phase
+from paceline.ddp.engine.backward import Backward
 from paceline.ddp.engine.bucket_set import BucketSet
-from paceline.ddp.engine.concurrent_wrappers import begin_others, enter, settle_all
-from paceline.ddp.engine.exception_recovery import restore_gradients, settle
-from paceline.ddp.engine.gradient_engine import GradientEngine
+from paceline.ddp.engine.concurrent_wrappers import begin_others, enter
+from paceline.ddp.engine.ending import Ending
+from paceline.ddp.engine.exception_recovery import restore_gradients
+from paceline.ddp.engine.many_gradients import none_has_gradient
 from paceline.ddp.engine.new_parameters import AgreedChange
 from paceline.ddp.engine.optimizer_in_backward import OptimizersInBackward, optimizer_inside
 from paceline.ddp.engine.parts import EngineParts, GradientHook
 from paceline.ddp.engine.pending_forwards import Forward, PendingForwards
+from paceline.ddp.engine.phase import Phase
+from paceline.ddp.engine.settling import Settling
 from paceline.ddp.transport.channel import Channel, Pausing
 from paceline.ddp.transport.finisher import Finisher
-from paceline.errors import CommunicationError, ReplicaMismatch, UsageError
+from paceline.errors import ReplicaMismatch
 from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
 from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
 from paceline.tracing import BACKWARD, Recorder
 
 
 @class_never_compiled
-class Reducer(GradientEngine):
+class Reducer(Settling):
     """Owns the buckets of one wrapper and carries each synchronized backward from its start to its end.
 
     Args:
@@ -49,11 +52,10 @@ class Reducer(GradientEngine):
 
     def __init__(self, make: Callable[[GradientHook], EngineParts]) -> None:
         self._parts = make(self._gradient_arrived)
-        """Replaced between two backwards only; a backward keeps those that it began with."""
+        self.exposed_time = self._parts.exposed_time
         self._forwards = PendingForwards(self._parts.ledger, self.backward_reached)
         """The forwards whose backward has not come yet."""
         self._backward = Backward(self._parts)
-        """The backward under way, or one that was ended by an exception; an idle one between two."""
         self._notice(self._parts.given)
         enter(self)
 
@@ -112,6 +114,7 @@ class Reducer(GradientEngine):
         """A backward has reached an output of the wrapper."""
         ledger = self._parts.ledger
         expect_eager_backward(self._parts.channel.rank)
+        self._backward.look_for_end()
         block = forward.block if forward is not None else None
         if self._backward.is_under_way:
             ledger.expect_one_mean(block)
@@ -164,7 +167,7 @@ class Reducer(GradientEngine):
 
     def _begin(self) -> None:
         parts = self._parts
-        parts.channel.expect_open()
+        parts.expect_ready()
         share = parts.sharing.begin()
         try:
             is_stepped_inside = bool(self._in_backward) or parts.finisher.steps_inside
@@ -178,7 +181,7 @@ class Reducer(GradientEngine):
             raise
         self._forwards.is_unseen = False
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
-        clear = all(parameter.grad is None for parameter in parts.parameters)
+        clear = none_has_gradient(parts.parameters)
         at_end = parts.finisher.launches_at_end(shadowed=shadowed)
         self._backward = backward = Backward(parts, clear, share, at_end, on_abort=restore_gradients)
         backward.ending = self._end(backward)
@@ -195,34 +198,35 @@ class Reducer(GradientEngine):
             # A backward of something else than this wrapper's outputs, which is meant if a forward waits for it.
             # Gradients that came unnoticed before are found at the end, as nothing is launched that was not seen.
             sharing = self._parts.sharing
-            is_common = index in sharing.common
-            if not self._forwards.may_have_ended_in(is_common=is_common) or sharing.is_partner_active:
+            if not self._forwards.may_have_ended_in(is_common=index in sharing.common) or sharing.is_partner_active:
                 return
-            self.backward_reached(_nothing, None, parameter)
+            self.backward_reached(lambda: None, None, parameter)
             if self._backward.phase is not Phase.LAUNCHING:
                 return
-        self._parts.arrivals.arrived(index)
-        backward, buckets = self._backward, self.storage.buckets
-        while not backward.at_end and backward.next < len(buckets) and self._parts.arrivals.complete(backward.next):
-            backward.launch(buckets[backward.next])
-        self._parts.channel.progress()
+        parts, backward = self._parts, self._backward
+        parts.arrivals.arrived(index)
+        if not backward.at_end:
+            for number, gradients in parts.arrivals.complete_from(backward.next):
+                backward.launch(parts.storage.buckets[number], gradients)
+        parts.channel.progress()
 
     # -- 6. backward ends ---------------------------------------------------------------------------------------
 
     def _end(self, backward: Backward) -> Pausing[None]:
         parts = self._parts
         try:
-            outcome = yield from backward.end()
+            outcome = yield from Ending(backward).run()
         except BaseException:  # KeyboardInterrupt, too: the others' collectives are not met any more
             backward.enter(Phase.BROKEN)
             raise
-        self.exposed_seconds += backward.exposed_seconds
         backward.enter(Phase.IDLE)
         self._backward = Backward(self._parts)  # what was launched, and what hooks returned, is let go
         parts.sharing.end()
         if backward.is_settling:  # the exception that ended it has been seen
             return
         parts.control.check(outcome.statuses)
+        if outcome.used is not None:
+            raise outcome.used
         parts.unused.say(outcome.unused)
         if outcome.drift is not None:
             raise ReplicaMismatch(outcome.drift)
@@ -254,7 +258,7 @@ class Reducer(GradientEngine):
         self._backward = Backward(self._parts)
         self._notice(self._parts.given)
 
-    # -- without a backward, and after one that failed ----------------------------------------------------------
+    # -- without a backward ---------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Average what ``p.grad`` holds now, without a backward; a parameter without gradient counts as zero."""
@@ -268,34 +272,6 @@ class Reducer(GradientEngine):
         self._begin()
         if not self._backward.at_end:
             self._backward.advance()
-
-    def complete(self) -> None:
-        """Carry a synchronization to its end."""
-        while self._backward.advance():
-            pass
-
-    @property
-    def is_aborted(self) -> bool:
-        """Whether an exception ended a backward, of which peers still wait for this rank's part."""
-        return self._backward.phase is Phase.ABORTED
-
-    def settle(self) -> Generator[None, None, None]:
-        """Carry the backward that an exception ended to its end."""
-        return settle(self._backward)
-
-    def settle_aborted(self) -> None:
-        """Take part in what other ranks wait for since an exception, as do all wrappers that it ran through."""
-        if self._backward.phase is Phase.BROKEN:
-            raise CommunicationError(
-                f"rank {self._parts.channel.rank}: a step of this model has failed in the middle before, so ranks no "
-                "longer agree on where they are; start again from the last checkpoint"
-            )
-        settle_all()
-
-    def expect_idle(self) -> None:
-        """Refuse to go on where a backward has not come to its end."""
-        if (phase := self._backward.phase) is not Phase.IDLE:
-            raise UsageError(f"rank {self._parts.channel.rank}: the last backward has not ended: {phase.value}")
 
     def expect_equal(self) -> None:
         """Refuse gradients that are not the same on every rank."""
@@ -314,7 +290,3 @@ class Reducer(GradientEngine):
         self._forwards.close()
         self._parts.sharing.close()
         self._backward.forget_task()
-
-
-def _nothing() -> None:
-    """For a backward that began without an output."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.ddp.agreement.control_block import non_finite
 from paceline.ddp.agreement.ledger import Block, Ledger
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, compute_scale
+from paceline.ddp.engine.capture import CHECK_FINITE, cannot_capture, is_capturing
 from paceline.ddp.engine.finite_check import FiniteCheck
 from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.module_changes import ModuleWatch, Named
@@ -21,7 +22,7 @@ from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.engine.shared_parameters import Share, Sharing
 from paceline.ddp.engine.sparse import stored_elements
 from paceline.errors import DesyncError
-from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
+from paceline.torch_internals.autograd import Accumulators, GraphTask, has_ended, queue_callback
 from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
 from paceline.torch_internals.dtensor import as_local, release
 from paceline.torch_internals.tensors import multiply_each
@@ -86,7 +87,10 @@ class SingleRankEngine(GradientEngine):
                 output.register_hook(partial(self._output_hook, block))
 
     def _output_hook(self, block: Block | None, _gradient: Tensor) -> None:
-        if self._task is not None and self._task() is not None:  # under way
+        task = self._task() if self._task is not None else None
+        if task is not None and has_ended(task.number):  # by an exception, though a thread of autograd still holds it
+            self._task_gone(None)
+        elif task is not None:  # under way
             self._ledger.expect_one_mean(block)
             return
         self._look_at_module()
@@ -133,6 +137,7 @@ class SingleRankEngine(GradientEngine):
                 "some micro-batches of this step ran inside model.weight() and some outside; weigh all or none"
             )
         if weighting & WEIGHTED:
+            self._ledger.add_up()
             self._scale(compute_scale([self._ledger.status.note]))
         self._ledger.synchronized()
         self._sharing.show(dict.fromkeys(self._share.aside), self._share)
@@ -154,6 +159,8 @@ class SingleRankEngine(GradientEngine):
     def _expect_finite(self) -> None:
         gradients = {index: parameter.grad for index, parameter in enumerate(self._parameters)}
         present = {index: stored_elements(gradient) for index, gradient in gradients.items() if gradient is not None}
+        if any(is_capturing(gradient.device) for gradient in present.values()):
+            raise cannot_capture(CHECK_FINITE, 0)
         check = FiniteCheck()
         check.add(present.keys(), present.values())
         if bad := check.found():

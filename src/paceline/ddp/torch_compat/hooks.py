@@ -15,9 +15,9 @@ from paceline.ddp.config import Options
 from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.sparse import sparse_by_layer
 from paceline.ddp.replica import Replica
-from paceline.ddp.transport.channel import timeout_of
 from paceline.ddp.transport.comm_hook import HookFinisher
 from paceline.ddp.transport.hook_signature import Hook, check_hook, name_of
+from paceline.ddp.transport.opening import timeout_of
 from paceline.errors import UsageError
 from paceline.torch_internals.ddp import BuiltinCommHookType as Builtin
 from paceline.torch_internals.ddp import fuse_optimizer

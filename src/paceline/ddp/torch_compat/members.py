@@ -6,7 +6,7 @@ The table is in docs/drop-in.md, and a test compares it with the installed torch
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -170,6 +170,20 @@ class TorchMembers:
 
     # -- what frameworks read and call --------------------------------------------------------------------------
 
+    def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's, whose gradients are whole from now on, where ranks read late what the others reported."""
+        self._read_late()
+        return super().named_parameters(*arguments, **options)  # type: ignore[misc,no-any-return]
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """The module's, with torch's prefix ``module.``."""
+        self._read_late()
+        return super().state_dict(*arguments, **options)  # type: ignore[misc]
+
+    def _read_late(self) -> None:
+        if (engine := vars(self).get("_engine")) is not None:  # none while the wrapper is made
+            engine.read_late()
+
     @property
     def device_type(self) -> str:
         """The kind of device that the module lives on."""
@@ -237,6 +251,7 @@ class TorchMembers:
 
     def _remove_autograd_hooks(self) -> None:
         """Let go of the module, so that another wrapper can take it."""
+        self._engine.read_late()
         self._engine.close()
 
     def _set_sparse_metadata(self, global_unique_ids: object) -> None:

@@ -8,13 +8,12 @@ own.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import pickle
 import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
-from datetime import timedelta
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, TypeAlias, TypeVar
 from weakref import WeakSet
@@ -23,20 +22,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.c10d.process_group import PacelineProcessGroup
-from paceline.comm.own_group import is_alive, open_own_group
+from paceline.comm.own_group import is_alive
+from paceline.comm.registered_memory import RegisteredMemory
 from paceline.comm.shm.header import Note
+from paceline.communicators import release
 from paceline.ddp.agreement.weighting import compute_scale
 from paceline.errors import CommunicationError, PacelineError
-from paceline.rollcall import called_by_all, collective, failed
+from paceline.rollcall import failed
 from paceline.torch_internals.c10d import (
     AllgatherOptions,
     AllreduceOptions,
     ReduceScatterOptions,
     broadcast_coalesced,
 )
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Pausing: TypeAlias = Generator[bool, None, Result]
@@ -55,6 +53,13 @@ class Launched(Protocol):
         """Return when it is finished."""
 
 
+@dataclass
+class Outstanding:
+    """How many collectives were launched and not waited for with success."""
+
+    count: int = 0
+
+
 class Channel:
     """The collectives of one wrapper; every method is called in the same order on every rank of `group`."""
 
@@ -63,7 +68,7 @@ class Channel:
     blocks = False
     """Whether a launch returns only when every rank has taken part."""
 
-    def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, own: Any, memory: RegisteredMemory | None = None) -> None:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.group = own
@@ -72,10 +77,17 @@ class Channel:
         self.members = dist.get_process_group_ranks(group)
         """The ranks of the group, in its order, as messages call them."""
         self.name: str = own.group_name
+        self.host: Channel = self
+        """Carries what lies in the host's memory; another channel where gradients are on GPUs."""
         self._given = group
+        self._memory = memory  # where tensors on its device are allocated; None for the usual place
         self._process = os.getpid()
-        self._outstanding = 0  # launched and not waited for with success
+        self._outstanding = Outstanding()
         _channels().add(self)
+
+    def use_host(self, host: Channel) -> None:
+        """Let `host` carry what lies in the host's memory. Its collectives may be waited for here as well as there."""
+        self.host, host._outstanding = host, self._outstanding
 
     def expect_open(self) -> None:
         """Refuse to begin anything where nobody would answer.
@@ -96,6 +108,8 @@ class Channel:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """A zeroed flat tensor that reductions take best."""
+        if self._memory is not None and torch.device(device) == self._memory.device:
+            return self._memory.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def free(self, tensor: Tensor) -> None:
@@ -103,10 +117,8 @@ class Channel:
 
     def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place, scaled as `note` says if the channel :attr:`scales`."""
-        options = AllreduceOptions()
-        options.asyncOp = True
-        work: dist.Work = self.group.allreduce([tensor], options)
-        self._outstanding += 1
+        work: dist.Work = self.group.allreduce([tensor], _asynchronous())
+        self._outstanding.count += 1
         return work
 
     def progress(self) -> None:
@@ -128,7 +140,7 @@ class Channel:
         options = ReduceScatterOptions()
         options.asyncOp = True
         work: dist.Work = self.group._reduce_scatter_base(self.shard(flat), flat, options)
-        self._outstanding += 1
+        self._outstanding.count += 1
         return work
 
     def all_gather(self, flat: Tensor) -> Launched:
@@ -140,7 +152,7 @@ class Channel:
         options = AllgatherOptions()
         options.asyncOp = True
         work: dist.Work = self.group._allgather_base(flat, self.shard(flat), options)
-        self._outstanding += 1
+        self._outstanding.count += 1
         return work
 
     def shard(self, flat: Tensor) -> Tensor:
@@ -159,7 +171,7 @@ class Channel:
         # As a sum to which each rank contributes its own row: every backend has that, and whole numbers stay exact.
         table = torch.zeros(self.size, *row.shape, dtype=row.dtype)
         table[self.rank] = row
-        return table, self.all_reduce(table)
+        return table, self.host.all_reduce(table)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, in the order of ranks."""
@@ -179,14 +191,14 @@ class Channel:
             CommunicationError: if it failed; names `what` and this rank.
         """
         self.run(what, launched.wait)
-        self._outstanding -= 1
+        self._outstanding.count -= 1
 
     def linger(self, launched: Any, seconds: float) -> None:
         """Carry `launched` on until it is finished or failed, for at most so many seconds, without raising."""
         end = time.monotonic() + seconds
         with suppress(Exception):
             while not launched.is_completed() and time.monotonic() < end:
-                self.progress()
+                self.host.progress()
                 time.sleep(0.001)
 
     def run(self, what: str, function: Any, *arguments: Any, **options: Any) -> None:
@@ -199,9 +211,11 @@ class Channel:
             raise failed(what, self.members, self.members[self.rank], error) from error
 
     def close(self) -> None:
-        """Give the channel's connections back."""
+        """Give the channel's connections back; those of NCCL when all ranks have done so."""
+        if self.host.group is not self.group:  # one group may carry both
+            self.host.close()
         if self.group is not None:
-            self.group.shutdown()
+            release(self.group, is_clean=self._outstanding.count == 0)
 
     def join_threads(self) -> None:
         """At the end of the process: let Gloo's threads end, if nothing is under way for which they could wait.
@@ -210,8 +224,16 @@ class Channel:
         interpreter ends cannot get the interpreter's lock, and aborts the process.
         """
         is_gloo = self.group is not None and self.group.name() == "gloo"
-        if is_gloo and os.getpid() == self._process and self._outstanding == 0:
+        if is_gloo and os.getpid() == self._process and self._outstanding.count == 0:
             self.group = None  # its destructor joins them
+
+
+@cache
+def _asynchronous() -> AllreduceOptions:
+    """Options of a plain sum, made once."""
+    options = AllreduceOptions()
+    options.asyncOp = True
+    return options
 
 
 @cache
@@ -243,6 +265,7 @@ class SharedChannel(Channel):
 
     def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
         """Launch the sum of `tensor`; one that :meth:`allocate` did not give takes a copy there and back."""
+        self._outstanding.count += 1
         return _InSharedMemory(self, tensor, note)
 
     def progress(self) -> None:
@@ -283,29 +306,3 @@ def gather_numbers(channel: Channel, numbers: Sequence[int], what: str) -> Pausi
     channel.wait(launched, what)
     rows: list[list[int]] = table.tolist()
     return rows
-
-
-def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
-    """A channel among the ranks of `group` for gradients on `device`; called by all of them together."""
-    # The control block is host data: beside CUDA tensors it goes over Gloo, which stalls no stream.
-    # Otherwise the backend is the group's own, which need not be that of the world.
-    on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
-    backend = "cpu:gloo,cuda:nccl" if on_nccl else dist.get_backend(group)
-    with called_by_all("DistributedDataParallel(…)"), collective("connection of the ranks", group):
-        own = open_own_group(group, backend, timeout_of(group, device))
-    shared = device.type == "cpu" and isinstance(own, PacelineProcessGroup) and own.native
-    logger.info(
-        "rank %d: gradients travel through %s",
-        dist.get_rank(group),
-        "shared memory" if shared else f"the group's backend, {backend}",
-    )
-    return SharedChannel(group, own) if shared else Channel(group, own)
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The group's own timeout, which a group made from it does not inherit by itself."""
-    if isinstance(group, PacelineProcessGroup):
-        return group.timeout
-    options = getattr(group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else None

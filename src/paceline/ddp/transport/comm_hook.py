@@ -41,8 +41,11 @@ GRACE_S = 5.0
 class HookFinisher:
     """Has `hook` finish the buckets."""
 
+    is_capturable = False
+    """A hook may do anything on the host."""
     steps_inside: bool
     """Whether the hook also runs an optimizer, which cannot know of weights."""
+    reads_late = False
     layers_first: bool
     """Whether buckets are launched at the end of backward, when layers have no collectives to run any more."""
 
@@ -124,7 +127,7 @@ class HookFinisher:
             raise
         return _Answer(future, bucket.flat, shown, where, self._timeout)
 
-    def wait(self, buckets: Sequence[Launched], block: Launched, control: ControlBlock) -> None:
+    def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Put what the hook answered into the buckets.
 
         Raises:
@@ -132,6 +135,7 @@ class HookFinisher:
             DesyncError: if it was so on another rank.
             CommunicationError: if another rank ended or did not come.
         """
+        assert block is not None, "it tells whether a hook failed elsewhere, which is asked before its buckets"
         if (error := self._untold) is not None:
             self._untold = None
             self._channel.linger(block, GRACE_S)  # for those that wait for it; not for one that is stuck in the hook

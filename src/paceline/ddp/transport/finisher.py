@@ -34,6 +34,12 @@ class Finisher(Protocol):
 
     steps_inside: bool
     """Whether an optimizer steps with each bucket as soon as that is reduced."""
+    reads_late: bool
+    """Whether :meth:`wait` may be called without the control block, which is read later."""
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can hold all that it does, which are operations of the device then."""
 
     @property
     def failed(self) -> bool:
@@ -52,8 +58,11 @@ class Finisher(Protocol):
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Hand bucket number `at` to communication."""
 
-    def wait(self, buckets: Sequence[Launched], block: Launched, control: ControlBlock) -> None:
-        """Wait for all that :meth:`launch` returned, in its order, and for the `block` that becomes `control`."""
+    def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
+        """Wait for all that :meth:`launch` returned, in its order, and for the `block` that becomes `control`.
+
+        None where the block is read later, which only a finisher may be asked for that :attr:`reads_late`.
+        """
 
     def scale(self, bucket: Bucket, notes: Notes) -> None:
         """Make what came back into a bucket the average, or the part of it that this rank is to hold."""
@@ -75,10 +84,16 @@ class AllReduce:
     """The sum over the ranks, scaled to the mean or by the weights."""
 
     steps_inside = False
+    reads_late = True
 
     def __init__(self, channel: Channel, ledger: Ledger, recorder: Recorder, sums: Sums | None = None) -> None:
         self._channel, self._ledger, self._recorder = channel, ledger, recorder
         self._sums = channel if sums is None else sums
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether sums are the backend's own."""
+        return not self._sums.blocks
 
     @property
     def failed(self) -> bool:
@@ -108,12 +123,13 @@ class AllReduce:
             bucket.flat.mul_(1 / self._sums.size)
         return self._sums.all_reduce(bucket.flat)
 
-    def wait(self, buckets: Sequence[Launched], block: Launched, control: ControlBlock) -> None:
+    def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Wait for them in the order of launch."""
         for at, launched in enumerate(buckets):
             with self._recorder.span(BUCKET_WAIT, at):
                 self._channel.wait(launched, f"all-reduce of gradient bucket {at}")
-        self._channel.wait(block, CONTROL)
+        if block is not None:
+            self._channel.wait(block, CONTROL)
 
     def scale(self, bucket: Bucket, notes: Notes) -> None:
         """Multiply what came back, unless it is the average already."""

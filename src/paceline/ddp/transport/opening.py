@@ -1,0 +1,91 @@
+"""Opens a wrapper's channel: which groups carry its gradients, and what hosts tell each other beside them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.c10d.process_group import NAME, PacelineProcessGroup
+from paceline.comm.own_group import open_own_group
+from paceline.comm.registered_memory import RegisteredMemory
+from paceline.ddp.agreement.late_reading import APART
+from paceline.ddp.config import NcclOptions
+from paceline.ddp.transport.channel import Channel, SharedChannel
+from paceline.ddp.transport.device_channel import DeviceChannel, HostChannel
+from paceline.errors import CommunicationError
+from paceline.rollcall import called_by_all, collective
+from paceline.torch_internals.nccl import nccl_of
+
+DEFAULT = NcclOptions()
+logger = logging.getLogger(__name__)
+
+
+def open_channel(group: dist.ProcessGroup, device: torch.device, nccl: NcclOptions = DEFAULT) -> Channel:
+    """A channel among the ranks of `group` for gradients on `device`; called by all of them together.
+
+    Raises:
+        CommunicationError: if a rank does not come in time, or cannot be connected with.
+    """
+    on_cpu = device.type == "cpu"
+    # The backend is the group's own, which need not be that of the world.
+    on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
+    backend = "nccl" if on_nccl else dist.get_backend(group)
+    timeout = timeout_of(group, device)
+    with called_by_all("DistributedDataParallel(…)"), collective("connection of the ranks", group):
+        own = open_own_group(group, backend, timeout, high_priority=nccl.high_priority)
+        is_shared = isinstance(own, PacelineProcessGroup) and own.native
+        channel: Channel
+        if on_cpu:
+            channel = SharedChannel(group, own) if is_shared else Channel(group, own)
+        else:
+            memory = RegisteredMemory(nccl_of(own), device) if nccl.registered_buckets else None
+            channel = DeviceChannel(group, own, device, memory)
+        if not on_cpu or APART in os.environ:
+            channel.use_host(_open_host_channel(group, timeout, own if is_shared and not on_cpu else None))
+    through = "shared memory" if on_cpu and is_shared else f"the group's backend, {backend}"
+    logger.info("rank %d: gradients travel through %s", dist.get_rank(group), through)
+    return channel
+
+
+def _open_host_channel(group: dist.ProcessGroup, timeout: timedelta | None, present: Any) -> Channel:
+    """A channel for what the ranks' hosts tell each other, over `present` if such a group is there already."""
+    own = present or open_host_group(group, timeout)
+    logger.info(
+        "rank %d: control blocks travel through %s",
+        dist.get_rank(group),
+        "shared memory" if own.native else "shared memory and Gloo" if own.shares_memory else "Gloo",
+    )
+    return HostChannel(group, own) if own.native else Channel(group, own)
+
+
+def open_host_group(group: dist.ProcessGroup, timeout: timedelta | None) -> PacelineProcessGroup:
+    """Open a group of the ranks of `group` that carries host data: through shared memory, and Gloo between hosts.
+
+    Raises:
+        CommunicationError: if the ranks cannot be connected; says what for, which a job on GPUs does not expect.
+    """
+    try:
+        with warnings.catch_warnings():  # that it may be Gloo alone is no news to a user of GPUs; the log has it
+            warnings.filterwarnings("ignore", message="the process group uses Gloo")
+            own: PacelineProcessGroup = open_own_group(group, NAME, timeout)
+    except CommunicationError as error:
+        raise CommunicationError(
+            "beside gradients on GPUs, ranks exchange control blocks between their CPUs, which takes Gloo and TCP "
+            f"between the hosts also where the world was initialized with NCCL alone: {error}"
+        ).because_of(error.blamed or ()) from error
+    return own
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The group's own timeout, which a group made from it does not inherit by itself."""
+    if isinstance(group, PacelineProcessGroup):
+        return group.timeout
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None

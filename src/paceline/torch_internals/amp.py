@@ -1,0 +1,14 @@
+"""Asks whether ``torch.amp.GradScaler`` has changed gradients, of which autograd's version counters learn nothing."""
+
+from __future__ import annotations
+
+import gc
+
+from torch.amp.grad_scaler import GradScaler, OptState
+
+
+def have_unscaled() -> bool:
+    """Whether some optimizer's gradients were unscaled, and its step is still to come; looks through all objects."""
+    scalers = [found for found in gc.get_objects() if issubclass(type(found), GradScaler)]
+    states = [state for scaler in scalers for state in scaler._per_optimizer_states.values()]
+    return any(state["stage"] is not OptState.READY for state in states)
