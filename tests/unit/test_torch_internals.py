@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import math
 import pkgutil
 import re
 import warnings
@@ -187,11 +188,11 @@ def _() -> None:
     assert [target.tolist() for target in targets] == [[1, 1], [1]]
 
 
-@contract("torch._foreach_add_")
+@contract("torch._foreach_norm")
 def _() -> None:
-    targets = [torch.ones(2), torch.ones(1)]
-    tensors.add_each(targets, [torch.ones(2), torch.full((1,), 2.0)])
-    assert [target.tolist() for target in targets] == [[2, 2], [3]]
+    norms = tensors.norm_each([torch.tensor([1.0, -3.0]), torch.tensor([math.nan, 5.0])])
+    assert norms[0].item() == 3
+    assert norms[1].isnan()
 
 
 @contract("torch._foreach_mul_")
