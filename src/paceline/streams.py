@@ -5,7 +5,7 @@ This is the one place that asks torch for streams, so that tests can put others 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -47,6 +47,20 @@ def keep(tensor: Tensor) -> None:
 def may_hold(flag: Tensor) -> bool:
     """Whether `flag`, one truth value, may hold: what it says where the host reads it for nothing, else True."""
     return is_queued(flag.device) or bool(flag)
+
+
+def read_later(number: Tensor) -> Callable[[], float]:
+    """Send `number`, one element, to the host; returns a function that waits for it, and for nothing queued behind."""
+    copy = torch.empty((), dtype=torch.float64, pin_memory=True)
+    copy.copy_(number.detach().reshape(()), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(current_stream(number.device))
+
+    def read() -> float:
+        event.synchronize()
+        return float(copy)
+
+    return read
 
 
 class SideStream:

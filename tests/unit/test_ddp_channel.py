@@ -83,6 +83,27 @@ def test_host_data_beside_gradients_on_a_device_has_a_channel_of_its_own(
         assert not [text for text in warned if "uses Gloo" in text and backend == "gloo"]  # it is no news
 
 
+def beside_a_gpu(world: World) -> tuple[str, list[float], list[float], int]:
+    """What the channel of a model on a GPU does with tensors that are not there."""
+    channel = open_channel(dist.group.WORLD, torch.device("cuda"))
+    vector = channel.allocate(LENGTH, torch.float32)
+    vector.copy_(values(world.rank))
+    channel.wait(channel.all_reduce(vector), "sum of what is on the CPU")
+    buffers = [values(world.rank), torch.tensor([world.rank])]
+    channel.broadcast(buffers, 1)
+    channel.free(vector)
+    channel.progress()
+    made = type(channel).__name__
+    channel.close()
+    return made, vector.tolist(), buffers[0].tolist(), int(buffers[1])
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_what_a_model_on_a_gpu_has_on_the_cpu_goes_through_the_host_channel(backend: str) -> None:
+    total = (values(0) + values(1)).tolist()
+    assert run_ranks(2, beside_a_gpu, backend=backend) == [("DeviceChannel", total, values(1).tolist(), 1)] * 2
+
+
 def read_without_the_other(world: World) -> list[float]:
     """Rank 1 launches and goes elsewhere; rank 0 reads all the same, and both read in the end."""
     os.environ[APART] = "1"

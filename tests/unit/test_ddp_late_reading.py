@@ -22,7 +22,6 @@ from paceline.ddp import DistributedDataParallel
 from paceline.ddp.agreement.late_reading import APART, USUAL_STEPS, LateReading
 from paceline.ddp.engine.phase import Phase
 from paceline.errors import PacelineError, UsageError
-from paceline.torch_internals.amp import have_unscaled
 from paceline.world import World
 from twins import Pools
 
@@ -305,16 +304,3 @@ def test_where_blocks_travel_with_the_gradients_nothing_is_read_late() -> None:
     reading_late = LateReading(is_wanted=False, patience=0)
     reading_late.note(is_usual=True)
     assert not reading_late.is_allowed
-
-
-def test_a_scaler_is_known_to_have_unscaled_until_it_is_updated() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter])
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(parameter.sum()).backward()
-    assert not have_unscaled()
-    scaler.unscale_(optimizer)
-    assert have_unscaled()
-    scaler.step(optimizer)
-    scaler.update()
-    assert not have_unscaled()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -224,3 +225,78 @@ def test_a_capacity_is_a_number_above_zero(cap: Any, caps: Any) -> None:
 
 def test_the_list_of_capacities_wins_as_in_torch() -> None:
     assert capacities(7, [1, 2]) == capacities(None, [1, 2])
+
+
+# -- weights on a GPU -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Takes tensors for ones on a GPU; holds the numbers that the host has waited for."""
+    numbers: list[float] = []
+
+    def read_later(number: torch.Tensor) -> Callable[[], float]:
+        def read() -> float:
+            numbers.append(float(number))
+            return numbers[-1]
+
+        return read
+
+    monkeypatch.setattr("paceline.ddp.agreement.ledger.is_queued", lambda _: True)
+    monkeypatch.setattr("paceline.ddp.agreement.ledger.read_later", read_later)
+    return numbers
+
+
+def test_a_weight_on_a_gpu_is_waited_for_when_the_rank_reports_and_not_before(asked: list[float]) -> None:
+    """The host would stop at ``model.weight(count)`` until the GPU has done all that is queued before the count."""
+    ledger = Ledger()
+    ledger._mistaken_means._looks = 0  # which looks at the first weights
+    for weight in (torch.tensor(2), torch.tensor([3.5]), 1):
+        with ledger.weigh(weight):
+            ledger.forward_in_block()
+            ledger.backward_began()
+        assert ledger.is_weight_pending
+    assert asked == []
+    assert ledger.report(1).weight == 6.5
+    assert asked == [2, 3.5]
+    ledger.synchronized()
+    assert ledger.report(1).weight == 0
+
+
+def test_weights_on_a_gpu_that_do_not_count_are_left_out(asked: list[float]) -> None:
+    ledger = Ledger()
+    with ledger.weigh(torch.tensor(2.0)):
+        pass
+    with pytest.raises(ZeroDivisionError), ledger.weigh(torch.tensor(4.0)):
+        raise ZeroDivisionError
+    assert ledger.report(1).weight == 2
+    with ledger.weigh(torch.tensor(8.0)):
+        pass
+    ledger.contributes_nothing(counted=True)
+    assert ledger.report(1).weight == 0
+    ledger.local_backwards = 1
+    with ledger.weigh(torch.tensor(16.0)):
+        pass
+    with ledger.weigh(torch.tensor(32.0)):
+        ledger.backward_began()
+        ledger.forget_dropped([], in_backward=True)
+    assert ledger.report(1).weight == 32
+
+
+def test_a_wrong_weight_on_a_gpu_is_refused_when_the_rank_reports(asked: list[float]) -> None:
+    ledger = Ledger()
+    with ledger.weigh(torch.tensor(float("nan"))):
+        pass
+    with pytest.raises(UsageError, match="finite number >= 0"):
+        ledger.report(1)
+
+
+def test_the_mean_over_a_weight_on_a_gpu_multiplies_by_it(asked: list[float]) -> None:
+    ledger = Ledger()
+    parameter = torch.ones(1, requires_grad=True)
+    factors: list[float] = []
+    parameter.register_hook(lambda _: factors.append(ledger.factor(is_common=False)))
+    with ledger.weigh(torch.tensor(3.0), is_mean=True):
+        ledger.forward_in_block()
+        parameter.exp().backward()
+    assert factors == [3.0]

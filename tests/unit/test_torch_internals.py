@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import math
 import pkgutil
 import re
 import warnings
@@ -36,7 +35,7 @@ from torch.utils.data import DataLoader, get_worker_info
 import paceline
 from paceline.ddp.agreement.mean_loss_warning import MEAN
 from paceline.ddp.transport.grad_bucket import GradBucket
-from paceline.torch_internals import autograd, c10d, compile, data, ddp, dtensor, nccl, profiler, replicas, tensors
+from paceline.torch_internals import amp, autograd, c10d, compile, data, ddp, dtensor, nccl, profiler, replicas, tensors
 from paceline.world import World
 from ranks import run_ranks
 
@@ -190,7 +189,7 @@ def _() -> None:
 
 @contract("torch._foreach_norm")
 def _() -> None:
-    norms = tensors.norm_each([torch.tensor([1.0, -3.0]), torch.tensor([math.nan, 5.0])])
+    norms = tensors.norm_each([torch.tensor([-3.0, 2.0]), torch.tensor([1.0, float("nan")])])
     assert norms[0].item() == 3
     assert norms[1].isnan()
 
@@ -643,6 +642,20 @@ def _() -> None:
 
 
 # -- optimizers, modules, data ----------------------------------------------------------------------------------------
+
+
+@contract("GradScaler._per_optimizer_states")
+def _() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(parameter.sum()).backward()
+    assert not amp.have_unscaled()
+    scaler.unscale_(optimizer)
+    assert amp.have_unscaled()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not amp.have_unscaled()
 
 
 @contract("LRScheduler._last_lr", "Optimizer.step._wrapped_by_lr_sched")

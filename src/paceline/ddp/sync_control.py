@@ -133,7 +133,9 @@ class SyncControl(Joinable):
         self._engine.expect_equal()
         self._replica.ledger.synchronized()
 
-    def weight(self, weight: float, reduction: Literal["sum", "mean"] = "sum") -> AbstractContextManager[None]:
+    def weight(
+        self, weight: float | torch.Tensor, reduction: Literal["sum", "mean"] = "sum"
+    ) -> AbstractContextManager[None]:
         """Surround a micro-batch whose loss is a *sum*, with the number of samples or tokens it sums over.
 
         The gradient becomes Σ gradient / Σ weight over all ranks and micro-batches since the last synchronization,
@@ -155,7 +157,8 @@ class SyncControl(Joinable):
         Set gradients to None (or zero) between weighted steps, as usual; an average that is kept is summed again.
 
         Args:
-            weight: a count, or any number >= 0.
+            weight: a count, or any number >= 0; a tensor of one element, too. The host does not wait for one on a GPU,
+                and so complains of a wrong one at the end of backward.
             reduction: how the loss inside was made of its items.
 
         Raises:

@@ -225,10 +225,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _average_with(self, engine: GradientEngine) -> None:
         self._engine = engine
-        ledger, recorder = self._replica.ledger, self._recorder
-        self._guard = StepGuard(
-            self._replica.parameters(), ledger, engine.local_gradient, recorder, while_alive(engine.read_late)
-        )
+        watched = self._replica.parameters(), self._replica.ledger, engine.local_gradient, self._recorder
+        self._guard = StepGuard(*watched, while_alive(engine.read_late))
 
     def _take_over(self, named: Named, averaged: bool) -> None:
         """Guard steps over the parameters `named`, which came after wrapping, and have them `averaged` if so."""

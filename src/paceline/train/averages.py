@@ -26,10 +26,11 @@ class LossAverage:
         self._epoch = torch.zeros(2, dtype=torch.float64)  # loss and weight of all ranks, up to the last line
         self._every_rank: list[list[str]] = []  # what each rank had of its own at the last save; NaN has a text, too
 
-    def add(self, loss: Tensor, weight: float) -> None:
+    def add(self, loss: Tensor, weight: float | Tensor) -> None:
         """Add a micro-batch of this rank."""
         self._own[0] += loss.detach().squeeze().to(self._own.device)
-        self._own[1] += float(weight)
+        on_device = isinstance(weight, Tensor)  # where a number would stop the host
+        self._own[1] += torch.as_tensor(weight).detach().squeeze().to(self._own.device) if on_device else float(weight)
 
     def line(self) -> float:
         """Return the mean loss over all ranks since the last call. Collective."""

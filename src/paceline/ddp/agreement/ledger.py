@@ -6,12 +6,11 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from paceline import sources
@@ -19,6 +18,7 @@ from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.mean_loss_warning import MistakenMeans
 from paceline.ddp.agreement.weighting import UNCOUNTED, UNWEIGHTED, WEIGHTED
 from paceline.errors import UsageError
+from paceline.streams import is_queued, read_later
 from paceline.torch_internals.autograd import GraphTask, current_task, is_plain_backward, queue_callback
 
 
@@ -29,15 +29,46 @@ class Positioned(Protocol):
     position: int
 
 
-@dataclass(eq=False)
 class Block:
-    """One ``model.weight()`` block."""
+    """One ``model.weight()`` block.
 
-    weight: float
-    factor: float
-    """What gradients of its backwards are multiplied by: 1 for a summed loss, the weight for a mean."""
-    has_forward: bool = False
-    """Whether a forward of the wrapper ran inside."""
+    Args:
+        weight: a number, or a tensor of one element. One on a GPU is on its way to the host until it is asked for.
+        is_mean: whether the loss inside is a mean.
+
+    Raises:
+        UsageError: if `weight` is negative or no finite number; for one on a GPU, where it is asked for.
+    """
+
+    def __init__(self, weight: float | Tensor, *, is_mean: bool) -> None:
+        self.is_mean = is_mean
+        self.has_forward = False
+        """Whether a forward of the wrapper ran inside."""
+        self.is_on_its_way = isinstance(weight, Tensor) and is_queued(weight.device)
+        """Whether asking for the weight may have to wait."""
+        if isinstance(weight, Tensor) and self.is_on_its_way:
+            self._read = read_later(weight)
+        else:
+            self._weight = _checked(float(weight))
+
+    @property
+    def weight(self) -> float:
+        """The weight."""
+        if self.is_on_its_way:
+            self._weight = _checked(self._read())
+            self.is_on_its_way = False
+        return self._weight
+
+    @property
+    def factor(self) -> float:
+        """What gradients of its backwards are multiplied by: 1 for a summed loss, the weight for a mean."""
+        return self.weight if self.is_mean else 1.0
+
+
+def _checked(weight: float) -> float:
+    if not math.isfinite(weight) or weight < 0:
+        raise UsageError(f"model.weight() takes a finite number >= 0, such as a count of tokens, not {weight!r}")
+    return weight
 
 
 class Ledger:
@@ -58,6 +89,7 @@ class Ledger:
         self._open: list[Block] = []  # the blocks around us, the innermost last
         self._unclaimed: list[Block] = []  # whose backward has not begun
         self._weighted = 0  # weights since the last synchronization
+        self._on_their_way: list[Block] = []  # of these, those that status.weight does not hold yet
         self._current: Block | None = None  # that of the latest backward
         self._used_inside = False
         self._task = -1
@@ -66,7 +98,9 @@ class Ledger:
 
     def report(self, size: int, *, aborted: bool = False, hook_failed: bool = False) -> Status:
         """The rank's status as of now, for a group of `size` ranks."""
-        status = replace(self.status, aborted=aborted, hook_failed=hook_failed, data=sources.told(size))
+        self.add_up()
+        told: dict[str, Any] = {"aborted": aborted, "hook_failed": hook_failed, "data": sources.told(size)}
+        status = Status(**vars(self.status) | told)
         if self.sampler is not None:
             status.epoch, status.position = self.sampler.epoch, self.sampler.position
         return status
@@ -77,13 +111,24 @@ class Ledger:
         self.synchronizations += 1
         sources.note_synchronization()
         self._used_inside = bool(self._open)
-        self.status.weight, self.status.weighting, self._weighted = 0, 0, 0
+        self._weigh_again(0, 0)
         self._unclaimed.clear()
 
     def contributes_nothing(self, *, counted: bool) -> None:
         """The rank has no data in this step; `counted` if a mean divides by it all the same."""
-        self.status.weight, self.status.weighting, self._weighted = 0, 0 if counted else UNCOUNTED, 0
+        self._weigh_again(0, 0 if counted else UNCOUNTED)
         self._unclaimed.clear()
+
+    def _weigh_again(self, weight: float, weighting: int) -> None:
+        """Let what was weighed since the last synchronization be this much, of one block if there is a `weight`."""
+        self.status.weight, self.status.weighting = weight, weighting
+        self._weighted = int(bool(weighting & WEIGHTED))
+        self._on_their_way.clear()
+
+    def add_up(self) -> None:
+        """Add up the weights that have been on their way from a GPU."""
+        while self._on_their_way:
+            self.status.weight += self._on_their_way.pop(0).weight
 
     # -- forwards -----------------------------------------------------------------------------------------------
 
@@ -106,19 +151,19 @@ class Ledger:
     # -- weights ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def weigh(self, weight: float, *, is_mean: bool = False) -> Iterator[None]:
+    def weigh(self, weight: float | Tensor, *, is_mean: bool = False) -> Iterator[None]:
         """A micro-batch of `weight`, of a summed loss or a mean; one whose block raises does not count.
 
         Raises:
             UsageError: if `weight` is negative or no finite number.
         """
-        weight = float(weight)
-        if not math.isfinite(weight) or weight < 0:
-            raise UsageError(f"model.weight() takes a finite number >= 0, such as a count of tokens, not {weight!r}")
-        self.status.weight += weight
+        block = Block(weight, is_mean=is_mean)
+        if block.is_on_its_way:
+            self._on_their_way.append(block)
+        else:
+            self.status.weight += block.weight
         self.status.weighting |= WEIGHTED
         self._weighted += 1
-        block = Block(weight, weight if is_mean else 1.0)
         self._open.append(block)
         self._unclaimed.append(block)
         try:
@@ -133,6 +178,7 @@ class Ledger:
 
     def _take_back_weight(self, block: Block) -> None:
         self._weighted -= 1
+        self.add_up()
         self.status.weight = max(0.0, self.status.weight - block.weight) if self._weighted else 0.0
         if not self._weighted:  # nothing of this step is weighted
             self.status.weighting &= ~WEIGHTED
@@ -182,7 +228,7 @@ class Ledger:
             queue_callback(partial(_ended, running))
         self.expect_one_mean(block)
         if self._current is not None and self._current.factor == 1:
-            self._mistaken_means.look(self._current.weight)
+            self._mistaken_means.look(self._current)
 
     def _is_multiplied(self) -> bool:
         return self._multiplied is not None and self._multiplied() is not None
@@ -239,11 +285,11 @@ class Ledger:
             return
         self.local_backwards = 0
         if not in_backward:
-            self.status.weight, self.status.weighting, self._weighted = 0, 0, 0
+            self._weigh_again(0, 0)
         elif self._current is None:
-            self.status.weight, self.status.weighting, self._weighted = 0, UNWEIGHTED, 0
+            self._weigh_again(0, UNWEIGHTED)
         else:
-            self.status.weight, self.status.weighting, self._weighted = self._current.weight, WEIGHTED, 1
+            self._weigh_again(self._current.weight, WEIGHTED)
 
 
 def _ended(_task: GraphTask) -> None:

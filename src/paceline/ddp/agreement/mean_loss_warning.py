@@ -13,7 +13,7 @@ import warnings
 from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,17 +39,26 @@ class Origin(Enum):
     OTHER = "a sum, or anything else"
 
 
+class Weighted(Protocol):
+    """A ``model.weight()`` block."""
+
+    @property
+    def weight(self) -> float:
+        """Its weight."""
+
+
 class MistakenMeans:
     """Looks at the first weighted backwards of a wrapper, and warns once."""
 
     def __init__(self) -> None:
         self._looks = LOOKS
 
-    def look(self, weight: float) -> None:
-        """Warn if the running backward, of a loss that counts as a sum over `weight` items, starts from a mean."""
+    def look(self, block: Weighted) -> None:
+        """Warn if the running backward, of a loss that counts as a sum over so many items, starts from a mean."""
         if not self._looks:
             return
         self._looks -= 1
+        weight = block.weight
         if weight <= 1 or weight != int(weight):  # not a count
             return
         call = _backward_call()

@@ -137,6 +137,7 @@ class SingleRankEngine(GradientEngine):
                 "some micro-batches of this step ran inside model.weight() and some outside; weigh all or none"
             )
         if weighting & WEIGHTED:
+            self._ledger.add_up()
             self._scale(compute_scale([self._ledger.status.note]))
         self._ledger.synchronized()
         self._sharing.show(dict.fromkeys(self._share.aside), self._share)
