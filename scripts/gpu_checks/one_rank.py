@@ -17,7 +17,7 @@ from torch import nn
 
 import paceline
 from gpu_checks.models import SMALL, TINY
-from gpu_checks.rows import Place, Row, holds, not_run
+from gpu_checks.rows import NotRun, Place, Row, holds, not_run
 from gpu_checks.wrapping import alike, between, difference, gradient_of, llama, tokens, torch_views, with_buckets
 from paceline.digests import weights_sha256
 from paceline.errors import NonFiniteGradient
@@ -81,6 +81,7 @@ def finite(place: Place) -> Iterator[Row]:
     message = "no error"
     try:
         model(x * (float("nan") if place.rank == last else 1.0)).sum().backward()
+        list(model.parameters())  # beside a GPU the error may come as late as here
     except NonFiniteGradient as error:
         message = str(error)
     named = message.startswith(f"rank {last}") or f"rank {last}" in message
@@ -120,6 +121,26 @@ def checkpoint(place: Place) -> Iterator[Row]:
     dist.barrier()
     if place.rank == 0:
         shutil.rmtree(box[0])
+
+
+def nccl_options(place: Place) -> Iterator[Row]:
+    """Registered memory and streams of high priority give the same gradients."""
+    options = getattr(paceline.ddp, "NcclOptions", None) if place.on_gpu else None
+    shape, batch = (SMALL, (4, 128)) if place.on_gpu else (TINY, (2, 8))
+    ways = ("registered_buckets", "high_priority")
+    gradients = []
+    for chosen in ({}, *({"nccl": options(**{way: True})} for way in ways if options is not None)):
+        module = llama(place, shape, torch.float32)
+        model = with_buckets(module, **chosen)
+        for step in range(3):
+            model.zero_grad()
+            model(tokens(place, shape, step, batch)).backward()
+        gradients.append([gradient_of(parameter).clone() for parameter in module.parameters()])
+    if options is None:
+        raise NotRun("this build has no NcclOptions" if place.on_gpu else "a CPU has no NCCL")
+    for way, got in zip(ways, gradients[1:], strict=True):
+        error = difference(got, gradients[0])
+        yield holds(f"NcclOptions({way}=True): gradients differ by", f"{error:.1e}", error < 1e-5)
 
 
 def others_of(place: Place) -> list[int]:

@@ -6,6 +6,7 @@ The names follow torchrun's contract. Nothing is kept here: torch.distributed ho
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,11 +21,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from paceline.communicators import aborting, destroy_all
 from paceline.errors import PacelineError, WorldError
+from paceline.gpus import choose_gpu, expect_own_gpu, gpu_name
 from paceline.meeting import meet
 from paceline.rendezvous import world_stores
 from paceline.rollcall import called_by_all, collective, failed_to_connect
-from paceline.torch_internals.c10d import HashStore, PrefixStore, Store
+from paceline.torch_internals.c10d import HashStore, PrefixStore, Store, get_known_groups
+from paceline.torch_internals.nccl import abort_known_groups, nccl_of
+
+logger = logging.getLogger(__name__)
 
 OWN_BACKEND = "paceline"
 """Registered by ``import paceline``, which importing this module does first."""
@@ -38,7 +44,7 @@ class World:
     """A rank's place in the job.
 
     ``node`` is the index of the host, ``local_rank`` and ``local_size`` count the ranks on it. ``device`` is
-    where this rank's replica belongs: ``cuda:local_rank`` where there is CUDA and the backend is NCCL, else CPU.
+    where this rank's replica belongs: its GPU where there is CUDA and the backend is NCCL or Paceline's own, else CPU.
     """
 
     rank: int
@@ -102,9 +108,29 @@ class World:
         return str(box[0])
 
     def close(self) -> None:
-        """Leave the process group; the counterpart of :func:`init`. Harmless when already left."""
+        """Leave the process group; the counterpart of :func:`init`. Harmless when already left.
+
+        With NCCL all ranks call it: it destroys communicators, which they do together.
+        """
         if dist.is_initialized():
+            destroy_all()
             dist.destroy_process_group()
+
+    def _abort(self) -> None:
+        """Leave the process group on an error: NCCL's work under way may have no end, as other ranks count on this one.
+
+        Other backends do not wait when they are left.
+        """
+        if not dist.is_initialized():
+            return
+        try:
+            if any(nccl_of(group) is not None for group in get_known_groups()):
+                with aborting():
+                    abort_known_groups()
+            else:
+                self.close()
+        except Exception:  # the error that is on its way says more
+            logger.exception("rank %d: the process groups could not be aborted", self.rank)
 
     def __enter__(self) -> World:
         return self
@@ -112,7 +138,9 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        """Leave the process group, on an error without waiting for anything."""
+        is_failure = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+        self._abort() if is_failure else self.close()
 
 
 def init(backend: str | None = None, timeout: timedelta | float | None = None) -> World:
@@ -142,26 +170,26 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     place = _place(os.environ)
     if backend is not None:
         _expect_available(backend)
-    use_cuda = torch.cuda.is_available() and (backend is None or "nccl" in backend)
-    if use_cuda:
-        if place["LOCAL_RANK"] >= torch.cuda.device_count():
-            raise WorldError(
-                f"rank {place['RANK']}: local rank {place['LOCAL_RANK']} has no GPU of its own, this host has "
-                f"{torch.cuda.device_count()}; start at most that many ranks, or use backend='gloo'"
-            )
-        torch.cuda.set_device(place["LOCAL_RANK"])
+    gpu = None
+    if torch.cuda.is_available() and (backend is None or "nccl" in backend or backend == OWN_BACKEND):
+        gpu = choose_gpu(place["RANK"], place["LOCAL_RANK"], torch.cuda.device_count())
+        torch.cuda.set_device(gpu)
     one_host = place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"]
     if one_host and sys.platform == "linux":
         # One host: nothing has to be reachable from outside. Gloo would pick the interface of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    chosen = backend or ("cpu:gloo,cuda:nccl" if use_cuda else OWN_BACKEND)
+    chosen = backend or (OWN_BACKEND if gpu is None else "cpu:gloo,cuda:nccl")
+    # Bound to its GPU, the world has its NCCL communicator at once, and others are split from it.
+    bound = torch.device("cuda", gpu) if gpu is not None and "nccl" in chosen else None
     try:
         if "RANK" in os.environ:
             rank, size = place["RANK"], place["WORLD_SIZE"]
             store = _unused_store(rank, size, one_host, patience or default_pg_timeout)
-            dist.init_process_group(chosen, timeout=patience, store=store, rank=rank, world_size=size)
+            if gpu is not None:
+                expect_own_gpu(store, rank, size, gpu_name(str(torch.cuda.get_device_properties(gpu).uuid), os.environ))
         else:
-            dist.init_process_group(chosen, timeout=patience, store=HashStore(), rank=0, world_size=1)
+            rank, size, store = 0, 1, HashStore()
+        dist.init_process_group(chosen, timeout=patience, store=store, rank=rank, world_size=size, device_id=bound)
     except PacelineError:
         raise
     except RuntimeError as error:
@@ -219,7 +247,8 @@ def current() -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     node = int(os.environ.get("GROUP_RANK", rank // local_size))
-    on_cuda = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+    backends = str(dist.get_backend_config())
+    on_cuda = torch.cuda.is_available() and ("nccl" in backends or f"cuda:{OWN_BACKEND}" in backends)
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     return World(rank, size, local_rank, local_size, node, device)
 

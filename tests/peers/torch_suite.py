@@ -123,11 +123,8 @@ def run_test(world: World, name: str, wrapper: type[nn.Module] = Ours) -> str | 
 @contextmanager
 def _surroundings(world: World) -> Iterator[None]:
     """What torch's own runner sets up around a test, taken back afterwards; its own files are this world's alone."""
-    from torch._inductor import config
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch.testing._internal.common_utils import set_rng_seed
 
-    cache_dir()  # chosen now, what is compiled is kept for other ranks and the next run
     folder = Path(tempfile.gettempdir(), f"torch-suite-{os.environ['MASTER_PORT']}")
     folder.mkdir(exist_ok=True)
     states, level = (torch.get_rng_state(), random.getstate()), dist.get_debug_level()
@@ -135,7 +132,6 @@ def _surroundings(world: World) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(unittest.mock.patch.dict(os.environ, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1"))
         stack.enter_context(unittest.mock.patch.object(tempfile, "tempdir", str(folder)))
-        stack.enter_context(config.patch(compile_threads=1, cpp_cache_precompile_headers=False))  # for few kernels
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         set_rng_seed()

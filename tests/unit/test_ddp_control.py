@@ -170,3 +170,45 @@ def test_every_field_of_status_travels() -> None:
         (block, _) = statuses(Status(**{name: value}), Status())
         assert getattr(block.statuses()[0], name) == value
         assert type(getattr(block.statuses()[0], name)) is type(default)
+
+
+@pytest.mark.parametrize("section", range(4), ids=["absent", "non-finite", "late", "sparse"])
+def test_a_step_is_usual_only_if_no_rank_reports_a_parameter(section: int) -> None:
+    """The shortcuts of a usual step are left as soon as one rank has one thing to tell, and taken again after it."""
+    blocks = [ControlBlock(NAMES, rank, 2) for rank in range(2)]
+
+    def is_usual(*marked: int) -> bool:
+        """Whether a step is in which rank 1 reports the parameters `marked`."""
+        mine: list[list[int]] = [[], [], [], []]
+        mine[section] = list(marked)
+        absent, unclean, late, sparse = mine
+        parts = blocks[0].fill([], [], [], Status()), blocks[1].fill(absent, unclean, late, Status(), sparse)
+        total = parts[0] + parts[1]
+        for block in blocks:
+            block.vector.copy_(total)
+        assert blocks[0].is_usual() == blocks[1].is_usual()
+        return blocks[0].is_usual()
+
+    assert [is_usual(), is_usual(2), is_usual()] == [True, False, True]
+
+
+def test_equal_reports_of_a_usual_step_are_read_as_they_were_given() -> None:
+    given = Status(3, 2, 1, 7, 2.5, WEIGHTED, data=TOLD)
+    for block in statuses(given, given, given):
+        assert block.statuses() == [given] * 3
+        block.check(block.statuses())
+
+
+def test_a_rank_that_mixes_modes_is_named_where_all_reports_are_equal() -> None:
+    both = Status(weighting=WEIGHTED | UNWEIGHTED)
+    for message in messages(statuses(both, both)):
+        assert re.search(r"ranks 0, 1 ran backward outside model\.weight\(\)", message)
+
+
+def test_a_block_without_the_order_is_filled_and_read_as_before() -> None:
+    block = ControlBlock(NAMES, 0, 1)
+    block.fill([], [], [], Status(forwards=1), (), [2, 0, 1])
+    assert block.order() == [2, 0, 1]
+    block.forget_order()
+    assert block.fill([1], [], [], Status(forwards=2)).tolist()[:3] == [1, 0, 1]
+    assert (block.absent_everywhere(), block.statuses()[0].forwards) == ([1], 2)

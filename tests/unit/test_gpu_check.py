@@ -21,7 +21,7 @@ from gpu_checks import children, screen
 from gpu_checks.catalogue import CHECKS, PARTS, Check, Ranks, chosen
 from gpu_checks.lateness import Fault
 from gpu_checks.models import SMOLLM2_360M, Llama, ResNet
-from gpu_checks.rows import Place, Row, Verdict, holds, measured
+from gpu_checks.rows import NotRun, Place, Row, Verdict, holds, measured, not_run
 from gpu_checks.screen import Result
 from gpu_checks.stand_in import expected_weights, late_weights
 from gpu_checks.wrapping import difference
@@ -38,7 +38,10 @@ def place_of(world: World) -> Place:
 
 
 def tried(world: World, path: str) -> list[Row]:
-    return list(check_at(path).run(place_of(world)))
+    try:
+        return list(check_at(path).run(place_of(world)))
+    except NotRun as reason:
+        return [not_run(path, str(reason))]
 
 
 def check_at(path: str) -> Check:

@@ -275,10 +275,11 @@ def test_a_model_that_does_not_fit_is_refused(text: Path, llama: str, tmp_path: 
 def test_a_hub_out_of_reach_is_one_line_at_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with pytest.raises(
         UsageError, match=r"nobody/nothing is not on this machine, and http.* cannot be reached"
     ) as refused:
         LmConfig(data=str(text), model="nobody/nothing").check()
     assert "--model DIR" in str(refused.value)
-    with pytest.raises(UsageError, match="is neither a folder nor a name on the Hugging Face hub"):
+    with pytest.raises(UsageError, match="'no/such/folder' is neither a folder nor the name of a model"):
         LmConfig(data=str(text), model="no/such/folder").check()

@@ -35,7 +35,9 @@ from torch.utils.data import DataLoader, get_worker_info
 import paceline
 from paceline.ddp.agreement.mean_loss_warning import MEAN
 from paceline.ddp.transport.grad_bucket import GradBucket
-from paceline.torch_internals import amp, autograd, c10d, compile, data, ddp, dtensor, profiler, replicas, tensors
+from paceline.torch_internals import amp, autograd, c10d, compile, data, ddp, dtensor, nccl, profiler, replicas, tensors
+from paceline.world import World
+from ranks import run_ranks
 
 SOURCES = Path(paceline.__file__).parent
 TIMEOUT = timedelta(seconds=30)
@@ -364,6 +366,56 @@ def _() -> None:
     several = [torch.ones(2), torch.ones(1, dtype=torch.int64)]
     c10d.broadcast_coalesced(c10d.get_default_group(), several, 2**20, 0)
     assert [tensor.tolist() for tensor in several] == [[1, 1], [1]]
+
+
+def abort_everything(_: World) -> int:
+    own = c10d.open_group(c10d.get_default_group(), [0], "gloo", c10d.get_default_store(), "contract/abort", TIMEOUT)
+    c10d.forget_group(own, "contract/abort")
+    dist.all_reduce(torch.ones(1), async_op=True)
+    own.abort()
+    nccl.abort_known_groups()
+    return len(c10d.get_known_groups()) + dist.is_initialized()
+
+
+@contract("torch.distributed.distributed_c10d._abort_process_group")
+def _() -> None:
+    assert run_ranks(1, abort_everything, backend="gloo") == [0]
+
+
+@contract("ProcessGroup._set_group_name", "ProcessGroup._set_group_desc")
+def _() -> None:
+    group = nccl.bare_group(c10d.HashStore(), 0, 1)
+    assert nccl.nccl_of(group) is None
+    assert nccl.bound_device(group) is None
+    group._register_backend(
+        torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, c10d.ProcessGroupGloo(c10d.HashStore(), 0, 1, TIMEOUT)
+    )
+    group._set_group_name("contract/bare")
+    assert group.group_name == "contract/bare"
+    assert nccl.nccl_of(group) is None
+    tensor = torch.ones(2)
+    group.allreduce([tensor]).wait()
+
+
+@contract(
+    "ProcessGroupNCCL._group_start",
+    "ProcessGroupNCCL._group_end",
+    "ProcessGroupNCCL._is_initialized",
+    "ProcessGroupNCCL._set_sequence_number_for_group",
+    "Options._timeout",
+)
+def _() -> None:
+    """Names only: without a GPU there is no such backend."""
+    if not dist.is_nccl_available():
+        return
+    backend: Any = dist.ProcessGroupNCCL
+    for name in ("_group_start", "_group_end", "_is_initialized", "_set_sequence_number_for_group"):
+        assert callable(getattr(backend, name))
+    for name in ("eager_connect_single_device", "supports_splitting", "shutdown", "abort"):
+        assert hasattr(backend, name)
+    options: Any = backend.Options(is_high_priority_stream=True)
+    for name in ("_timeout", "split_from", "split_color", "global_ranks_in_group", "group_name"):
+        assert hasattr(options, name)
 
 
 def has_members(kind: str, *members: str) -> Callable[[], None]:

@@ -15,12 +15,35 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.comm.forking import keep_in_children
+from paceline.communicators import destroy_released, keep
 from paceline.meeting import meet
-from paceline.torch_internals.c10d import forget_group, get_default_timeout, get_known_groups, open_group
+from paceline.torch_internals.c10d import (
+    PrefixStore,
+    forget_group,
+    get_default_timeout,
+    get_known_groups,
+    open_group,
+)
+from paceline.torch_internals.nccl import attach_nccl, bare_group
+
+NCCL = ("nccl", "cuda:nccl")
+"""Parts of a backend's name that say that NCCL serves CUDA tensors."""
 
 
-def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | None) -> Any:
+def open_own_group(
+    group: dist.ProcessGroup, backend: str, timeout: timedelta | None, *, high_priority: bool = False
+) -> Any:
     """Open a process group of the ranks of `group`, in their order; all of them call this together.
+
+    Whoever opened it gives it to :func:`paceline.communicators.release` in the end.
+
+    Args:
+        group: the given group.
+        backend: as ``torch.distributed.new_group`` takes it. An NCCL communicator is split from that of `group` if that
+            is bound to a device, and its ranks alone take part. (torch would split it from the world's, for which all
+            ranks of the world would have to come.)
+        timeout: of its collectives, and of opening it; None for torch's default.
+        high_priority: whether NCCL runs on a stream of high priority.
 
     Raises:
         CommunicationError: if a rank does not come in time.
@@ -29,8 +52,17 @@ def open_own_group(group: dist.ProcessGroup, backend: str, timeout: timedelta | 
     timeout = timeout or get_default_timeout(backend)
     number = meet(store, group.rank(), group.size(), timeout, ranks)
     name = f"{group.group_name}/own/{number}"
-    opened = open_group(group, ranks, backend, store, name, timeout)
-    forget_group(opened, name)
+    place = PrefixStore(f"{name}/", store)
+    destroy_released(ranks, group.rank(), place)
+    on_cpu = ",".join(part for part in backend.split(",") if part not in NCCL)
+    if on_cpu:
+        opened = open_group(group, ranks, on_cpu, store, name, timeout)
+        forget_group(opened, name)
+    else:
+        opened = bare_group(place, group.rank(), group.size())
+    if on_cpu != backend:
+        attach_nccl(opened, group, ranks, place, name, timeout, high_priority=high_priority)
+    keep(opened, name, ranks)
     keep_in_children(opened)
     keep_in_children(group)  # torch does not know it any more once it is destroyed
     return opened

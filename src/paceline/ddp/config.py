@@ -12,13 +12,31 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, MIB
+from paceline.comm.registered_memory import why_not
 from paceline.errors import UsageError, WorldError, WrapError
 from paceline.torch_internals.c10d import get_default_group
+from paceline.torch_internals.nccl import nccl_of
 
 Algorithm = Literal["ring", "tree", "halving-doubling", "hierarchical"]
 ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree", "halving-doubling", "hierarchical")
 UnusedParameters = Literal["allow", "warn", "error"]
 InitSync = Literal[True, False, "verify"]
+
+
+@dataclass(frozen=True)
+class NcclOptions:
+    """Settings of the NCCL communicator that a wrapper has of its own. They have not run on a GPU yet."""
+
+    registered_buckets: bool = False
+    """Allocate buckets in memory that is registered with NCCL, which it then reads and writes without a copy where the
+    hardware can (``torch.cuda.MemPool``)."""
+    high_priority: bool = False
+    """Let NCCL's kernels run on a stream of high priority, before those of backward where both are waiting."""
+
+    @property
+    def chosen(self) -> list[str]:
+        """Names of the settings that are on."""
+        return [name for name, value in vars(self).items() if value]
 
 
 @dataclass(frozen=True)
@@ -43,6 +61,8 @@ class Options:
     """Whether buffers are part of what is made equal at the start."""
     check_replicas_every: int = 0
     """Optimizer steps between two comparisons of the replicas; 0 for none."""
+    nccl: NcclOptions = NcclOptions()
+    """Settings of the communicator."""
     delayed: tuple[tuple[str, nn.Parameter], ...] = ()
     """Parameters beside the module's own that are averaged, too."""
 
@@ -60,6 +80,7 @@ class Options:
         algorithm: Algorithm | None,
         delayed: tuple[Any, Any],
         lazy_buckets: bool,
+        nccl: NcclOptions | None,
     ) -> Options:
         """Check the wrapper's arguments.
 
@@ -69,7 +90,7 @@ class Options:
             unused: ``unused_parameters``, and whether an argument of torch's says that some are expected.
             delayed: ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.
             lazy_buckets: ``lazy_bucket_allocation``.
-            init_sync, check_finite, reduce_dtype, check_replicas_every, algorithm: the arguments of these names.
+            init_sync, check_finite, reduce_dtype, check_replicas_every, algorithm, nccl: the arguments of these names.
 
         Raises:
             UsageError: for the first argument that is wrong.
@@ -85,6 +106,7 @@ class Options:
             reduce_dtype=check_reduce_dtype(reduce_dtype),
             algorithm=check_algorithm(algorithm),
             check_replicas_every=check_interval(check_replicas_every),
+            nccl=check_nccl(nccl),
             delayed=check_delayed(*delayed),
             syncs_buffers=syncs,
             # torch's rule: broadcast_buffers=False leaves buffers alone at the start, too, the new name does not.
@@ -199,6 +221,38 @@ def check_init_sync(value: object) -> InitSync:
     if value is True or value is False or value == "verify":
         return value
     raise UsageError(f"init_sync must be True, False or 'verify', not {value!r}")
+
+
+def check_nccl(options: object) -> NcclOptions:
+    """Return the settings of the communicator, the default ones for None.
+
+    Raises:
+        UsageError: if they are something else, or a value is neither True nor False.
+    """
+    if options is None:
+        return NcclOptions()
+    if not isinstance(options, NcclOptions) or any(not isinstance(value, bool) for value in vars(options).values()):
+        raise UsageError(f"nccl={options!r}: give NcclOptions(registered_buckets=True, high_priority=True), or None")
+    return options
+
+
+def expect_nccl(options: NcclOptions, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Refuse settings of a communicator where there is none, or where it cannot have them.
+
+    Raises:
+        UsageError: names the setting and what is missing.
+    """
+    if not options.chosen:
+        return
+    backend = str(dist.get_backend_config(group))
+    nccl = nccl_of(group)
+    if device.type != "cuda" or nccl is None or "nccl" not in backend:
+        raise UsageError(
+            f"NcclOptions({options.chosen[0]}=True) is for gradients that travel over NCCL, but the model is on "
+            f"{device} and the group's backend is {backend!r}; leave it out, or use 'cpu:gloo,cuda:nccl' and GPUs"
+        )
+    if options.registered_buckets and (reason := why_not(nccl, device)) is not None:
+        raise UsageError(f"NcclOptions(registered_buckets=True) cannot be used, as {reason}; leave it out")
 
 
 def check_interval(every: int | None) -> int:

@@ -77,7 +77,7 @@ def connect(
         broadcast = replicated if init_sync is True else buffers
         backend = str(dist.get_backend(wrapper.process_group))
         check_broadcast([(name, local_of(tensor)) for name, tensor in broadcast], backend)
-    channel = open_channel(wrapper.process_group, replica.device)
+    channel = open_channel(wrapper.process_group, replica.device, options.nccl)
     # When the wrapper goes, also one that is refused below, the module is the user's alone again.
     finalize(wrapper, channel.close)
     make_equal(channel, replicated, init_sync)

@@ -247,8 +247,12 @@ class SyncControl(Joinable):
 
     @property
     def exposed_seconds(self) -> float:
-        """Time that backwards have waited for communication at their end, in seconds, since the wrapper was made."""
-        return self._engine.exposed_seconds
+        """Time that backwards have waited for communication at their end, in seconds, since the wrapper was made.
+
+        On a GPU it is the GPU's time, and the latest steps are not in it yet.
+        """
+        time = self._engine.exposed_time
+        return 0.0 if time is None else time.seconds
 
     # -- checks -------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Joinable
 from paceline import tracing
 from paceline.buckets import FIRST_CAPACITY
 from paceline.ddp.agreement.step_guard import StepGuard
-from paceline.ddp.config import Algorithm, InitSync, Options, UnusedParameters, choose_group
+from paceline.ddp.config import Algorithm, InitSync, NcclOptions, Options, UnusedParameters, choose_group, expect_nccl
 from paceline.ddp.connection import Connection, connect, while_alive
 from paceline.ddp.engine.dormant import DormantEngine
 from paceline.ddp.engine.gradient_engine import GradientEngine
@@ -85,6 +85,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
             :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
             nothing, and two such wrappers must come in the same order on every rank. By default the backend's own.
+        nccl: :class:`~paceline.ddp.NcclOptions`, for models on GPUs: registered memory, a stream of high priority.
         recorder: records spans of each step while it is on; by default the process's, ``paceline.tracing.recorder``.
 
     Raises:
@@ -152,6 +153,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         reduce_dtype: torch.dtype | None = None,
         check_replicas_every: int | None = None,
         algorithm: Algorithm | None = None,
+        nccl: NcclOptions | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
@@ -168,6 +170,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             delayed=(delay_all_reduce_named_params, param_to_hook_all_reduce),
             buffer_sync=(broadcast_buffers, forward_sync_buffers),
             lazy_buckets=lazy_bucket_allocation,
+            nccl=nccl,
         )
         self._look_at(module)
         self._input_device = check_devices(device_ids, output_device, self.device)
@@ -179,9 +182,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.bucket_bytes_cap_list = list(self._options.capacities if bucket_cap_mb_list else ())
-        # torch.compile cuts its graphs at this size, and refuses one below torch's first bucket.
-        self.bucket_bytes_cap = max(self._options.capacities[-1], FIRST_CAPACITY)
-        self.forward_sync_buffers = self._options.syncs_buffers
+        self.bucket_bytes_cap = max(self._options.capacities[-1], FIRST_CAPACITY)  # torch.compile refuses less
         self._begin()
 
     def _look_at(self, module: nn.Module) -> None:
@@ -192,11 +193,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if self._low_precision is not None:
             self._low_precision.cast_buffers(module, self.parameters_to_ignore)
         self._replica = Replica(self._modules, self.parameters_to_ignore, self._options.delayed)
-        self.device = self._replica.device
+        self.device, self.forward_sync_buffers = self._replica.device, self._options.syncs_buffers
         self.register_load_state_dict_pre_hook(accept_bare_keys)  # type: ignore[no-untyped-call]
 
     def _begin(self, *, is_copy: bool = False) -> None:
         """Begin to average: among the ranks, which all call this; alone in a world of one; as a copy, not yet."""
+        expect_nccl(self._options.nccl, self.device, self.process_group)
         self._comm_hook = CommHook(self.process_group, self._replica, self._options)
         self._connection = None
         replica, check_finite = self._replica, self._options.check_finite
@@ -221,10 +223,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _average_with(self, engine: GradientEngine) -> None:
         self._engine = engine
-        ledger, recorder = self._replica.ledger, self._recorder
-        self._guard = StepGuard(
-            self._replica.parameters(), ledger, engine.local_gradient, recorder, while_alive(engine.read_late)
-        )
+        watched = self._replica.parameters(), self._replica.ledger, engine.local_gradient, self._recorder
+        self._guard = StepGuard(*watched, while_alive(engine.read_late))
 
     def _take_over(self, named: Named, averaged: bool) -> None:
         """Guard steps over the parameters `named`, which came after wrapping, and have them `averaged` if so."""

@@ -49,7 +49,9 @@ def pack(x: Tensor, features: int) -> Tensor:
     count = x.numel() // features
     head = [count // _PART, count % _PART, x.dim(), channels]  # float32 alone holds counts up to 2**24 only
     message = empty_message(features, dtype, x.device)
-    message[:HEAD] = torch.tensor(head, dtype=dtype)
+    for place, number in enumerate(head):
+        if number:
+            message[place].fill_(number)  # not copied from the host, which would wait for the device
     if channels == features and count:
         mean, variance = _own_moments(x, features, dtype)
         message[HEAD : HEAD + features] = mean
@@ -63,16 +65,15 @@ def empty_message(features: int, dtype: torch.dtype, device: torch.device) -> Te
 
 
 def reports(rows: Tensor) -> list[Report]:
-    """Return every rank's report, from messages of shape (ranks, HEAD + 2C)."""
+    """Return every rank's report, from messages of shape (ranks, HEAD + 2C); the one place that waits for a GPU."""
     heads = rows[:, :HEAD].tolist()
     return [Report(int(high) * _PART + int(low), int(dims), int(channels)) for high, low, dims, channels in heads]
 
 
-def combine(rows: Tensor, counts: list[int]) -> Moments:
-    """Return the moments of all ranks' values together, zeros if there are none. The same bits on every rank."""
-    total = sum(counts)
+def combine(rows: Tensor, total: int) -> Moments:
+    """Return the moments of all ranks' `total` values, zeros if there are none. The same bits on every rank."""
     means, squares = rows[:, HEAD:].chunk(2, dim=1)
-    weights = torch.tensor(counts, dtype=rows.dtype).to(rows.device).unsqueeze(1)
+    weights = rows[:, 0:1] * _PART + rows[:, 1:2]
     mean = (means * (weights / max(total, 1))).sum(0)
     between = (means - mean).square() * weights
     return Moments(total, mean, (squares + between).sum(0) / max(total, 1))

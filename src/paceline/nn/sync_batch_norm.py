@@ -74,6 +74,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @leaves_graph  # a compiled model leaves the graph here, as collectives have to stay in order
     def _synchronized(self, x: Tensor) -> Tensor:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                f"rank {dist.get_rank()}: a CUDA graph cannot capture SyncBatchNorm in training mode, which reads "
+                "every rank's number of values on the host; leave it out of the graph, or use model.eval()"
+            )
         if self.weight is not None and not _fits(x.dtype, self.weight.dtype):
             raise UsageError(
                 f"rank {dist.get_rank()}: SyncBatchNorm got a {x.dtype} input but its weight is {self.weight.dtype}; "
@@ -143,7 +148,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             dist.all_gather(list(rows.unbind()), message, group=self._group)
         everyone = reports(rows)
         _check(everyone, self.num_features, dist.get_process_group_ranks(self._group))
-        moments = combine(rows, [report.count for report in everyone])
+        moments = combine(rows, sum(report.count for report in everyone))
         self._track(moments)
         return moments
 
@@ -152,15 +157,15 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Update the running statistics with the unbiased variance, as BatchNorm does; without values only count."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
-        factor = self.momentum
+        factor: float | Tensor = self.momentum or 0.0
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            if factor is None:
-                factor = 1.0 / float(self.num_batches_tracked)
+            if self.momentum is None:
+                factor = self.num_batches_tracked.double().reciprocal()  # stays on the device
         if moments.count:
             unbiased = moments.variance * (moments.count / (moments.count - 1))
             for running, value in ((self.running_mean, moments.mean), (self.running_var, unbiased)):
-                running.copy_(running.to(value.dtype).mul(1 - (factor or 0.0)).add_(value, alpha=factor or 0.0))
+                running.copy_(running.to(value.dtype).mul(1 - factor).add_(value * factor))
 
     # -- conversion ---------------------------------------------------------------------------------------------
 

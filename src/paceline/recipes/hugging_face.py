@@ -50,14 +50,9 @@ def folder_of(name: str) -> Path:
             raise UsageError(f"--model {name}: the folder has no weights; give one that save_pretrained() wrote")
         return folder
     remedy = "--model DIR, the folder of a model"
-    try:
-        if (cached := cached_model(name)) is None:
-            fetch_all([Absent(f"the model {name}", remedy, partial(fetch_model, name))])
-            cached = cached_model(name)
-    except UsageError:
-        raise
-    except ValueError:  # the library's, about the name
-        raise UsageError(f"--model {name} is neither a folder nor a name on the Hugging Face hub") from None
+    if (cached := cached_model(name)) is None:
+        fetch_all([Absent(f"the model {name}", remedy, partial(fetch_model, name))])
+        cached = cached_model(name)
     if cached is None:
         raise UsageError(
             f"the model {name} lacks its configuration, tokenizer or weights; give another one, or {remedy}"

@@ -170,3 +170,24 @@ class Delegating(dist.ProcessGroup):
         """Wait for all ranks, where a device is named or there is no shared memory."""
         self._runner.drain()
         return super().barrier(*arguments, **options)
+
+    def shutdown(self) -> None:
+        """Close the group, which is being destroyed. Does nothing in a forked child, which let go of it at the fork."""
+        if self._close():
+            super().shutdown()
+
+    def abort(self) -> None:
+        """Close the group without waiting for NCCL's work under way."""
+        if self._close():
+            super().abort()
+
+    def _close(self) -> bool:
+        """Close what is neither Gloo's nor NCCL's; returns whether this is the process that made the group."""
+        if not self._runner.is_ours:
+            return False
+        self._runner.close()
+        self._close_native()
+        return True
+
+    def _close_native(self) -> None:
+        """Close what is native."""

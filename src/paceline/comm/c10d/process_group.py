@@ -209,18 +209,13 @@ class PacelineProcessGroup(Launching):
             return super().barrier(options)
         return self._submit(self._native.barrier, [], options)
 
-    def shutdown(self) -> None:
-        """Close the group, which is being destroyed. Does nothing in a forked child, which let go of it at the fork."""
-        if not self._runner.is_ours:
-            return
-        self._runner.close()
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _close_native(self) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = self._collectives = None
             self._why_gloo = "this process group was destroyed; make it again, and wrap the model again"
-        super().shutdown()
-
-    # -- inside -------------------------------------------------------------------------------------------------
 
     @property
     def _native(self) -> Collectives | Hierarchy:

@@ -11,8 +11,10 @@ Float64 holds whole numbers exactly up to 2**53. Everything here is a function o
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -63,7 +65,7 @@ class Status:
     @property
     def row(self) -> tuple[float, ...]:
         """The status as numbers."""
-        return (*(getattr(self, name) for name in _NAMES), *self.data)
+        return (*_plain_fields(self), *self.data)
 
     @property
     def note(self) -> tuple[float, float]:
@@ -85,7 +87,9 @@ _EQUAL = {
 _SECTIONS = 4
 _KINDS: dict[str, Any] = {field.name: type(field.default) for field in fields(Status) if field.name != "data"}
 _NAMES = tuple(_KINDS)
+_plain_fields = attrgetter(*_NAMES)
 _WIDTH = len(_KINDS) + len(Origin._fields)
+_NON_FINITE, _IDLE = _NAMES.index("non_finite"), _NAMES.index("idle")
 
 
 class ControlBlock:
@@ -96,9 +100,17 @@ class ControlBlock:
         self.rank, self.size, self.count = rank, size, len(names)
         self._end = _SECTIONS * self.count + size * _WIDTH  # of the part that stays
         self.vector = allocate(self._end + self.count, dtype=torch.float64)
-        self._everywhere = torch.full((self.count,), float(size), dtype=torch.float64)
-        # Counts of ranks in a step in which every rank has every gradient, in its bucket and finite.
-        self._usual_counts = torch.cat([self._everywhere, torch.zeros((_SECTIONS - 1) * self.count).double()])
+        # This rank's part of a step in which it has every gradient, but for its status, which is written into the
+        # numbers: the tensor shows these, so that a step needs one copy and no tensor of its own.
+        self._numbers = array("d", [1.0] * self.count + [0.0] * (len(self.vector) - self.count))
+        self._usual = torch.frombuffer(self._numbers, dtype=torch.float64)
+        # The sums of such a step, where all ranks have had one: counts of ranks, without the statuses.
+        self._usual_counts = torch.tensor([float(size)] * self.count + [0.0] * (_SECTIONS - 1) * self.count).double()
+        self._counts = self.vector[: _SECTIONS * self.count]
+        # Whether the sums are these; None until somebody asks.
+        self._is_usual: bool | None = None
+        # What this rank reported last, as numbers and as it was given.
+        self._own: tuple[list[float], Status] = [], Status()
 
     def fill(
         self,
@@ -110,14 +122,15 @@ class ControlBlock:
         order: Sequence[int] = (),
     ) -> Tensor:
         """Write this rank's part; returns the vector to be summed over the ranks."""
-        status = replace(status, non_finite=len(non_finite), idle=len(absent) == self.count)
-        self.vector.zero_()
-        self.vector[: self.count] = 1
+        row = array("d", status.row)
+        row[_NON_FINITE], row[_IDLE] = len(non_finite), len(absent) == self.count
+        start = _SECTIONS * self.count + self.rank * _WIDTH
+        self._numbers[start : start + _WIDTH] = row
+        self._own, self._is_usual = (row.tolist(), status), None
+        self.vector.copy_(self._usual)
         for section, indices, value in ((0, absent, 0.0), (1, non_finite, 1.0), (2, late, 1.0), (3, sparse, 1.0)):
             if indices:
                 self.vector[[section * self.count + index for index in indices]] = value
-        start = _SECTIONS * self.count + self.rank * _WIDTH
-        self.vector[start : start + _WIDTH] = torch.tensor(status.row, dtype=torch.float64)
         if order:
             self.vector[self._end :] = torch.tensor(order, dtype=torch.float64) + 1
         return self.vector
@@ -129,14 +142,22 @@ class ControlBlock:
 
     def forget_order(self) -> None:
         """Leave the order out from now on; on all ranks alike."""
-        self.vector = self.vector[: self._end]
+        self.vector, self._usual = self.vector[: self._end], self._usual[: self._end]
+
+    def is_usual(self) -> bool:
+        """Whether every rank has had every gradient, each in its bucket, and none that is known not to be finite.
+
+        Then the counts of parameters have nothing more to tell.
+        """
+        if self._is_usual is None:
+            self._is_usual = torch.equal(self._counts, self._usual_counts)
+        return self._is_usual
 
     def absent_everywhere(self) -> list[int]:
         """Parameters for which no rank had a gradient."""
-        presence = self.vector[: self.count]
-        if torch.equal(presence, self._everywhere):
+        if self.is_usual():
             return []
-        return (presence == 0).nonzero().flatten().tolist()
+        return (self.vector[: self.count] == 0).nonzero().flatten().tolist()
 
     def second_pass(self) -> tuple[list[int], list[int]]:
         """Parameters to be averaged apart from the buckets: as sparse gradients, and as dense ones.
@@ -144,7 +165,7 @@ class ControlBlock:
         Sparse, if every gradient that any rank has of it is sparse. Dense, if a rank has a late delta, or a sparse
         gradient where another's is dense.
         """
-        if not self.vector[2 * self.count : _SECTIONS * self.count].any():
+        if self.is_usual():
             return [], []
         presence, _, late, sparse = self.vector[: _SECTIONS * self.count].view(_SECTIONS, self.count)
         wholly = (sparse > 0) & (sparse == presence)
@@ -154,6 +175,9 @@ class ControlBlock:
     def statuses(self) -> list[Status]:
         """Return every rank's report, in the order of ranks."""
         rows = self.vector[_SECTIONS * self.count : self._end].view(self.size, _WIDTH).tolist()
+        numbers, status = self._own
+        if self.is_usual() and all(row == numbers for row in rows):  # as in most steps: there is nothing to read
+            return [status] * self.size
         return [_status_of(row) for row in rows]
 
     def missing_somewhere(self, statuses: Sequence[Status]) -> list[int]:
@@ -161,7 +185,7 @@ class ControlBlock:
 
         None are named where a backward was ended by an exception, nor where the module has other parameters now.
         """
-        if any(status.aborted or status.changed for status in statuses):
+        if self.is_usual() or any(status.aborted or status.changed for status in statuses):
             return []
         working = self.size - sum(status.idle for status in statuses)
         return (self.vector[: self.count] < working).nonzero().flatten().tolist()
@@ -173,7 +197,7 @@ class ControlBlock:
             and not (status.aborted or status.joined or status.hook_failed or status.changed)
             for status in statuses
         )
-        return plain and torch.equal(self.vector[: _SECTIONS * self.count], self._usual_counts)
+        return plain and self.is_usual()
 
     def _marked(self, section: int) -> list[int]:
         marks = self.vector[section * self.count : (section + 1) * self.count]
@@ -186,6 +210,8 @@ class ControlBlock:
             DesyncError: ranks differ; names what, the values and the ranks.
             NonFiniteGradient: NaN or Inf in a gradient; names parameters.
         """
+        if self.is_usual() and _agree(statuses):
+            return
         if aborted := [rank for rank, status in enumerate(statuses) if status.aborted]:
             if self.rank not in aborted:
                 raise DesyncError(
@@ -222,7 +248,14 @@ def non_finite(ranks: Sequence[int], names: Sequence[str], count: int) -> NonFin
     )
 
 
+def _agree(statuses: Sequence[Status]) -> bool:
+    """Whether all ranks report the same, and nothing to object to; they do in most steps."""
+    first = statuses[0]
+    if first.aborted or (first.weighting & UNWEIGHTED and first.weighting & WEIGHTED):
+        return False
+    return all(status is first for status in statuses)
+
+
 def _status_of(row: Sequence[float]) -> Status:
-    kinds = _KINDS.values()
-    plain = [kind(value) for kind, value in zip(kinds, row[: len(_KINDS)], strict=True)]
-    return replace(Status(*plain), data=Origin(*map(int, row[len(_KINDS) :])))
+    plain = {name: kind(value) for (name, kind), value in zip(_KINDS.items(), row[: len(_KINDS)], strict=True)}
+    return Status(**plain, data=Origin(*map(int, row[len(_KINDS) :])))

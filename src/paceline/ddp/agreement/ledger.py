@@ -6,9 +6,8 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -100,7 +99,8 @@ class Ledger:
     def report(self, size: int, *, aborted: bool = False, hook_failed: bool = False) -> Status:
         """The rank's status as of now, for a group of `size` ranks."""
         self.add_up()
-        status = replace(self.status, aborted=aborted, hook_failed=hook_failed, data=sources.told(size))
+        told: dict[str, Any] = {"aborted": aborted, "hook_failed": hook_failed, "data": sources.told(size)}
+        status = Status(**vars(self.status) | told)
         if self.sampler is not None:
             status.epoch, status.position = self.sampler.epoch, self.sampler.position
         return status

@@ -16,10 +16,14 @@ def compute_scale(notes: Sequence[tuple[float, float]]) -> float:
     `notes` holds the weight and weighting of each rank, see :class:`Status`. If all weights are zero there is nothing
     to learn from, and the gradient is zero.
     """
-    if any(int(weighting) & WEIGHTED for _, weighting in notes):
-        total = sum(weight for weight, _ in notes)
+    total, bits, counted = 0.0, 0, 0
+    for weight, weighting in notes:
+        total += weight
+        bits |= int(weighting)
+        counted += not int(weighting) & UNCOUNTED
+    if bits & WEIGHTED:
         return 1.0 / total if total else 0.0
-    return 1.0 / max(1, sum(not int(weighting) & UNCOUNTED for _, weighting in notes))
+    return 1.0 / max(1, counted)
 
 
 def compute_correction(notes: Sequence[tuple[float, float]]) -> float:

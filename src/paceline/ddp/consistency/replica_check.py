@@ -96,7 +96,7 @@ class ReplicaCheck:
                     if (state := _as_tensor(value)) is not None:
                         kind = type(optimizer).__name__
                         tensors[f"{kind}'s {key} of parameter {name}"] = quick_digest(local_of(state))
-        return {name: int(digest) for name, digest in sorted(tensors.items())}
+        return _on_host(dict(sorted(tensors.items())))
 
 
 def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> str | None:
@@ -120,6 +120,19 @@ def drift(names: Sequence[str], rows: Sequence[Sequence[int]], steps: int) -> st
         f"rank {column.index(usual)}, so the replicas have drifted apart; start again from the last checkpoint, and "
         "look for what changes weights on one rank alone, or for faulty memory"
     )
+
+
+def _on_host(digests: Mapping[str, Tensor]) -> dict[str, int]:
+    """Read `digests`, each of one number, waiting once for each device."""
+    names: dict[torch.device, list[str]] = {}
+    for name, digest in digests.items():
+        names.setdefault(digest.device, []).append(name)
+    read = {
+        name: number
+        for several in names.values()
+        for name, number in zip(several, torch.stack([digests[name] for name in several]).tolist(), strict=True)
+    }
+    return {name: read[name] for name in digests}
 
 
 def _as_tensor(value: Any) -> Tensor | None:

@@ -7,7 +7,6 @@ as soon as buckets are reduced, and the rest follows when somebody looks, at the
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,10 +92,9 @@ class Ending:
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Surround a wait for communication."""
-        with self.backward.parts.recorder.span(WAIT):
-            start = time.perf_counter()
+        parts = self.backward.parts
+        with parts.recorder.span(WAIT), parts.exposed_time.measured():
             yield
-            self.backward.exposed_seconds += time.perf_counter() - start
 
     def _scale(self, notes: Notes) -> None:
         parts = self.backward.parts

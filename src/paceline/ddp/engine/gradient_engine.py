@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.torch_internals.compile import class_never_compiled
 
 if TYPE_CHECKING:
+    from paceline.ddp.engine.exposed_time import ExposedTime
     from paceline.ddp.engine.reducer import Reducer
 
 
@@ -22,8 +23,8 @@ class GradientEngine:
 
     sync_enabled: bool = True
     """False inside ``no_sync``: a backward that starts now stays local."""
-    exposed_seconds: float = 0.0
-    """Time waited for communication at the end of backwards, in seconds, since the wrapper was made."""
+    exposed_time: ExposedTime | None = None
+    """The time waited for communication at the end of backwards; None where there is none."""
 
     def hook_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward, so that its backward is noticed.

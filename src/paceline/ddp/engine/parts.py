@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from paceline.ddp.agreement.control_block import ControlBlock
@@ -18,6 +19,8 @@ from paceline.ddp.consistency.replica_check import ReplicaCheck
 from paceline.ddp.consistency.unused_parameters import UnusedReport
 from paceline.ddp.engine.arrivals import Arrivals
 from paceline.ddp.engine.bucket_set import BucketSet
+from paceline.ddp.engine.capture import expect_capturable, is_capturing
+from paceline.ddp.engine.exposed_time import ExposedTime
 from paceline.ddp.engine.module_changes import Named
 from paceline.ddp.engine.published_gradients import PublishedGradients
 from paceline.ddp.engine.shared_parameters import Sharing
@@ -83,6 +86,8 @@ class EngineParts:
     """Makes a bucket's gradients the same on every rank."""
     check_finite: bool
     """Whether gradients are checked for NaN and Inf."""
+    exposed_time: ExposedTime
+    """Adds up how long backwards wait for communication."""
 
     def rebuilt(self, named: Named, hook: GradientHook) -> EngineParts:
         """The parts for the parameters `named`, which are the module's from now on."""
@@ -109,6 +114,17 @@ class EngineParts:
             published=published,
             unused=UnusedReport(self.options.unused, names, parameters, channel),
         )
+
+    def expect_ready(self) -> None:
+        """Refuse a backward that cannot be carried out, before anything else.
+
+        Raises:
+            CommunicationError: as :meth:`.Channel.expect_open`.
+            UsageError: as :func:`.expect_capturable`.
+        """
+        self.channel.expect_open()
+        if is_capturing(self.exposed_time.device):
+            expect_capturable(self)
 
     def follow_layout(self) -> None:
         """Use the buckets as they are from now on; the order of arrival is no longer asked for."""
@@ -164,6 +180,7 @@ def make_parts(
         LateReading(is_wanted=channel.host is not channel, patience=patience()),
         AllReduce(channel, ledger, recorder, sums),
         options.check_finite,
+        ExposedTime(parameters[0].device if parameters else torch.device("cpu")),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.ddp.agreement.control_block import non_finite
 from paceline.ddp.agreement.ledger import Block, Ledger
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, compute_scale
+from paceline.ddp.engine.capture import CHECK_FINITE, cannot_capture, is_capturing
 from paceline.ddp.engine.finite_check import FiniteCheck
 from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.module_changes import ModuleWatch, Named
@@ -158,6 +159,8 @@ class SingleRankEngine(GradientEngine):
     def _expect_finite(self) -> None:
         gradients = {index: parameter.grad for index, parameter in enumerate(self._parameters)}
         present = {index: stored_elements(gradient) for index, gradient in gradients.items() if gradient is not None}
+        if any(is_capturing(gradient.device) for gradient in present.values()):
+            raise cannot_capture(CHECK_FINITE, 0)
         check = FiniteCheck()
         check.add(present.keys(), present.values())
         if bad := check.found():

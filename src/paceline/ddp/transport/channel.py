@@ -23,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.own_group import is_alive
+from paceline.comm.registered_memory import RegisteredMemory
 from paceline.comm.shm.header import Note
+from paceline.communicators import release
 from paceline.ddp.agreement.weighting import compute_scale
 from paceline.errors import CommunicationError, PacelineError
 from paceline.rollcall import failed
@@ -66,7 +68,7 @@ class Channel:
     blocks = False
     """Whether a launch returns only when every rank has taken part."""
 
-    def __init__(self, group: dist.ProcessGroup, own: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, own: Any, memory: RegisteredMemory | None = None) -> None:
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.group = own
@@ -78,6 +80,7 @@ class Channel:
         self.host: Channel = self
         """Carries what lies in the host's memory; another channel where gradients are on GPUs."""
         self._given = group
+        self._memory = memory  # where tensors on its device are allocated; None for the usual place
         self._process = os.getpid()
         self._outstanding = Outstanding()
         _channels().add(self)
@@ -105,6 +108,8 @@ class Channel:
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """A zeroed flat tensor that reductions take best."""
+        if self._memory is not None and torch.device(device) == self._memory.device:
+            return self._memory.zeros(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def free(self, tensor: Tensor) -> None:
@@ -112,9 +117,7 @@ class Channel:
 
     def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place, scaled as `note` says if the channel :attr:`scales`."""
-        options = AllreduceOptions()
-        options.asyncOp = True
-        work: dist.Work = self.group.allreduce([tensor], options)
+        work: dist.Work = self.group.allreduce([tensor], _asynchronous())
         self._outstanding.count += 1
         return work
 
@@ -190,6 +193,10 @@ class Channel:
         self.run(what, launched.wait)
         self._outstanding.count -= 1
 
+    def leave(self, _launched: Launched) -> None:
+        """Never wait for a launched collective of host data, without which the channel can be closed."""
+        self._outstanding.count -= 1
+
     def linger(self, launched: Any, seconds: float) -> None:
         """Carry `launched` on until it is finished or failed, for at most so many seconds, without raising."""
         end = time.monotonic() + seconds
@@ -208,11 +215,11 @@ class Channel:
             raise failed(what, self.members, self.members[self.rank], error) from error
 
     def close(self) -> None:
-        """Give the channel's connections back."""
+        """Give the channel's connections back; those of NCCL when all ranks have done so."""
         if self.host.group is not self.group:  # one group may carry both
             self.host.close()
         if self.group is not None:
-            self.group.shutdown()
+            release(self.group, is_clean=self._outstanding.count == 0)
 
     def join_threads(self) -> None:
         """At the end of the process: let Gloo's threads end, if nothing is under way for which they could wait.
@@ -223,6 +230,14 @@ class Channel:
         is_gloo = self.group is not None and self.group.name() == "gloo"
         if is_gloo and os.getpid() == self._process and self._outstanding.count == 0:
             self.group = None  # its destructor joins them
+
+
+@cache
+def _asynchronous() -> AllreduceOptions:
+    """Options of a plain sum, made once."""
+    options = AllreduceOptions()
+    options.asyncOp = True
+    return options
 
 
 @cache

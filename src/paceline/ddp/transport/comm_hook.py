@@ -41,6 +41,8 @@ GRACE_S = 5.0
 class HookFinisher:
     """Has `hook` finish the buckets."""
 
+    is_capturable = False
+    """A hook may do anything on the host."""
     steps_inside: bool
     """Whether the hook also runs an optimizer, which cannot know of weights."""
     reads_late = False

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.registered_memory import RegisteredMemory
 from paceline.comm.shm.header import Note
 from paceline.ddp.transport.channel import Channel, Launched
 
@@ -19,8 +20,10 @@ from paceline.ddp.transport.channel import Channel, Launched
 class DeviceChannel(Channel):
     """A channel for tensors on one kind of device, which leaves those in the host's memory to :attr:`host`."""
 
-    def __init__(self, group: dist.ProcessGroup, own: Any, device: torch.device) -> None:
-        super().__init__(group, own)
+    def __init__(
+        self, group: dist.ProcessGroup, own: Any, device: torch.device, memory: RegisteredMemory | None = None
+    ) -> None:
+        super().__init__(group, own, memory)
         self._kind = device.type
 
     def _channel_of(self, device: torch.device | str) -> Channel | None:

@@ -38,6 +38,10 @@ class Finisher(Protocol):
     """Whether :meth:`wait` may be called without the control block, which is read later."""
 
     @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can hold all that it does, which are operations of the device then."""
+
+    @property
     def failed(self) -> bool:
         """Whether a launch of this backward failed on this rank, which the others learn from the control block."""
 
@@ -85,6 +89,11 @@ class AllReduce:
     def __init__(self, channel: Channel, ledger: Ledger, recorder: Recorder, sums: Sums | None = None) -> None:
         self._channel, self._ledger, self._recorder = channel, ledger, recorder
         self._sums = channel if sums is None else sums
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether sums are the backend's own."""
+        return not self._sums.blocks
 
     @property
     def failed(self) -> bool:

@@ -13,16 +13,20 @@ import torch.distributed as dist
 
 from paceline.comm.c10d.process_group import NAME, PacelineProcessGroup
 from paceline.comm.own_group import open_own_group
+from paceline.comm.registered_memory import RegisteredMemory
 from paceline.ddp.agreement.late_reading import APART
+from paceline.ddp.config import NcclOptions
 from paceline.ddp.transport.channel import Channel, SharedChannel
 from paceline.ddp.transport.device_channel import DeviceChannel, HostChannel
 from paceline.errors import CommunicationError
 from paceline.rollcall import called_by_all, collective
+from paceline.torch_internals.nccl import nccl_of
 
+DEFAULT = NcclOptions()
 logger = logging.getLogger(__name__)
 
 
-def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
+def open_channel(group: dist.ProcessGroup, device: torch.device, nccl: NcclOptions = DEFAULT) -> Channel:
     """A channel among the ranks of `group` for gradients on `device`; called by all of them together.
 
     Raises:
@@ -34,13 +38,14 @@ def open_channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     backend = "nccl" if on_nccl else dist.get_backend(group)
     timeout = timeout_of(group, device)
     with called_by_all("DistributedDataParallel(…)"), collective("connection of the ranks", group):
-        own = open_own_group(group, backend, timeout)
+        own = open_own_group(group, backend, timeout, high_priority=nccl.high_priority)
         is_shared = isinstance(own, PacelineProcessGroup) and own.native
         channel: Channel
         if on_cpu:
             channel = SharedChannel(group, own) if is_shared else Channel(group, own)
         else:
-            channel = DeviceChannel(group, own, device)
+            memory = RegisteredMemory(nccl_of(own), device) if nccl.registered_buckets else None
+            channel = DeviceChannel(group, own, device, memory)
         if not on_cpu or APART in os.environ:
             channel.use_host(_open_host_channel(group, timeout, own if is_shared and not on_cpu else None))
     through = "shared memory" if on_cpu and is_shared else f"the group's backend, {backend}"

@@ -1,0 +1,188 @@
+"""What a wrapper adds to a bare backward on the host: hooks, bookkeeping, launches; tensors are tiny, so that it shows.
+
+    layout     parameters   buckets   as in
+    resnet50          161         5   ResNet-50 in buckets of 25 MiB
+    dense             161        29   the same parameters in many buckets
+    smollm2           290        29   SmolLM2-360M in float32
+
+Beside torch's reducer in its two faster settings, ``gradient_as_bucket_view`` and ``batched_grad_copy``, in a world of
+one (a group of this rank alone) and of two, in one run and in turns. A turn is the median of many backwards, and
+"added" is a turn less the bare turn of the same round. Three clocks: wall, CPU time of the thread that runs backward,
+and CPU time of the process, which counts Gloo's threads. Where cores are shared, the thread's is the steadiest. On GPUs
+it is the one that counts, as the reduction itself runs elsewhere.
+
+In a world of one Paceline has no reducer, as there is nothing to reduce; "paceline reducer" has one all the same, as
+torch does, so that it shows what Python costs here without a second process. In a world of two "paceline on gloo"
+leaves the reduction to Gloo's threads, as torch does; "paceline" reduces in shared memory, in the thread of backward.
+
+Run by: paceline run --nproc 2 benchmarks/host_overhead.py --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import paceline
+from dated_results import save
+from paceline.bench.turns import median_ratio, take_turns
+
+CLOCKS: dict[str, Callable[[], int]] = {
+    "wall": time.perf_counter_ns,
+    "thread": time.thread_time_ns,
+    "process": time.process_time_ns,
+}
+ELEMENTS = 64
+"""Of each parameter."""
+VIEWS, BATCHED = "torch views", "torch batched"
+Clocks = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many parameters a model has, and how many buckets they fill."""
+
+    parameters: int
+    buckets: int
+
+    @property
+    def bucket_cap_mb(self) -> float:
+        """The capacity that gives so many buckets."""
+        return -(-self.parameters // self.buckets) * ELEMENTS * 4 / 2**20
+
+
+LAYOUTS = {"resnet50": Layout(161, 5), "dense": Layout(161, 29), "smollm2": Layout(290, 29)}
+
+
+class Chain(nn.Module):
+    """Tiny parameters, each used once after the other, so that gradients arrive one after the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.ones(ELEMENTS)) for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map a vector to a number."""
+        for part in self.parts:
+            x = x * part
+        return x.sum()
+
+
+def wrappers(layout: Layout, world: int, gloo: dist.ProcessGroup, alone: dist.ProcessGroup) -> dict[str, nn.Module]:
+    """Return the models to compare, by name; `gloo` has all ranks, `alone` this one."""
+    cap = layout.bucket_cap_mb
+    theirs = partial(nn.parallel.DistributedDataParallel, process_group=gloo if world > 1 else alone, bucket_cap_mb=cap)
+    ours = partial(paceline.DistributedDataParallel, bucket_cap_mb=cap)
+    found = {
+        "bare": Chain(layout.parameters),
+        VIEWS: theirs(Chain(layout.parameters), gradient_as_bucket_view=True),
+        BATCHED: theirs(Chain(layout.parameters), batched_grad_copy=True),
+    }
+    if world == 1:
+        reducing = ours(Chain(layout.parameters), process_group=alone)
+        reducing._connect()
+        return found | {"paceline": ours(Chain(layout.parameters), process_group=alone), "paceline reducer": reducing}
+    return found | {
+        "paceline": ours(Chain(layout.parameters)),
+        "paceline on gloo": ours(Chain(layout.parameters), process_group=gloo),
+    }
+
+
+def turn(model: nn.Module, repeat: int) -> dict[str, Clocks]:
+    """Return the median seconds of backward alone, and of forward and backward, of `repeat` steps."""
+    x = torch.ones(ELEMENTS)
+    whole: list[list[int]] = []
+    backward: list[list[int]] = []
+    dist.barrier()
+    gc.disable()  # its pauses would fall into one variant or another
+    for _ in range(repeat):
+        loss_began = [clock() for clock in CLOCKS.values()]
+        loss = model(x)
+        began = [clock() for clock in CLOCKS.values()]
+        loss.backward()
+        ended = [clock() for clock in CLOCKS.values()]
+        whole.append([b - a for a, b in zip(loss_began, ended, strict=True)])
+        backward.append([b - a for a, b in zip(began, ended, strict=True)])
+        for parameter in model.parameters():
+            parameter.grad = None
+    gc.enable()
+    gc.collect()
+    return {"backward": _medians(backward), "forward and backward": _medians(whole)}
+
+
+def _medians(nanoseconds: Sequence[Sequence[int]]) -> Clocks:
+    columns = zip(*nanoseconds, strict=True)
+    return {name: 1e-9 * statistics.median(column) for name, column in zip(CLOCKS, columns, strict=True)}
+
+
+def compare(models: dict[str, nn.Module], rounds: int, repeat: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Return, by what is timed, by model and clock, the median milliseconds that a wrapper adds, and torch's ratios."""
+    turns = {name: partial(turn, model, repeat) for name, model in models.items()}
+    measured = take_turns(turns, rounds)
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for what in ("backward", "forward and backward"):
+        added: dict[str, dict[str, list[float]]] = {}
+        for name in models:
+            pairs = list(zip(measured[name], measured["bare"], strict=True))
+            added[name] = {clock: [a[what][clock] - b[what][clock] for a, b in pairs] for clock in CLOCKS}
+        result = {
+            "bare": {clock: 1000 * statistics.median(m[what][clock] for m in measured["bare"]) for clock in CLOCKS}
+        }
+        for name in models:
+            if name == "bare":
+                continue
+            result[name] = {clock: 1000 * statistics.median(added[name][clock]) for clock in CLOCKS}
+            for rival in (VIEWS, BATCHED):
+                if name.startswith("paceline"):
+                    for clock in CLOCKS:
+                        result[name][f"{clock} / {rival}"] = median_ratio(added[name][clock], added[rival][clock])
+        results[what] = {name: {key: round(value, 4) for key, value in row.items()} for name, row in result.items()}
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2], help="world sizes; 1, and that of the job")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--repeat", type=int, default=40, help="backwards in a turn")
+    parser.add_argument("--quick", action="store_true", help="few rounds, no file")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.repeat = 3, 15
+    world = paceline.init("paceline")
+    gloo = dist.new_group(backend="gloo")
+    alone = [dist.new_group([rank], backend="gloo") for rank in range(world.size)][world.rank]
+    table = Table("layout", "world", "wrapper", *CLOCKS, *(f"{clock} / views" for clock in CLOCKS), title="added, ms")
+    results = {}
+    for name in options.layouts:
+        for size in options.worlds:
+            models = wrappers(LAYOUTS[name], size, gloo, alone)
+            result = compare(models, options.rounds, options.repeat)
+            results[f"{name}, world of {size}"] = result
+            for variant, row in result["backward"].items():
+                times = [f"{row[clock]:.3f}" for clock in CLOCKS]
+                ratios = [f"{row[key]:.2f}" if (key := f"{clock} / {VIEWS}") in row else "" for clock in CLOCKS]
+                table.add_row(name, str(size), variant, *times, *ratios)
+            del models
+            gc.collect()
+    if world.is_main:
+        Console(width=120).print(table)
+        if not options.quick:
+            print("kept in", save("host-overhead", results))
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

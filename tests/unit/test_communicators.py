@@ -1,0 +1,308 @@
+"""NCCL communicators of groups of our own: destroyed by all their ranks together or aborted, never by a finalizer.
+
+Without a GPU, Gloo stands for NCCL, with one property of NCCL's added: a group is destroyed only when all its ranks do
+so.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline.world
+from paceline import communicators
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import WorldError
+from paceline.gpus import choose_gpu, expect_own_gpu, gpu_name
+from paceline.torch_internals.c10d import HashStore, get_known_groups
+from paceline.world import World
+from ranks import run_ranks
+
+
+class LikeNccl:
+    """What is asked of NCCL's backend."""
+
+    def __init__(self, *, is_used: bool = True) -> None:
+        self._is_initialized = lambda: is_used
+        self._group_start = self._group_end = lambda: None
+
+
+class Together:
+    """A group that waits for its other ranks when it is destroyed, as NCCL may, and not when it is aborted."""
+
+    def __init__(self, group: Any, told: list[str]) -> None:
+        self.group, self.told = group, told
+
+    def shutdown(self) -> None:
+        self.group.barrier().wait()
+        self.told.append(f"destroyed {self.group.group_name}")
+        self.group.shutdown()
+
+    def abort(self) -> None:
+        self.told.append(f"aborted {self.group.group_name}")
+        self.group.shutdown()
+
+
+def stand_in(*, is_used: bool = True) -> list[str]:
+    """Let Gloo stand for NCCL in this rank; returns what becomes of communicators, by name."""
+    told: list[str] = []
+
+    def keep(group: Any, name: str, ranks: Any) -> None:
+        communicators._opened[name] = communicators._Communicator(Together(group, told), tuple(ranks))
+
+    nccl = LikeNccl(is_used=is_used)
+    changed: Any = communicators
+    changed.nccl_of = lambda _: nccl
+    world: Any = paceline.world
+    world.nccl_of = changed.nccl_of
+    import paceline.comm.own_group as own_group
+
+    opened: Any = own_group
+    opened.keep = keep
+    return told
+
+
+def wrap() -> DistributedDataParallel:
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    model(torch.ones(1, 2)).sum().backward()
+    return model
+
+
+def name_of(model: DistributedDataParallel) -> str:
+    assert model._connection is not None
+    return model._connection.channel.name
+
+
+def dropped_on_one_rank_first(world: World) -> None:
+    told = stand_in()
+    models = [wrap()]
+    first = name_of(models[0])
+    if world.rank == 0:
+        models.clear()
+        gc.collect()
+    models.append(wrap())  # a common point, but rank 1 still trains the first model
+    assert told == []
+    if world.rank == 1:
+        del models[0]
+        gc.collect()
+    assert told == []
+    models.append(wrap())
+    assert told == [f"destroyed {first}"]
+    second, third = map(name_of, models)
+    if world.rank == 0:
+        del models[0]
+        gc.collect()
+    world.close()  # also while wrappers live, and where ranks have released different ones
+    assert told[1:] == [f"destroyed {name}" for name in sorted([second, third])]
+    models.clear()
+    gc.collect()
+    assert len(told) == 3
+
+
+def test_a_communicator_is_destroyed_where_all_its_ranks_come_and_never_by_a_finalizer() -> None:
+    run_ranks(2, dropped_on_one_rank_first, backend="gloo", timeout=60)
+
+
+def many_in_turn(world: World) -> int:
+    told = stand_in()
+    for number in range(6):
+        model = wrap()
+        if (number + world.rank) % 2 == 0:
+            del model
+            gc.collect()
+    return len(told) + len(communicators._opened)
+
+
+def test_wrappers_made_and_dropped_in_turn_leave_only_the_last_communicators() -> None:
+    assert run_ranks(2, many_in_turn, backend="gloo", timeout=60) == [6, 6]
+
+
+def never_used(world: World) -> None:
+    told = stand_in(is_used=False)
+    model = wrap()
+    name = name_of(model)
+    shut = communicators._opened[name]
+    del model
+    gc.collect()
+    assert shut.group is None  # closed at once: with it goes shared memory, say
+    wrap()
+    assert told == []
+    assert name not in communicators._opened
+
+
+def test_a_group_whose_nccl_carried_nothing_is_closed_at_once() -> None:
+    run_ranks(2, never_used, backend="gloo", timeout=60)
+
+
+def unfinished(world: World) -> None:
+    told = stand_in()
+    model = wrap()
+    assert model._connection is not None
+    name, channel = name_of(model), model._connection.channel
+    if world.rank == 0:
+        channel.all_reduce(torch.ones(1))  # rank 1 does not take part
+    del model, channel
+    gc.collect()
+    wrap()
+    assert told == [f"aborted {name}"]
+
+
+def test_a_communicator_with_work_that_one_rank_did_not_wait_for_is_aborted_by_all() -> None:
+    run_ranks(2, unfinished, backend="gloo", timeout=60)
+
+
+# -- leaving on an error -----------------------------------------------------------------------------------------------
+
+
+def leave_with(error: BaseException) -> Callable[[World], tuple[list[str], bool]]:
+    def leave(world: World) -> tuple[list[str], bool]:
+        told = stand_in()
+        model = wrap()
+        name = name_of(model)
+        if world.rank == 1:
+            world._abort()  # as the launcher ends it; it never joins what rank 0 has launched
+            return [], True
+        assert model._connection is not None
+        model._connection.channel.all_reduce(torch.ones(1))
+        with pytest.raises(type(error)), world:
+            raise error
+        return [line.replace(name, "it") for line in told], dist.is_initialized()
+
+    return leave
+
+
+def raises(world: World) -> tuple[list[str], bool]:
+    return leave_with(ValueError("a bug"))(world)
+
+
+def is_interrupted(world: World) -> tuple[list[str], bool]:
+    return leave_with(KeyboardInterrupt())(world)
+
+
+def exits_with_1(world: World) -> tuple[list[str], bool]:
+    return leave_with(SystemExit(1))(world)
+
+
+def abort_own(world: World) -> None:
+    """Abort a group with shared memory, as on a host with GPUs; rank 0 has something under way."""
+    group: Any = dist.group.WORLD
+    if world.rank == 0:
+        group.launch_all_reduce(group.allocate(3, torch.float32))
+    stand_in()
+    with pytest.raises(ValueError, match="a bug"), world:
+        raise ValueError("a bug")
+    assert not dist.is_initialized()
+    assert not group.native
+
+
+def test_a_group_with_shared_memory_can_be_aborted() -> None:
+    run_ranks(2, abort_own, backend="paceline", timeout=60)
+
+
+@pytest.mark.parametrize("leave", [raises, is_interrupted, exits_with_1])
+def test_leaving_the_world_on_an_error_aborts_what_can_never_end(leave: Any) -> None:
+    """It waited for the other ranks instead, and the error was seen when NCCL's timeout had passed, if at all."""
+    assert run_ranks(2, leave, backend="gloo", timeout=60)[0] == (["aborted it"], False)
+
+
+def exits_well(world: World) -> list[str]:
+    told = stand_in()
+    model = wrap()
+    with pytest.raises(SystemExit), world:
+        raise SystemExit(0)
+    return [line.replace(name_of(model), "it") for line in told]
+
+
+def test_sys_exit_without_an_error_is_no_error() -> None:
+    assert run_ranks(2, exits_well, backend="gloo", timeout=60) == [["destroyed it"]] * 2
+
+
+def unchanged(world: World) -> None:
+    model = wrap()
+    if world.rank == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+    with pytest.raises(ValueError, match="a bug"), world:
+        raise ValueError("a bug")
+    assert not dist.is_initialized()
+    assert not get_known_groups()
+    del model
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_without_nccl_the_world_is_left_on_an_error_as_before(backend: str) -> None:
+    run_ranks(2, unchanged, backend=backend, timeout=60)
+
+
+# -- one GPU a rank ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "chosen"),
+    [(0, 1, 0), (0, 8, 0), (7, 8, 7), (3, 1, 0), (7, 1, 0)],  # the last two: a scheduler shows each task its GPU alone
+)
+def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_one(local_rank: int, visible: int, chosen: int) -> None:
+    assert choose_gpu(12, local_rank, visible) == chosen
+
+
+def test_fewer_gpus_than_ranks_are_refused() -> None:
+    with pytest.raises(WorldError, match=r"rank 12: local rank 4 has no GPU of its own, as 4 are visible"):
+        choose_gpu(12, 4, 4)
+
+
+def test_ranks_that_see_the_same_single_gpu_are_refused_by_its_uuid() -> None:
+    store = HashStore()
+    for rank, gpu in enumerate(["GPU-a", "GPU-b", "GPU-a"]):
+        store.set(f"gpu/{rank}", gpu)
+    expect_own_gpu(store, 1, 3, "GPU-b")
+    for rank, other in ((0, 2), (2, 0)):
+        with pytest.raises(WorldError, match=rf"rank {rank}: GPU GPU-a is also that of rank {other}"):
+            expect_own_gpu(store, rank, 3, "GPU-a")
+
+
+def test_parts_of_one_divided_gpu_are_different_gpus() -> None:
+    names = {gpu_name("GPU-a", {"CUDA_VISIBLE_DEVICES": visible}) for visible in ("MIG-1", "MIG-2", "0", "1")}
+    assert names == {"GPU-a MIG-1", "GPU-a MIG-2", "GPU-a"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "chosen", "bound"),
+    [
+        (None, "cpu:gloo,cuda:nccl", torch.device("cuda", 0)),
+        ("nccl", "nccl", torch.device("cuda", 0)),
+        ("paceline", "paceline", None),
+    ],
+)
+def test_init_on_a_gpu_sets_it_and_binds_nccl_to_it(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None, chosen: str, bound: torch.device | None
+) -> None:
+    """Bound, the world has its communicator from the start, and those of wrappers are split from it."""
+    for name in paceline.world.REQUIRED:
+        monkeypatch.delenv(name, raising=False)
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: seen.update(index=index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dist, "is_backend_available", lambda _: True)
+
+    def initialize(name: str, **options: Any) -> None:
+        seen.update(options, name=name)
+        options.update(device_id=None)
+        real("gloo", **options)
+
+    real = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", initialize)
+    config = chosen if ":" in chosen else f"cpu:{chosen},cuda:{chosen}"
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    world = paceline.init(backend)
+    try:
+        assert (seen["name"], seen["device_id"], seen["index"]) == (chosen, bound, 0)
+        assert world.device == torch.device("cuda", 0)
+    finally:
+        world.close()
