@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from functools import wraps
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class GraphTask:
@@ -54,6 +58,19 @@ class Accumulators:
 def is_plain_backward() -> bool:
     """Whether the running graph task is a ``backward()`` without ``inputs``."""
     return bool(torch.autograd._is_checkpoint_valid())
+
+
+def without_gradients(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Run `function` as under ``torch.no_grad()``, which costs nothing where that holds already, as in most hooks."""
+
+    @wraps(function)
+    def run(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        if not torch.is_grad_enabled():
+            return function(*arguments, **options)
+        with torch.no_grad():
+            return function(*arguments, **options)
+
+    return run
 
 
 def current_task() -> int:

@@ -7,11 +7,13 @@ backward began (accumulation) or the order is not known yet, every parameter has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+
+from paceline.ddp.engine.many_gradients import any_missing, gradients_of
 
 PATIENCE = 3
 """Backwards in a row without a gradient after which a parameter is no longer waited for on this rank."""
@@ -30,7 +32,8 @@ class Arrivals:
         self._parameters, self._hook = parameters, hook
         self._handles: list[Any] = []
         self._hooked: frozenset[int] = frozenset()
-        self._missed = [0] * len(parameters)
+        self._missed = [0] * len(parameters)  # backwards in a row without its gradient
+        self._any_missed = False  # whether one of these is not zero
         # Place of each parameter in this rank's order of arrival; the reverse order is the usual one.
         self._place = [-index for index in range(len(parameters))]
 
@@ -67,14 +70,29 @@ class Arrivals:
             if self._missed[index] < PATIENCE:
                 self._pending[self._bucket_of[index]] -= 1
 
-    def complete(self, bucket: int) -> bool:
-        """Whether all gradients that are expected in `bucket` are there."""
-        if self._every:
-            return self._pending[bucket] == 0
-        return all(self._parameters[index].grad is not None for index in self._expected[bucket])
+    def complete_from(self, bucket: int) -> Iterator[tuple[int, list[Tensor | None]]]:
+        """Yield `bucket` and those after it with their gradients, as far as all that are expected are there."""
+        parameter_at = self._parameters.__getitem__
+        for number in range(bucket, len(self._layout)):
+            indices, expected = self._layout[number], self._expected[number]
+            # Most buckets are asked for before anything of them has come.
+            if self._pending[number] if self._every else expected and parameter_at(expected[0]).grad is None:
+                return
+            # A gradient that Python has not seen before costs as much as its copy, so all are read once.
+            gradients = gradients_of(map(parameter_at, indices))
+            if not self._every:
+                awaited = gradients
+                if len(expected) < len(indices):
+                    awaited = gradients_of(map(parameter_at, expected))
+                if any_missing(awaited):
+                    return
+            yield number, gradients
 
     def end(self, absent: Sequence[int]) -> None:
         """A backward has ended, without gradients for the `absent` parameters on this rank."""
+        if not absent and not self._any_missed:  # as in most backwards
+            return
+        self._any_missed = bool(absent)
         missed = [0] * len(self._parameters)
         for index in absent:
             missed[index] = min(PATIENCE, self._missed[index] + 1)

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from paceline.buckets import Bucket, arrival_order
 from paceline.ddp.engine.finite_check import FiniteCheck
+from paceline.ddp.engine.many_gradients import are_dense, gradients_of, present
 from paceline.ddp.engine.parts import EngineParts
 from paceline.ddp.engine.phase import NEXT, Phase
-from paceline.ddp.engine.shared_parameters import Share
+from paceline.ddp.engine.shared_parameters import NOTHING_SHARED, Share
 from paceline.ddp.engine.sparse import stored_elements
 from paceline.ddp.transport.channel import Launched
 from paceline.errors import UsageError
-from paceline.torch_internals.autograd import GraphTask, has_ended
+from paceline.torch_internals.autograd import GraphTask, has_ended, without_gradients
 from paceline.torch_internals.tensors import copy_scaled
 from paceline.tracing import CONTROL, LAUNCH
 
@@ -36,7 +37,7 @@ class Backward:
     parts: EngineParts
     clear: bool = True
     """Whether no parameter had a gradient when it began."""
-    share: Share = field(default_factory=Share)
+    share: Share = NOTHING_SHARED
     """The parameters that other wrappers have, too."""
     at_end: bool = False
     """Whether buckets are launched when backward has ended rather than as they fill."""
@@ -115,25 +116,25 @@ class Backward:
 
     # -- 5. a bucket is complete --------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def launch(self, bucket: Bucket) -> None:
-        """Move the gradients in, free the parameters' own, and hand the bucket to communication."""
-        parts = self.parts
-        with parts.recorder.span(LAUNCH, self.next):
-            parts.storage.claim(self.next, self.share.elsewhere.keys())
+    @without_gradients
+    def launch(self, bucket: Bucket, gradients: list[Tensor | None] | None = None) -> None:
+        """Move the `gradients` in, free the parameters' own, and hand the bucket to communication."""
+        parts, number = self.parts, self.next
+        with parts.recorder.span(LAUNCH, number):
+            parts.storage.claim(number, self.share.elsewhere.keys())
             parameters = [parts.parameters[index] for index in bucket.indices]
-            gradients = [parameter.grad for parameter in parameters]
-            dense = [gradient for gradient in gradients if gradient is not None and gradient.layout is torch.strided]
-            if self.clear and not self.share.elsewhere and len(dense) == len(gradients):
-                copy_scaled(bucket.views, dense, parts.finisher.prescale(bucket.flat))
+            if gradients is None:
+                gradients = gradients_of(parameters)
+            if self.clear and not self.share.elsewhere and are_dense(gradients):
+                copy_scaled(bucket.views, gradients, parts.finisher.prescale(bucket.flat))
                 for parameter in parameters:
                     parameter.grad = None
             else:
                 self._move_in_one_by_one(bucket)
             if parts.check_finite:
                 self._finite_check.add_bucket(bucket)
-            is_last = self.next + 1 == len(parts.storage)
-            self.launched.append(parts.finisher.launch(bucket, self.next, last=is_last))
+            is_last = number + 1 == len(parts.storage)
+            self.launched.append(parts.finisher.launch(bucket, number, last=is_last))
 
     def _move_in_one_by_one(self, bucket: Bucket) -> None:
         """Move gradients in where some are absent, sparse, or were there before."""
@@ -181,9 +182,9 @@ class Backward:
         for bucket in parts.storage.buckets[self.next :]:
             self.launch(bucket)
         self.gradients_came()
-        gradients = enumerate(parameter.grad for parameter in parts.parameters)
         elsewhere = self.share.elsewhere
-        apart = {index: gradient for index, gradient in gradients if gradient is not None and index not in elsewhere}
+        gradients = present(parts.parameters).items()
+        apart = {index: gradient for index, gradient in gradients if index not in elsewhere}
         if parts.sharing:
             self._take_common(apart)
         # A sparse gradient that comes after a dense one was launched is a late delta as any other.

@@ -15,6 +15,9 @@ from paceline.ddp.transport.channel import Channel
 from paceline.errors import CheckpointMismatch
 from paceline.torch_internals.tensors import copy_each
 
+_LISTS = 2
+"""Lists that hold each view: its window's and the bucket set's."""
+
 
 class BucketSet:
     """Buckets for `parameters`, first assigned in reverse order, which is about that of backward.
@@ -163,6 +166,8 @@ class BucketSet:
         which another wrapper averages now, are not ours either.
         """
         bucket, window = self.buckets[number], self._windows[number]
+        if number not in self._keepers and window.is_untouched(_LISTS):
+            return
         for place in window.mend():
             self.views[bucket.indices[place]] = window.views[place]
         if number in self._keepers:
@@ -170,7 +175,7 @@ class BucketSet:
                 return
             del self._keepers[number]
         others = {place for place, index in enumerate(bucket.indices) if index in elsewhere} if elsewhere else ()
-        if window.is_kept(2, others):  # the views are in two lists, the window's and ours
+        if window.is_kept(_LISTS, others):
             flat = bucket.flat
             self._leave(flat, window)
             bucket.flat = self._channel.allocate(flat.numel(), dtype=flat.dtype, device=flat.device)

@@ -81,8 +81,7 @@ def read_all() -> None:
 
 def _in_order() -> list[Member]:
     """All members in the order in which they came, which is that of the program."""
-    members = _members()
-    return list(members.values()) if members else []
+    return [member for reference in _members().valuerefs() if (member := reference()) is not None]
 
 
 @cache

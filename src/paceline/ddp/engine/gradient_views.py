@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from paceline.buckets import views_of
 from paceline.torch_internals.tensors import count_uses
 
+_address = Tensor.data_ptr
+
 
 class Window:
     """Views of a bucket's memory, in a storage of their own, so that nobody but their users is counted.
@@ -39,12 +41,20 @@ class Window:
         self._storage = self._memory.untyped_storage()
         self._parameters = parameters
         self.views = self._made_views()
-        self.addresses = list(map(Tensor.data_ptr, self.views))
+        self.addresses = list(map(_address, self.views))
         self._references_alone = self._references()
+
+    def is_untouched(self, lists: int) -> bool:
+        """Whether :meth:`mend` would find nothing to do, and :meth:`is_kept` would answer no, as in most steps."""
+        return (
+            list(map(_address, self.views)) == self.addresses
+            and self._references() == self._references_alone
+            and max(map(sys.getrefcount, self.views)) <= _IN_NO_LIST + lists
+        )
 
     def mend(self) -> list[int]:
         """Make anew the views that a user has pointed to other memory; returns their places."""
-        addresses = list(map(Tensor.data_ptr, self.views))
+        addresses = list(map(_address, self.views))
         if addresses == self.addresses:
             return []
         moved = [place for place, address in enumerate(addresses) if address != self.addresses[place]]

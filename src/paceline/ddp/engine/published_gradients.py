@@ -42,8 +42,12 @@ class PublishedGradients:
             left_out = common | self._storage.unbucketed | special.keys()
         else:
             left_out = self._storage.unbucketed | special.keys()
-        for index, (parameter, average) in enumerate(zip(self._parameters, averages, strict=True)):
-            if not left_out or index not in left_out:
+        if left_out:
+            shown = {index: average for index, average in enumerate(averages) if index not in left_out}
+            for index, average in shown.items():
+                self._parameters[index].grad = average
+        else:
+            for parameter, average in zip(self._parameters, averages, strict=True):
                 parameter.grad = average
         for index, gradient in special.items():
             self._parameters[index].grad = gradient

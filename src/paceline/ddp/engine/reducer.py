@@ -27,6 +27,7 @@ from paceline.ddp.engine.bucket_set import BucketSet
 from paceline.ddp.engine.concurrent_wrappers import begin_others, enter
 from paceline.ddp.engine.ending import Ending
 from paceline.ddp.engine.exception_recovery import restore_gradients
+from paceline.ddp.engine.many_gradients import none_has_gradient
 from paceline.ddp.engine.new_parameters import AgreedChange
 from paceline.ddp.engine.optimizer_in_backward import OptimizersInBackward, optimizer_inside
 from paceline.ddp.engine.parts import EngineParts, GradientHook
@@ -180,7 +181,7 @@ class Reducer(Settling):
             raise
         self._forwards.is_unseen = False
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
-        clear = all(parameter.grad is None for parameter in parts.parameters)
+        clear = none_has_gradient(parts.parameters)
         at_end = parts.finisher.launches_at_end(shadowed=shadowed)
         self._backward = backward = Backward(parts, clear, share, at_end, on_abort=restore_gradients)
         backward.ending = self._end(backward)
@@ -197,17 +198,17 @@ class Reducer(Settling):
             # A backward of something else than this wrapper's outputs, which is meant if a forward waits for it.
             # Gradients that came unnoticed before are found at the end, as nothing is launched that was not seen.
             sharing = self._parts.sharing
-            is_common = index in sharing.common
-            if not self._forwards.may_have_ended_in(is_common=is_common) or sharing.is_partner_active:
+            if not self._forwards.may_have_ended_in(is_common=index in sharing.common) or sharing.is_partner_active:
                 return
-            self.backward_reached(_nothing, None, parameter)
+            self.backward_reached(lambda: None, None, parameter)
             if self._backward.phase is not Phase.LAUNCHING:
                 return
-        self._parts.arrivals.arrived(index)
-        backward, buckets = self._backward, self.storage.buckets
-        while not backward.at_end and backward.next < len(buckets) and self._parts.arrivals.complete(backward.next):
-            backward.launch(buckets[backward.next])
-        self._parts.channel.progress()
+        parts, backward = self._parts, self._backward
+        parts.arrivals.arrived(index)
+        if not backward.at_end:
+            for number, gradients in parts.arrivals.complete_from(backward.next):
+                backward.launch(parts.storage.buckets[number], gradients)
+        parts.channel.progress()
 
     # -- 6. backward ends ---------------------------------------------------------------------------------------
 
@@ -289,7 +290,3 @@ class Reducer(Settling):
         self._forwards.close()
         self._parts.sharing.close()
         self._backward.forget_task()
-
-
-def _nothing() -> None:
-    """For a backward that began without an output."""

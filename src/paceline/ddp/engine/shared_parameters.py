@@ -34,6 +34,10 @@ class Share:
     """What other wrappers had averaged before."""
 
 
+NOTHING_SHARED = Share()
+"""Of a wrapper whose parameters no other one has."""
+
+
 class Sharing:
     """The parameters of one wrapper, and which of them other live wrappers train, too.
 
@@ -98,7 +102,7 @@ class Sharing:
         Raises:
             UsageError: if wrappers that are under way together disagree on how to average a common parameter.
         """
-        share = Share()
+        share = NOTHING_SHARED
         if self._partners:
             elsewhere: dict[int, Sharing] = {}
             for partner, common in list(self._partners.items()):

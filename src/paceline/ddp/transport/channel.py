@@ -117,9 +117,7 @@ class Channel:
 
     def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
         """Launch the sum of `tensor` over all ranks, in place, scaled as `note` says if the channel :attr:`scales`."""
-        options = AllreduceOptions()
-        options.asyncOp = True
-        work: dist.Work = self.group.allreduce([tensor], options)
+        work: dist.Work = self.group.allreduce([tensor], _asynchronous())
         self._outstanding.count += 1
         return work
 
@@ -228,6 +226,14 @@ class Channel:
         is_gloo = self.group is not None and self.group.name() == "gloo"
         if is_gloo and os.getpid() == self._process and self._outstanding.count == 0:
             self.group = None  # its destructor joins them
+
+
+@cache
+def _asynchronous() -> AllreduceOptions:
+    """Options of a plain sum, made once."""
+    options = AllreduceOptions()
+    options.asyncOp = True
+    return options
 
 
 @cache
