@@ -89,6 +89,8 @@ def kernels(place: Place) -> Iterator[Row]:
     buckets = 0
     workload = smollm2(place, 2048)
     for name, wrap in variants(place).items():
+        if not place.on_gpu and name.startswith("torch"):
+            continue  # their operators are no matter of ours
         trainee = Trainee(workload, wrap, place)
         counts[name] = launched(trainee, place)
         if name == "paceline":

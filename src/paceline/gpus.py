@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from paceline.errors import WorldError
 from paceline.torch_internals.c10d import Store
 
@@ -26,8 +28,14 @@ def choose_gpu(rank: int, local_rank: int, visible: int) -> int:
     )
 
 
+def gpu_name(uuid: str, environment: Mapping[str, str]) -> str:
+    """Return what tells a GPU from others: its UUID, and which part of it is visible if it is divided (MIG)."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+    return f"{uuid} {visible}" if "MIG" in visible else uuid
+
+
 def expect_own_gpu(store: Store, rank: int, size: int, gpu: str) -> None:
-    """Refuse a GPU, given by its UUID, that another rank has, too. All ranks call this, with one store.
+    """Refuse a GPU, given by its :func:`gpu_name`, that another rank has, too. All ranks call this, with one store.
 
     Raises:
         WorldError: on the ranks that share it.

@@ -23,7 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from paceline.communicators import aborting, destroy_all
 from paceline.errors import PacelineError, WorldError
-from paceline.gpus import choose_gpu, expect_own_gpu
+from paceline.gpus import choose_gpu, expect_own_gpu, gpu_name
 from paceline.meeting import meet
 from paceline.rendezvous import world_stores
 from paceline.rollcall import called_by_all, collective, failed_to_connect
@@ -186,7 +186,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
             rank, size = place["RANK"], place["WORLD_SIZE"]
             store = _unused_store(rank, size, one_host, patience or default_pg_timeout)
             if gpu is not None:
-                expect_own_gpu(store, rank, size, str(torch.cuda.get_device_properties(gpu).uuid))
+                expect_own_gpu(store, rank, size, gpu_name(str(torch.cuda.get_device_properties(gpu).uuid), os.environ))
         else:
             rank, size, store = 0, 1, HashStore()
         dist.init_process_group(chosen, timeout=patience, store=store, rank=rank, world_size=size, device_id=bound)

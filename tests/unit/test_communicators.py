@@ -19,7 +19,7 @@ import paceline.world
 from paceline import communicators
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import WorldError
-from paceline.gpus import choose_gpu, expect_own_gpu
+from paceline.gpus import choose_gpu, expect_own_gpu, gpu_name
 from paceline.torch_internals.c10d import HashStore, get_known_groups
 from paceline.world import World
 from ranks import run_ranks
@@ -265,6 +265,11 @@ def test_ranks_that_see_the_same_single_gpu_are_refused_by_its_uuid() -> None:
             expect_own_gpu(store, rank, 3, "GPU-a")
 
 
+def test_parts_of_one_divided_gpu_are_different_gpus() -> None:
+    names = {gpu_name("GPU-a", {"CUDA_VISIBLE_DEVICES": visible}) for visible in ("MIG-1", "MIG-2", "0", "1")}
+    assert names == {"GPU-a MIG-1", "GPU-a MIG-2", "GPU-a"}
+
+
 @pytest.mark.parametrize(
     ("backend", "chosen", "bound"),
     [
@@ -289,7 +294,7 @@ def test_init_on_a_gpu_sets_it_and_binds_nccl_to_it(
     def initialize(name: str, **options: Any) -> None:
         seen.update(options, name=name)
         options.update(device_id=None)
-        real(name if name == "paceline" else "gloo", **options)
+        real("gloo", **options)
 
     real = dist.init_process_group
     monkeypatch.setattr(dist, "init_process_group", initialize)

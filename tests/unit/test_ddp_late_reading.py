@@ -5,7 +5,9 @@ Here CPU ranks do so; what they get is compared with ranks that read at the end 
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -255,6 +257,24 @@ def two_wrappers(world: World, how: str) -> list[Any]:
 
 def test_two_wrappers_read_in_the_same_order_everywhere(pools: Pools) -> None:
     assert pools.run(2, two_wrappers, "") == pools.run(2, two_wrappers, "always")
+
+
+def let_go(world: World) -> tuple[str, bool]:
+    model, _ = make("always")
+    for step in range(2):
+        model(data(world, step)).sum().backward()
+    reducer: Any = weakref.ref(model._engine)
+    gc.disable()
+    try:
+        before = phase(model).name
+        del model
+        return before, reducer() is None
+    finally:
+        gc.enable()
+
+
+def test_a_wrapper_that_goes_before_it_has_read_leaves_nothing_behind(pools: Pools) -> None:
+    assert pools.run(2, let_go) == [("UNREAD", True)] * 2
 
 
 class Trip(torch.autograd.Function):

@@ -102,7 +102,7 @@ def test_a_wrong_option_is_refused_before_any_rank_starts(options: list[str], me
 
 
 COMMANDS = {
-    "unknown recipe": (["train", "mnist"], "unknown recipe 'mnist'; known recipes: digits"),
+    "unknown recipe": (["train", "letters"], "unknown recipe 'letters'; known recipes: digits, lm,"),
     "no ranks": (["train", "digits", "--nproc", "0"], "--nproc=0 is less than 1"),
     "ranks in words": (["train", "digits", "--nproc", "two"], "--nproc='two' is neither a number nor auto, gpu or cpu"),
     "batch size 0": (["train", "digits", "--batch-size", "0"], "--batch-size must be at least 1, not 0"),

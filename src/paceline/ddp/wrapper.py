@@ -175,7 +175,6 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self._look_at(module)
         self._input_device = check_devices(device_ids, output_device, self.device)
         self.process_group = choose_group(process_group, device_mesh)
-        expect_nccl(self._options.nccl, self.device, self.process_group)
         self._recorder, self.device_mesh, self.device_ids = recorder or tracing.recorder, device_mesh, device_ids
         self.output_device, self.dim, self.mixed_precision = output_device, dim, mixed_precision
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
@@ -183,9 +182,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.bucket_bytes_cap_list = list(self._options.capacities if bucket_cap_mb_list else ())
-        # torch.compile cuts its graphs at this size, and refuses one below torch's first bucket.
-        self.bucket_bytes_cap = max(self._options.capacities[-1], FIRST_CAPACITY)
-        self.forward_sync_buffers = self._options.syncs_buffers
+        self.bucket_bytes_cap = max(self._options.capacities[-1], FIRST_CAPACITY)  # torch.compile refuses less
         self._begin()
 
     def _look_at(self, module: nn.Module) -> None:
@@ -196,11 +193,12 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if self._low_precision is not None:
             self._low_precision.cast_buffers(module, self.parameters_to_ignore)
         self._replica = Replica(self._modules, self.parameters_to_ignore, self._options.delayed)
-        self.device = self._replica.device
+        self.device, self.forward_sync_buffers = self._replica.device, self._options.syncs_buffers
         self.register_load_state_dict_pre_hook(accept_bare_keys)  # type: ignore[no-untyped-call]
 
     def _begin(self, *, is_copy: bool = False) -> None:
         """Begin to average: among the ranks, which all call this; alone in a world of one; as a copy, not yet."""
+        expect_nccl(self._options.nccl, self.device, self.process_group)
         self._comm_hook = CommHook(self.process_group, self._replica, self._options)
         self._connection = None
         replica, check_finite = self._replica, self._options.check_finite
@@ -225,10 +223,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _average_with(self, engine: GradientEngine) -> None:
         self._engine = engine
-        ledger, recorder = self._replica.ledger, self._recorder
-        self._guard = StepGuard(
-            self._replica.parameters(), ledger, engine.local_gradient, recorder, while_alive(engine.read_late)
-        )
+        watched = self._replica.parameters(), self._replica.ledger, engine.local_gradient, self._recorder
+        self._guard = StepGuard(*watched, while_alive(engine.read_late))
 
     def _take_over(self, named: Named, averaged: bool) -> None:
         """Guard steps over the parameters `named`, which came after wrapping, and have them `averaged` if so."""

@@ -88,7 +88,9 @@ def train_digits(config: DigitsConfig, world: World) -> tuple[Report, Result]:
         net = DigitsNet().to(world.device)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    loader = DataLoader(train_data, batch_size=config.micro_batch, shuffle=True, seed=config.seed)
+    loss = partial(summed_loss, label_smoothing=LABEL_SMOOTHING)
+    config = config.fitted(model, loss, lambda rows: train_data[:rows])
+    loader = DataLoader(train_data, batch_size=config.samples_per_micro_batch, shuffle=True, seed=config.seed)
     held_out = DataLoader(test_data, batch_size=256)
     evaluation = Evaluation(held_out, summed_metrics, METRICS)
     result = Trainer(

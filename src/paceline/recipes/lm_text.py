@@ -175,6 +175,10 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self._inputs[index], self._targets[index]
 
+    def first(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the first `count` windows, (count, context) each."""
+        return self._inputs[:count], self._targets[:count]
+
 
 @dataclass(frozen=True)
 class Corpus:

@@ -69,7 +69,7 @@ class MnistConfig(TrainingOptions):
             raise UsageError("--plot needs --sweep batch, and a file that ends with .svg")
         check_file("--plot", self.plot)
         if self.sweep is not None:
-            for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb"):
+            for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "micro_batch"):
                 if getattr(self, name) is not None:
                     flag = name.replace("_", "-")
                     raise UsageError(f"--{flag} is for one training and --sweep runs many; leave one of the two out")
@@ -119,7 +119,8 @@ def train_mnist(
         net = MnistNet()
     model = DistributedDataParallel(net.to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, nesterov=True, weight_decay=1e-4)
-    loader = DataLoader(training, batch_size=config.micro_batch, shuffle=True, seed=config.seed)
+    config = config.fitted(model, summed_loss, lambda rows: training[:rows])
+    loader = DataLoader(training, batch_size=config.samples_per_micro_batch, shuffle=True, seed=config.seed)
     evaluation = Evaluation(DataLoader(held_out, batch_size=1000), summed_metrics, METRICS)
     settings = replace(config.train_config(), show_progress=show_progress)
     return model, Trainer(model, optimizer, summed_loss, loader, settings, evaluation).fit()

@@ -200,9 +200,12 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
             print(note)
     model = DistributedDataParallel(net.to(world.device))
     collate = PadToLongest(tokenizer.pad_token_id)
+    objective = Objective(world.device, config.bf16)
+    longest = sorted(train_data.samples, key=lambda sample: -len(sample.ids))
+    config = config.fitted(model, objective.summed_loss, lambda rows: collate(longest[:rows]))
     loader = DataLoader(
         train_data,
-        config.micro_batch,
+        config.samples_per_micro_batch,
         shuffle=True,
         seed=config.seed,
         cost=train_data.lengths if config.balance else None,
@@ -210,7 +213,6 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
         collate_fn=collate,
     )
     held_out = DataLoader(dev_data, batch_size=8 * world.size, collate_fn=collate)
-    objective = Objective(world.device, config.bf16)
     names = ("dev_loss", "right", "true_positives", "predicted", "positives")
     evaluation = Evaluation(held_out, objective.counts, names, scores)
     optimizer = optimizer_of(model, config)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
+
+from torch import nn
 
 from paceline.errors import MissingExtra, UsageError
 from paceline.launch.program import ProgramConfig, option
 from paceline.output_files import check_file
 from paceline.train import TrainConfig
 from paceline.train.learning_rate import Decay, LrScaling
+from paceline.train.memory_fit import find_accumulation
+from paceline.train.trainer import Loss
 
+Options = TypeVar("Options", bound="TrainingOptions")
 DECAYS, LR_SCALINGS = get_args(Decay), get_args(LrScaling)
 
 
@@ -32,6 +38,9 @@ class TrainingOptions(ProgramConfig):
     clip_norm: float | None = option(None, "Largest norm of the gradient.")
     seed: int = option(0, "Decides initial weights and the order of samples.")
     accumulate: int = option(1, "Micro-batches per step and rank.")
+    micro_batch: str | None = option(
+        None, "auto: more micro-batches where a rank's memory is short, with the same global batch.", "auto"
+    )
     checkpoint_dir: str | None = option(None, "Where checkpoints go.", "DIR")
     checkpoint_every: int | None = option(None, "Steps between two checkpoints.")
     resume: bool = option(False, "Go on from the newest checkpoint.")
@@ -70,6 +79,8 @@ class TrainingOptions(ProgramConfig):
                 f"--batch-size {self.batch_size} is the whole step's batch and must be a multiple of --accumulate "
                 f"{self.accumulate}"
             )
+        if self.micro_batch not in (None, "auto"):
+            raise UsageError(f"--micro-batch must be auto, not {self.micro_batch!r}; --accumulate sets a number")
         expect_positive("--lr", self.lr)
         if self.clip_norm is not None:
             expect_positive("--clip-norm", self.clip_norm)
@@ -108,9 +119,18 @@ class TrainingOptions(ProgramConfig):
             raise UsageError(f"--checkpoint-every must be at least 1, not {self.checkpoint_every}")
 
     @property
-    def micro_batch(self) -> int:
+    def samples_per_micro_batch(self) -> int:
         """Samples of a micro-batch, all ranks."""
         return self.batch_size // self.accumulate
+
+    def fitted(self: Options, model: nn.Module, loss: Loss, batch_of: Callable[[int], Any]) -> Options:
+        """Return these options, with as many micro-batches as ``--micro-batch auto`` finds that memory asks for.
+
+        All ranks call this together; `batch_of` makes a batch of so many samples, those that take most memory.
+        """
+        if self.micro_batch is None:
+            return self
+        return replace(self, accumulate=find_accumulation(model, loss, batch_of, self.batch_size, self.accumulate))
 
     def train_config(self) -> TrainConfig:
         """Return the Trainer's settings."""

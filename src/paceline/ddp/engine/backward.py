@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -104,6 +104,13 @@ class Backward:
     def is_followed(self) -> bool:
         """Whether autograd runs it, not ``sync_gradients()``."""
         return self._task is not None
+
+    def leave_unread(self) -> None:
+        """Never read control blocks that were to be read later, as the wrapper is gone; its reducer can go, too."""
+        if self.phase is Phase.UNREAD and isinstance(self.ending, Generator):
+            self.ending.close()
+            if self.block is not None:
+                self.parts.channel.leave(self.block)
 
     def forget_task(self) -> None:
         """Take no exception for this rank's own any more, as the wrapper is gone; the end of backward raises then."""

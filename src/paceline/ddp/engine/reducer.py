@@ -290,3 +290,4 @@ class Reducer(Settling):
         self._forwards.close()
         self._parts.sharing.close()
         self._backward.forget_task()
+        self._backward.leave_unread()

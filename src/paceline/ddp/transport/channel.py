@@ -193,6 +193,10 @@ class Channel:
         self.run(what, launched.wait)
         self._outstanding.count -= 1
 
+    def leave(self, _launched: Launched) -> None:
+        """Never wait for a launched collective of host data, without which the channel can be closed."""
+        self._outstanding.count -= 1
+
     def linger(self, launched: Any, seconds: float) -> None:
         """Carry `launched` on until it is finished or failed, for at most so many seconds, without raising."""
         end = time.monotonic() + seconds
