@@ -27,9 +27,9 @@ BATCH, WIDTH, ROUNDS, STEPS = 32, 384, 7, 30
 
 def by_words(lengths: list[int], ranks: int, *, balanced: bool) -> float:
     """Return the share of all ranks' time that is waiting, if a word takes the same time everywhere."""
-    options = {"cost": lengths} if balanced else {}
+    cost = lengths if balanced else None
     samplers = [
-        GlobalBatchSampler(len(lengths), BATCH, rank=rank, world_size=ranks, **options) for rank in range(ranks)
+        GlobalBatchSampler(len(lengths), BATCH, cost=cost, rank=rank, world_size=ranks) for rank in range(ranks)
     ]
     waiting = total = 0
     for parts in zip(*samplers, strict=True):
