@@ -7,7 +7,6 @@ of tokens; the loss is a sum over tokens, weighted by their number. The twin see
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +20,7 @@ from torch.nn.functional import cross_entropy
 from drawn import LONG
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.world import World
-from ranks import preload
 from twins import Pools, same_gradients, same_weights
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # configurations are made here; nothing is to be fetched
-preload(*(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "bert", "vit", "t5", "mixtral")))
-preload("transformers.models.switch_transformers.modeling_switch_transformers")
 
 VOCABULARY, WIDTH, IMAGE = 23, 16, 8
 BATCHES = (7, 5, 6, 8, 5)

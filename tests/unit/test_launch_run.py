@@ -88,7 +88,8 @@ def test_the_cause_is_named_with_its_traceback_not_the_peer_that_lost_its_connec
     done = paceline(tmp_path, "run", "--nproc", "2", name, "fail")
     assert done.returncode == 1
     shown, _, head = done.stderr.partition("error: ")
-    assert head == "rank 1 failed first (exit code 1: ValueError: the data is wrong)\n"
+    # Without an exit code if the rank was still on its way out when the launcher ended it, on a busy machine.
+    assert head.replace("exit code 1: ", "") == "rank 1 failed first (ValueError: the data is wrong)\n"
     assert '  rank 1 |     raise ValueError("the data is wrong")' in shown.splitlines()
     assert "rank 0 failed, too" not in shown
     assert "rank 0 |" not in shown

@@ -121,6 +121,6 @@ def logged(world: World) -> list[str]:
 
 def test_decisions_are_logged_for_who_wants_to_see_them() -> None:
     for rank, records in enumerate(run_ranks(2, logged)):
-        assert f"paceline.ddp.transport.channel: rank {rank}: gradients travel through shared memory" in records
-        order = "paceline.ddp.engine.backward: rank %d: buckets are in rank 0's order of arrival; bytes: 80"
+        assert f"paceline.ddp.transport.opening: rank {rank}: gradients travel through shared memory" in records
+        order = "paceline.ddp.engine.ending: rank %d: buckets are in rank 0's order of arrival; bytes: 80"
         assert order % rank in records

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -234,7 +235,10 @@ def log_to_wandb(folder: str) -> tuple[str, int]:
         logger.write(1, {"accuracy": 0.75})
         logger.close()
     [run] = Path(folder).glob("wandb/offline-run-*/*.wandb")
-    return run.read_bytes().decode("latin-1"), len(list(Path(folder).glob("wandb/offline-run-*")))
+    end = time.monotonic() + 30
+    while b"accuracy" not in (record := run.read_bytes()) and time.monotonic() < end:
+        time.sleep(0.1)  # a process of W&B's own writes it
+    return record.decode("latin-1"), len(list(Path(folder).glob("wandb/offline-run-*")))
 
 
 def test_weights_and_biases_gets_the_same_values(tmp_path: Path) -> None:
