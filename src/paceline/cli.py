@@ -214,8 +214,17 @@ def _parse_config(recipe: str, arguments: list[str]) -> Any:
     """Return the configuration of `recipe` that its options on the command line describe, checked."""
     command = recipe_command(recipe)
     given = command.make_context(recipe, list(arguments)).params
-    for name in ("nproc", "timeout"):
-        given.pop(name)
+    usual = {"nproc": "auto", "timeout": None, "json": None}
+    if misplaced := [name for name, value in usual.items() if given[name] != value]:
+        raise UsageError(
+            f"--{misplaced[0]} belongs before the recipe's name: paceline compare --{misplaced[0]} … {recipe}"
+        )
+    del given["nproc"], given["timeout"]
+    for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "sweep"):
+        if given.get(name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} keeps files of one training, and compare runs many; leave it out"
+            )
     config = config_class(recipe)(**given)
     config.check()
     return config

@@ -71,6 +71,8 @@ class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
         slices = scatter((inputs, kwargs), self.devices, self.dim)
         modules = replicate(self.module, self.devices[: len(slices)])
         outputs = _apply_in_threads(modules, slices)
+        if len(outputs) == 1 and self.output_device == self.devices[0]:
+            return outputs[0]  # of any type
         return gather(outputs, self.output_device, self.dim)
 
 

@@ -19,6 +19,7 @@ from paceline.ddp import DistributedDataParallel, clip_grad_norm_
 from paceline.errors import NonFiniteGradient, ReplicaMismatch, UsageError
 from paceline.world import World
 from ranks import Ranks
+from twins import Pools
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -418,3 +419,28 @@ def test_clipping_local_gradients_is_refused(two: Ranks) -> None:
     """Each rank would clip by a norm of its own."""
     for message in two.run(clip_after_a_local_backward):
         assert "clip_grad_norm_() found gradients that the wrapper has not averaged" in message
+
+
+class Conjugated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0 + 2.0j, 3.0 - 1.0j]))
+
+    def forward(self, scale: float) -> Tensor:
+        return scale * torch.view_as_real(self.weight.conj().resolve_conj()).sum()
+
+
+def conjugated(world: World) -> list[complex]:
+    model = DistributedDataParallel(Conjugated(), check_finite=True)
+    model(1.0).backward()
+    values: list[complex] = model.module.weight.grad.tolist()
+    model.zero_grad()
+    with pytest.raises(NonFiniteGradient):
+        model(float("nan")).backward()
+    return values
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_that_autograd_leaves_conjugated_is_looked_at(pools: Pools, ranks: int) -> None:
+    for values in pools.run(ranks, conjugated):
+        assert values == [1 - 1j, 1 - 1j]

@@ -80,7 +80,7 @@ class Comparison:
 
 
 def compare(target: Target, settings: Comparison, nproc: int) -> int:
-    """Run every mode, print the table and write the files; returns the exit code of the first mode that failed, or 0.
+    """Run every mode, print the table and write the files; returns the exit code of a mode that failed, or 0.
 
     Raises:
         UsageError: for a mistake in `settings` or `target`.
@@ -90,6 +90,7 @@ def compare(target: Target, settings: Comparison, nproc: int) -> int:
     names = settings.check(target, nproc)
     threads = max(1, cores() // nproc)
     rows: list[Row] = []
+    code = 0
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="paceline-compare-") as folder:
         reference: dict[str, Any] | None = None
@@ -97,8 +98,8 @@ def compare(target: Target, settings: Comparison, nproc: int) -> int:
             record = Path(folder) / f"{name}.json"
             console.print(f"{number + 1}/{len(names)} {name}: {MODES[name].summary} …", highlight=False)
             if code := _run_mode(target, name, settings.steps, nproc, threads, record):
-                print(f"mode {name} ended with exit code {code}; nothing was compared", file=sys.stderr)
-                return code
+                print(f"mode {name} ended with exit code {code}", file=sys.stderr)
+                break
             weights = load_file(f"{record}.safetensors")
             Path(f"{record}.safetensors").unlink()
             same_steps = MODES[name].accumulate == MODES[names[0]].accumulate
@@ -107,12 +108,14 @@ def compare(target: Target, settings: Comparison, nproc: int) -> int:
                 reference, said = weights, "reference"
             single = next((row for row in rows if row.mode == "single"), None)
             rows.append(figures(name, json.loads(record.read_text("utf-8")), nproc, single, said))
+    if not rows:
+        return code
     title = Path(target.name).name
     print_table(table_of(rows, title, threads))
     outcome = {"target": title, "threads": threads, "modes": as_json(rows)}
     write_file("--json", settings.json, json.dumps(outcome, indent=2) + "\n")
     write_file("--plot", settings.plot, draw(rows, title))
-    return 0
+    return code
 
 
 def _run_mode(target: Target, name: str, steps: int, nproc: int, threads: int, record: Path) -> int:

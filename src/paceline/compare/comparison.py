@@ -59,10 +59,11 @@ def figures(name: str, record: Mapping[str, Any], nproc: int, single: Row | None
     """
     ranks, mode = record["ranks"], MODES[name]
     steps = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-    batches = ranks[0]["batches"]
+    batches = [max(counts) for counts in zip(*(rank["batches"] for rank in ranks), strict=True)]
     per_batch = median(time / count for time, count in zip(steps, batches, strict=True))
     rows = sum(sum(rank["rows"]) for rank in ranks)
-    rate = rows / sum(steps) if rows else None
+    # By the median, as an evaluation or a checkpoint may lie between two steps.
+    rate = rows / sum(batches) / per_batch if rows else None
     devices = devices_of(name, nproc)
     waits = mode.wrapper == "paceline" and len(ranks) > 1
     # Of batches, where rows are not known: then all modes' batches are taken for equal.

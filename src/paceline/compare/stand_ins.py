@@ -18,6 +18,7 @@ from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 
 Seen = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+"""Told of a forward, or of a step in which this rank has no sample, whose inputs are empty."""
 
 
 class PlainLoop:
@@ -65,7 +66,8 @@ class PlainLoop:
         yield
         self._weight += weight
         if self.do_sync:
-            total, self._weight = torch.tensor(float(self._weight)), 0.0
+            device = next(self.parameters()).device
+            total, self._weight = torch.tensor(float(self._weight), device=device), 0.0
             factor = self._divide(total)
             for parameter in self.parameters():
                 if parameter.grad is not None:
@@ -158,6 +160,10 @@ def substitute(run: Run, seen: Seen) -> None:
         def forward(self, *inputs: Any, **kwargs: Any) -> Any:
             seen(self, inputs, kwargs)
             return super().forward(*inputs, **kwargs)
+
+        def sync_gradients(self) -> None:
+            seen(self, (), {})
+            super().sync_gradients()
 
     Seeing.__name__ = Seeing.__qualname__ = "DistributedDataParallel"
     assert paceline.train, "so that all of Paceline is imported"

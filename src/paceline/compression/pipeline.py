@@ -7,7 +7,8 @@ earlier ones a stage further, without waiting in between where the device queues
          first 0     first 1, second 0   first 2, second 1, end of 0    second 2, end of 1 and 2
 
 All of it is done where the hook is called, or where the bucket is waited for, never in a callback: so the order of
-collectives is the same on every rank, on any backend, and no tensor is used on a stream that nobody knows of.
+collectives is the same on every rank, on any backend, and no tensor is used on a stream that nobody knows of. In
+torch's DDP, which says nothing before it waits, a bucket goes through all stages in its own hook call.
 """
 
 from __future__ import annotations
@@ -116,10 +117,11 @@ class Pipeline:
             if is_queued(device) or other.launches or other.is_ready:
                 other.advance()
         self._under_way = [*(other for other in earlier if not other.is_finished), reduction]
-        when_waited = None if is_queued(device) else getattr(bucket, "when_waited", None)
-        if when_waited is not None:
+        when_waited = getattr(bucket, "when_waited", None)
+        if when_waited is not None and not is_queued(device):
             when_waited(partial(self._finish, reduction))
-        elif bucket.is_last():  # what torch's DDP waits for ends by itself
+        elif when_waited is None or bucket.is_last():
+            # torch's DDP waits for futures without asking us, and a hook may send its last bucket elsewhere.
             for other in self._under_way:
                 self._finish(other)
         return reduction.future

@@ -59,7 +59,7 @@ def sweep_json(points: Sequence[Point], ranks: int) -> str:
 def draw(points: Sequence[Point]) -> str:
     """Draw accuracy against the logarithm of the batch as SVG; runs that diverged lie on the axis."""
     batches = sorted({point.batch for point in points})
-    low = math.floor(10 * min(point.accuracy or 0.0 for point in points)) / 10
+    low = min(0.9, math.floor(10 * min(point.accuracy or 0.0 for point in points)) / 10)
     first, last = math.log2(batches[0]), math.log2(batches[-1])
 
     def x(batch: int) -> float:

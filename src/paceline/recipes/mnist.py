@@ -65,6 +65,8 @@ class MnistConfig(TrainingOptions):
             raise UsageError(f"--limit must be at least 1, not {self.limit}")
         if self.sweep not in (None, "batch"):
             raise UsageError(f"--sweep must be batch, not {self.sweep!r}")
+        if self.sweep is not None and self.limit is not None and self.limit < BATCHES[0]:
+            raise UsageError(f"--limit {self.limit} leaves nothing to --sweep, whose smallest batch is {BATCHES[0]}")
         if self.plot is not None and (self.sweep is None or not self.plot.endswith(".svg")):
             raise UsageError("--plot needs --sweep batch, and a file that ends with .svg")
         check_file("--plot", self.plot)
@@ -161,7 +163,8 @@ def main(text: str) -> None:
             if world.is_main:
                 print_table(sweep_table(points, world.size))
                 write_file("--json", config.json, sweep_json(points, world.size))
-                write_file("--plot", config.plot, draw(points))
+                if config.plot is not None:
+                    write_file("--plot", config.plot, draw(points))
             return
         model, result = train_mnist(config, data, world)
         report: Report = gather_report(model, result, world)

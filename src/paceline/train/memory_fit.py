@@ -83,7 +83,8 @@ def _try(model: nn.Module, loss: Any, batch_of: Callable[[int], Any], rows: int)
     """Run one forward and backward of the module, and restore what they changed."""
     module = unwrap(model)
     gradients = [parameter.grad for parameter in module.parameters()]
-    buffers = [buffer.detach().clone() for buffer in module.buffers()]
+    buffers = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     modes = {part: part.training for part in module.modules()}
     streams = rng_state()
     try:
@@ -96,9 +97,11 @@ def _try(model: nn.Module, loss: Any, batch_of: Callable[[int], Any], rows: int)
     finally:
         for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             parameter.grad = gradient
+        for held, before in buffers:  # forward may have put others in their place
+            held.update(before)
         with torch.no_grad():
-            for buffer, before in zip(module.buffers(), buffers, strict=True):
-                buffer.copy_(before)
+            for buffer, value in values:
+                buffer.copy_(value)
         for part, mode in modes.items():
             part.training = mode
         set_rng_state(streams)

@@ -76,7 +76,7 @@ class Arrivals:
         for number in range(bucket, len(self._layout)):
             indices, expected = self._layout[number], self._expected[number]
             # Most buckets are asked for before anything of them has come.
-            if self._pending[number] if self._every else expected and parameter_at(expected[0]).grad is None:
+            if self._pending[number] if self._every else expected and parameter_at(expected[-1]).grad is None:
                 return
             # A gradient that Python has not seen before costs as much as its copy, so all are read once.
             gradients = gradients_of(map(parameter_at, indices))

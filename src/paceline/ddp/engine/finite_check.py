@@ -28,7 +28,7 @@ class FiniteCheck:
     def add(self, indices: Collection[int], gradients: Collection[Tensor]) -> None:
         """Add `gradients`, of the parameters `indices`; of a sparse one, the values that it stores."""
         pairs = [(index, gradient) for index, gradient in zip(indices, gradients, strict=True) if gradient.numel()]
-        reals = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for _, gradient in pairs]
+        reals = [as_real(gradient) if gradient.is_complex() else gradient for _, gradient in pairs]
         if not reals:
             return
         for (index, gradient), largest in zip(pairs, norm_each(reals), strict=True):
@@ -44,3 +44,8 @@ class FiniteCheck:
             for index, is_finite in zip(places, torch.stack(norms).isfinite().tolist(), strict=True)
             if not is_finite
         ]
+
+
+def as_real(gradient: Tensor) -> Tensor:
+    """Return the real numbers of a complex gradient, which autograd may leave conjugated without computing it."""
+    return torch.view_as_real(gradient.resolve_conj())

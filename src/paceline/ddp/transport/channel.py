@@ -184,6 +184,10 @@ class Channel:
         self.wait(launched, "all-gather")
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(table, sizes.tolist(), strict=True)]
 
+    def count_launch(self) -> None:
+        """Count a collective that :meth:`wait` will be called for, launched by another on this channel's group."""
+        self._outstanding.count += 1
+
     def wait(self, launched: Launched, what: str) -> None:
         """Wait for a launched collective.
 

@@ -118,6 +118,8 @@ class AllReduce:
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Launch the sum, in place."""
         if not self._divides_first(bucket.flat):
+            if self._sums.scales:
+                self._ledger.add_up()  # a weight that is on its way from a GPU belongs into the note
             return self._sums.all_reduce(bucket.flat, self._ledger.status.note)
         if not self._divides_in_copy(bucket.flat):
             bucket.flat.mul_(1 / self._sums.size)
@@ -155,7 +157,7 @@ class Algorithms:
     blocks = True
 
     def __init__(self, channel: Channel, algorithm: Algorithm) -> None:
-        self._group, self.size = channel.group, channel.size
+        self._channel, self._group, self.size = channel, channel.group, channel.size
         self._run = getattr(algorithms, f"{algorithm.replace('-', '_')}_all_reduce")
         self._options: dict[str, Any] = {}
         if algorithm == "hierarchical":
@@ -166,4 +168,5 @@ class Algorithms:
         """Sum `tensor` over all ranks, in place. Only the first is compared between ranks: the layouts are equal."""
         self._run(tensor, group=self._group, check=not self._checked, **self._options)
         self._checked = True
+        self._channel.count_launch()  # which is waited for there
         return AlreadyDone()
