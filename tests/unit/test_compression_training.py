@@ -228,7 +228,7 @@ def test_a_resumed_run_ends_with_the_same_bits(pools: Pools, kind: str, tmp_path
     assert first == second
 
 
-def by_bucket(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+def by_bucket(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with its classes
     """Compress all buckets but the last one."""
     if bucket.is_last():
         work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
@@ -241,7 +241,7 @@ def torch_routes(world: World) -> list[float]:
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.02)
-    cast = Cast(torch.bfloat16)
+    cast = Cast(model, torch.bfloat16)
     model.register_comm_hook(cast, by_bucket)
     norms = []
     for _ in range(3):
@@ -255,4 +255,4 @@ def test_in_torchs_ddp_a_compressor_need_not_get_the_last_bucket(pools: Pools) -
     # It finished buckets with the last one only, and torch waited for them for ever.
     first, second = pools.run(2, torch_routes)
     assert first == second
-    assert first[0] == first[2] > 0
+    assert all(norm > 0 for norm in first)
