@@ -1,4 +1,4 @@
-"""Which GPU is this rank's."""
+"""Chooses the GPU of a rank, and refuses one that another rank has, too."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from test_cli import run
 
-from paceline.bench.config import BACKENDS, OPS, BenchConfig, parse_names, parse_sizes
+from paceline.bench.bench_config import BACKENDS, OPS, BenchConfig, parse_names, parse_sizes
 from paceline.bench.plot import HIGH, TOP, Panel, plot
 from paceline.bench.result_page import table
 from paceline.bench.rows import Row, bus_factor, fitted

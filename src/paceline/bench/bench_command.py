@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.bench.config import BACKENDS, OPS, SIZES, BenchConfig, parse_names, parse_sizes
+from paceline.bench.bench_config import BACKENDS, OPS, SIZES, BenchConfig, parse_names, parse_sizes
 from paceline.launch.program import start_program
 
 EXAMPLES = """Examples:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 
-from paceline.bench.config import ELEMENT, BenchConfig
+from paceline.bench.bench_config import ELEMENT, BenchConfig
 from paceline.bench.result_page import report
 from paceline.bench.rows import Row, fitted
 from paceline.bench.turns import slowest_timed, take_turns

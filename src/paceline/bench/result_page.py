@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.config import BenchConfig
+from paceline.bench.bench_config import BenchConfig
 from paceline.bench.plot import plot
 from paceline.bench.rows import Row
 from paceline.comm.algorithms.cost import Model, crossovers

@@ -37,7 +37,7 @@ MODES = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank of one mode does; travels to it as JSON."""
+    """The work of one rank in one mode; travels to it as JSON."""
 
     wrapper: Wrapper
     devices: int

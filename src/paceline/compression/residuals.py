@@ -14,7 +14,7 @@ from paceline.streams import keep
 
 
 class Residuals:
-    """What this rank has not sent yet. By parameter, so that it stays correct when buckets are rebuilt."""
+    """The residuals of this rank. By parameter, so that they stay correct when buckets are rebuilt."""
 
     by_name: dict[str, Tensor]
     """The residual of each parameter: a view of its bucket's, or what was loaded; see :meth:`forget_buckets`."""

@@ -9,7 +9,7 @@ from typing import Any
 from paceline import rank_consensus
 from paceline.checkpoint import Checkpointer
 from paceline.errors import NoCheckpoint, UsageError
-from paceline.train.config import TrainConfig
+from paceline.train.train_config import TrainConfig
 
 
 def open_folder(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str, Any]) -> Checkpointer:

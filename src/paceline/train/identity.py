@@ -9,7 +9,7 @@ from typing import Any
 from paceline import rank_consensus
 from paceline.digests import dataset_digest
 from paceline.errors import CheckpointMismatch, CheckpointWarning
-from paceline.train.config import TrainConfig
+from paceline.train.train_config import TrainConfig
 
 _DECISIVE: tuple[str, ...] = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "clip_norm")
 _DECISIVE += ("decay", "decay_steps", "decay_to")

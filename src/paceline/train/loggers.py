@@ -12,7 +12,7 @@ from typing import Any, Protocol, TextIO
 
 from paceline import rank_consensus
 from paceline.errors import MissingExtra, UsageError
-from paceline.train.config import TrainConfig
+from paceline.train.train_config import TrainConfig
 
 
 class MetricsLogger(Protocol):

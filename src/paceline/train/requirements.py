@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.train.config import TrainConfig
+from paceline.train.train_config import TrainConfig
 from paceline.unwrapping import unwrap
 
 

@@ -19,7 +19,6 @@ from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 from paceline.train.agreement import expect_same_data
 from paceline.train.averages import LossAverage
-from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, evaluate, expect_evaluation
 from paceline.train.folder import open_folder
 from paceline.train.identity import DataIdentity, Settings
@@ -39,6 +38,7 @@ from paceline.train.requirements import (
     summed_loss,
 )
 from paceline.train.result import Result
+from paceline.train.train_config import TrainConfig
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
 """``loss(model, batch)``: the *summed* loss of a micro-batch, and what it sums over: samples, or tokens."""

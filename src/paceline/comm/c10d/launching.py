@@ -1,4 +1,4 @@
-"""What a process group offers to the reducer: memory that its ranks share, and reductions that no thread works on."""
+"""The part of a process group that the reducer uses: shared memory, and reductions that no thread works on."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Block:
 
     @property
     def factor(self) -> float:
-        """What gradients of its backwards are multiplied by: 1 for a summed loss, the weight for a mean."""
+        """The factor of gradients in its backwards: 1 for a summed loss, the weight for a mean."""
         return self.weight if self.is_mean else 1.0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -26,8 +25,6 @@ from paceline.tracing import CONTROL, LAUNCH
 
 _ENDING = threading.RLock()
 """Held while a backward becomes one that an exception has ended."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)

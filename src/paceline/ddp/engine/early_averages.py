@@ -16,7 +16,7 @@ from paceline.torch_internals.amp import have_unscaled
 
 
 class EarlyAverages:
-    """What ``p.grad`` was when the averages were shown.
+    """Averages as they were shown in ``p.grad``, and whether they were changed or used since.
 
     Args:
         rank: this one.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.ddp.engine.capture import is_capturing
+from paceline.ddp.engine.graph_capture import is_capturing
 
 MOST_PENDING = 64
 """Measurements that the device has not come to yet, after which no new ones are made: the host is far ahead."""

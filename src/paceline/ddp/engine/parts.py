@@ -19,8 +19,8 @@ from paceline.ddp.consistency.replica_check import ReplicaCheck
 from paceline.ddp.consistency.unused_parameters import UnusedReport
 from paceline.ddp.engine.arrivals import Arrivals
 from paceline.ddp.engine.bucket_set import BucketSet
-from paceline.ddp.engine.capture import expect_capturable, is_capturing
 from paceline.ddp.engine.exposed_time import ExposedTime
+from paceline.ddp.engine.graph_capture import expect_capturable, is_capturing
 from paceline.ddp.engine.module_changes import Named
 from paceline.ddp.engine.published_gradients import PublishedGradients
 from paceline.ddp.engine.shared_parameters import Sharing

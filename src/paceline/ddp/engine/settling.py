@@ -1,4 +1,4 @@
-"""What a reducer owes to a backward that is over: peers may wait for it, or it has not read what they reported."""
+"""Comes back to a backward that is over, for which peers still wait, or of which their reports are not read yet."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from paceline.ddp.agreement.control_block import non_finite
 from paceline.ddp.agreement.ledger import Block, Ledger
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, compute_scale
-from paceline.ddp.engine.capture import CHECK_FINITE, cannot_capture, is_capturing
 from paceline.ddp.engine.finite_check import FiniteCheck
 from paceline.ddp.engine.gradient_engine import GradientEngine
+from paceline.ddp.engine.graph_capture import CHECK_FINITE, cannot_capture, is_capturing
 from paceline.ddp.engine.module_changes import ModuleWatch, Named
 from paceline.ddp.engine.new_parameters import OnChange
 from paceline.ddp.engine.optimizer_in_backward import OptimizersInBackward

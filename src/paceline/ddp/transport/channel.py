@@ -42,7 +42,8 @@ Pausing: TypeAlias = Generator[bool, None, Result]
 
 It yields True after a launch, and whoever runs it may first run other wrappers up to their next pause. So all wrappers
 of a backward launch before any of them waits, and ranks whose wrappers end in different order do not wait for each
-other in a circle. Inside another such function it is run by ``yield from``, which hands its result on.
+other in a circle. It yields False where it is to be run on only when somebody looks at gradients, as control blocks are
+read late. Inside another such function it is run by ``yield from``, which hands its result on.
 """
 
 

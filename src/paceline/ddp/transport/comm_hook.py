@@ -77,7 +77,7 @@ class HookFinisher:
         return self._untold is not None
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
-        """Where ranks that have no data take part, and do not know which buckets are full when a layer's turn comes."""
+        """Return True where ranks without data take part: they do not know which buckets are full at a layer's turn."""
         return shadowed or self.layers_first
 
     def prescale(self, flat: Tensor) -> float:

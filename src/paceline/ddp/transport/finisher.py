@@ -101,7 +101,7 @@ class AllReduce:
         return False
 
     def launches_at_end(self, *, shadowed: bool) -> bool:
-        """Where sums block, so that they overlap with nothing: then a layer's collective may come first elsewhere."""
+        """Return True where sums block, and so overlap with nothing: a layer's collective may come first elsewhere."""
         return self._sums.blocks
 
     def prescale(self, flat: Tensor) -> float:
