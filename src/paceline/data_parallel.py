@@ -82,7 +82,7 @@ def scatter(value: Any, devices: Sequence[torch.device], dim: int = 0) -> list[A
     Tensors inside tuples, lists and dicts are cut along `dim`; other values, and tensors without dimensions, are given
     to every replica. Slices differ by at most one row.
     """
-    rows = [tensor.size(dim) for tensor in _tensors_in(value) if tensor.dim()]
+    rows = [tensor.size(dim) for tensor in nested_tensors(value) if tensor.dim()]
     count = max(1, min([len(devices), *rows]))
     return [_slice_of(value, at, devices[:count], dim) for at in range(count)]
 
@@ -149,14 +149,13 @@ def _device_of(device: Device) -> torch.device:
     return found
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def nested_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors inside tuples, lists and dicts, the first one first."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors_in(part)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from nested_tensors(part)
 
 
 def _slice_of(value: Any, at: int, devices: Sequence[torch.device], dim: int) -> Any:

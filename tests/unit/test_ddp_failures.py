@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from models import Trip
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.agreement import ledger
 from paceline.ddp.engine import reducer, single_rank
@@ -27,18 +28,6 @@ from ranks import RankFailed, Ranks
 from twins import Pools, same_gradients
 
 TINY = 1e-4
-
-
-class Trip(torch.autograd.Function):
-    """Passes its input on; its backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("tripped")
 
 
 class Net(nn.Module):

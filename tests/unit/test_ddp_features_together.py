@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
+from models import chain
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.world import World
@@ -22,12 +23,21 @@ from twins import Pools
 
 
 def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    return chain(4, 6, 3)
 
 
 def batch(world: World, step: int = 0) -> Tensor:
     return torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + world.rank))
+
+
+def train_unevenly(model: DistributedDataParallel, world: World) -> None:
+    """Take one step more on rank 1 than on rank 0, inside ``join``."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with model.join():
+        for step in range(1 + world.rank):
+            optimizer.zero_grad()
+            model(batch(world, step)).square().mean().backward()
+            optimizer.step()
 
 
 def hook_in_join(world: World) -> None:
@@ -47,12 +57,7 @@ def test_a_hooks_mean_leaves_out_ranks_that_are_not_counted(pools: Pools) -> Non
 
 def copy_in_join(world: World) -> float:
     model = copy.deepcopy(DistributedDataParallel(net()))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with model.join():
-        for step in range(1 + world.rank):
-            optimizer.zero_grad()
-            model(batch(world, step)).square().mean().backward()
-            optimizer.step()
+    train_unevenly(model, world)
     return float(sum(p.detach().sum() for p in model.parameters()))
 
 
@@ -69,12 +74,7 @@ def sharded_in_join(world: World) -> None:
     module = net()
     parallelize_module(module, mesh["model"], {"0": ColwiseParallel()})
     model = DistributedDataParallel(module, device_mesh=mesh["data"])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with model.join():
-        for step in range(1 + world.rank):
-            optimizer.zero_grad()
-            model(batch(world, step)).square().mean().backward()
-            optimizer.step()
+    train_unevenly(model, world)
     weight: Any = module[0].weight
     values = [torch.empty_like(weight.to_local()) for _ in range(2)]
     dist.all_gather(values, weight.to_local().detach())

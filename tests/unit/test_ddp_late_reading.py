@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import paceline
+from models import Trip
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.agreement.late_reading import APART, USUAL_STEPS, LateReading
 from paceline.ddp.engine.phase import Phase
@@ -275,16 +276,6 @@ def let_go(world: World) -> tuple[str, bool]:
 
 def test_a_wrapper_that_goes_before_it_has_read_leaves_nothing_behind(pools: Pools) -> None:
     assert pools.run(2, let_go) == [("UNREAD", True)] * 2
-
-
-class Trip(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("tripped")
 
 
 def trip(world: World, how: str) -> tuple[str, list[Any]]:

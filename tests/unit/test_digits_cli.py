@@ -14,6 +14,7 @@ import pytest
 
 from paceline.checkpoint import Checkpointer
 from processes import TIMEOUT_S, Running, alive, gone_after, paceline, script
+from recipe_reports import FIELDS
 
 SLACK_S = 1.5  # on a machine that is busy with other tests
 SHORT = ["--epochs", "1", "--batch-size", "128"]
@@ -174,19 +175,7 @@ def points(finished: tuple[Path, Any], tmp_path: Path) -> Path:
     return tmp_path
 
 
-PROMISED = {
-    "accuracy": float,
-    "test_loss": float,
-    "steps": int,
-    "seconds": float,
-    "samples_per_second": float,
-    "world_size": int,
-    "gradient_bytes_per_step": int,
-    "exposed_share": float,
-    "replicas_identical": bool,
-    "replica_sha256": list,
-    "resumed_from_step": type(None),
-}
+PROMISED = {"accuracy": float, "test_loss": float, **FIELDS}
 
 
 def test_json_holds_what_was_promised(finished: tuple[Path, Any]) -> None:

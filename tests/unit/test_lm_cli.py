@@ -13,6 +13,7 @@ import pytest
 from paceline.errors import MissingExtra, UsageError
 from paceline.recipes.lm import LmConfig
 from processes import paceline
+from recipe_reports import FIELDS
 
 TEXT = "so we'll live, and pray, and sing, and tell old tales, and laugh\n" * 60
 SMALL = ["--context", "32", "--width", "16", "--layers", "1", "--heads", "2", "--epochs", "1", "--batch-size", "32"]
@@ -95,20 +96,7 @@ def test_without_a_package_the_pip_command_is_named(tmp_path: Path, monkeypatch:
             LmConfig(data="text.txt", **option).check()
 
 
-PROMISED = {
-    "loss": float,
-    "perplexity": float,
-    "tokens_per_second": float,
-    "steps": int,
-    "seconds": float,
-    "samples_per_second": float,
-    "world_size": int,
-    "gradient_bytes_per_step": int,
-    "exposed_share": float,
-    "replicas_identical": bool,
-    "replica_sha256": list,
-    "resumed_from_step": type(None),
-}
+PROMISED = {"loss": float, "perplexity": float, "tokens_per_second": float, **FIELDS}
 
 
 def test_a_run_reports_loss_perplexity_tokens_per_second_and_writes_on(tmp_path: Path) -> None:

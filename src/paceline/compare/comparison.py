@@ -10,7 +10,8 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
-from paceline.compare.modes import MODES, devices_of, rows_differ
+from paceline.compare.modes import MODES, devices_of
+from paceline.explain.scene import counted
 
 
 @dataclass(frozen=True)
@@ -146,18 +147,24 @@ def table_of(rows: Sequence[Row], target: str, threads: int) -> Table:
 def _notes(rows: Sequence[Row], threads: int) -> list[str]:
     """Say what the columns mean, and whether the modes can be compared."""
     notes = [
-        f"A device is a GPU, or {threads} CPU thread{'s' if threads > 1 else ''}. Efficiency: throughput by that of "
+        f"A device is a GPU, or {counted(threads, 'CPU thread')}. Efficiency: throughput by that of "
         "single and by the devices.",
         "All-reduce: the time that all-reducing the gradients takes by itself, by the time of a step. Waiting: what of "
         "it backward could not hide.",
         f"Weights are compared with those of {rows[0].mode}.",
     ]
-    if rows_differ([row.rows_per_batch for row in rows]):
+    if _rows_differ([row.rows_per_batch for row in rows]):
         notes.append(
             "Batches differ in size, so the modes did different work: take them from paceline.data.DataLoader, whose "
             "batch_size is that of all ranks together."
         )
     return notes
+
+
+def _rows_differ(rows: Sequence[float | None]) -> bool:
+    """Tell whether modes were given batches of different size, as where a script's batch size is that of a rank."""
+    known = [row for row in rows if row]
+    return bool(known) and max(known) > 1.01 * min(known)
 
 
 def _shown(value: float | None, form: str) -> str:

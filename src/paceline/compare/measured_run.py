@@ -10,7 +10,6 @@ import resource
 import runpy
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -23,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline.compare.modes import Run
 from paceline.compare.stand_ins import substitute
+from paceline.data_parallel import nested_tensors
 from paceline.digests import tensor_digest
 from paceline.errors import UsageError
 from paceline.unwrapping import unwrap
@@ -88,7 +88,7 @@ class Meter:
         if wrapper.training and torch.is_grad_enabled():
             self.wrapper = wrapper
             self._forwards += 1
-            self._rows += next((len(tensor) for tensor in _tensors((inputs, kwargs)) if tensor.dim()), 0)
+            self._rows += next((len(tensor) for tensor in nested_tensors((inputs, kwargs)) if tensor.dim()), 0)
 
     def stepped(self, *_: Any) -> None:
         """Take the time of an optimizer step; further optimizers of the same batch belong to it.
@@ -128,15 +128,6 @@ class Meter:
             save_file(_sampled_weights(self.wrapper), f"{self.run.record}.safetensors")
         dist.barrier(group=group)
         raise Enough(0)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors inside tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | dict):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
 
 
 def _sha256(model: nn.Module) -> str:

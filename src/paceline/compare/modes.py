@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -89,9 +88,3 @@ def ranks_of(mode: Mode, nproc: int) -> int:
 def devices_of(name: str, nproc: int) -> int:
     """Return how many devices the mode called `name` trains on."""
     return 1 if name == "single" else nproc
-
-
-def rows_differ(rows: Sequence[float | None]) -> bool:
-    """Tell whether modes were given batches of different size, as where a script's batch size is that of a rank."""
-    known = [row for row in rows if row]
-    return bool(known) and max(known) > 1.01 * min(known)

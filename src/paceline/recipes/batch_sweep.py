@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from paceline.explain.scene import Scene, text
+from paceline.explain.scene import Scene, counted, text
 from paceline.explain.sheet import sheet
 
 LEFT, WIDE, HIGH, TOP = 60.0, 560.0, 300.0, 14.0
@@ -39,7 +39,7 @@ class Point:
 
 def sweep_table(points: Sequence[Point], ranks: int) -> Table:
     """Lay the points out, a line for each batch."""
-    table = Table(title=f"mnist: accuracy by global batch, {ranks} rank{'s' if ranks > 1 else ''}")
+    table = Table(title=f"mnist: accuracy by global batch, {counted(ranks, 'rank')}")
     for name in ("global batch", "steps", *(f"accuracy, {rule}" for rule in RULES.values()), "rate of the rule", "s"):
         table.add_column(name, justify="right", no_wrap=True)
     for batch in dict.fromkeys(point.batch for point in points):

@@ -44,6 +44,14 @@ def work_offline() -> None:
     os.environ[OFFLINE] = "1"
 
 
+def quiet_libraries() -> None:
+    """Keep transformers from showing progress of its own, and warnings that our messages replace, on every rank."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def fetch_all(absent: Sequence[Absent]) -> None:
     """Fetch what this machine lacks.
 

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.recipes.hub import Absent, cached_model, fetch_all, fetch_model, has_weights, one_line, work_offline
+from paceline.recipes.hub import (
+    Absent,
+    cached_model,
+    fetch_all,
+    fetch_model,
+    has_weights,
+    one_line,
+    quiet_libraries,
+    work_offline,
+)
 
 
 class CausalModel(nn.Module):
@@ -24,10 +33,8 @@ class CausalModel(nn.Module):
         super().__init__()
         work_offline()
         from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
 
-        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        quiet_libraries()
         try:
             self.model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
         except Exception as error:  # of many classes

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.explain.scene import counted
 
 UNSIGNED_BYTES = 0x08
 """The idx format's code of the one kind of element that MNIST has."""
@@ -81,7 +82,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     size = 4 + 4 * dimensions
     if len(content) < size or content[:4] != bytes([0, 0, UNSIGNED_BYTES, dimensions]):
         raise UsageError(
-            f"{path} is no idx file of {dimensions} dimension{'s' if dimensions > 1 else ''} of bytes: it begins with "
+            f"{path} is no idx file of {counted(dimensions, 'dimension')} of bytes: it begins with "
             f"{content[:4].hex(' ') or 'nothing'}; get the file anew"
         )
     shape = struct.unpack(f">{dimensions}I", content[4:size])

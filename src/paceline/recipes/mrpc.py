@@ -26,7 +26,6 @@ from paceline.recipes.mrpc_model import (
     build_model,
     expect_fitting,
     load_tokenizer,
-    quiet_libraries,
     random_source,
     source_in,
     tokenize,
@@ -186,7 +185,7 @@ def optimizer_of(model: nn.Module, config: MrpcConfig) -> torch.optim.Optimizer:
 
 def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
     """Train on this rank; the report is the same on every rank."""
-    quiet_libraries()
+    hub.quiet_libraries()
     pairs, source = config.pairs(), config.source()
     tokenizer = load_tokenizer(source)
     train_data, dev_data = (tokenize(tokenizer, part, config.max_length) for part in pairs)

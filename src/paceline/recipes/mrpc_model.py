@@ -82,14 +82,6 @@ def _the_one(folder: Path, name: str, option: str, others: tuple[str, ...] = ())
     raise UsageError(f"{option} {folder} has no {name}{several}; give the folder of a Hugging Face model")
 
 
-def quiet_libraries() -> None:
-    """Keep transformers from showing progress of its own, and warnings that our messages replace, on every rank."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
 def load_tokenizer(source: Source) -> Any:
     """Load the tokenizer, which has a padding token afterwards.
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from paceline.ddp import DistributedDataParallel
 from paceline.digests import weights_sha256
 from paceline.errors import CheckpointError
+from paceline.explain.scene import counted
 from paceline.output_tables import print_table
 from paceline.rollcall import collective
 from paceline.train import Result
@@ -70,7 +71,7 @@ def gather_report(model: DistributedDataParallel, result: Result, world: World) 
 
 def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
     """Print the table, in which `metrics` come first."""
-    table = Table(title=f"{recipe}, {report.world_size} rank{'s' if report.world_size > 1 else ''}", show_header=False)
+    table = Table(title=f"{recipe}, {counted(report.world_size, 'rank')}", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right", overflow="fold")
     for name in metrics:

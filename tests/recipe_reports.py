@@ -1,0 +1,15 @@
+"""Fields that the JSON report of every recipe has, beside its metrics, and the type of each in a fresh run."""
+
+from __future__ import annotations
+
+FIELDS: dict[str, type] = {
+    "steps": int,
+    "seconds": float,
+    "samples_per_second": float,
+    "world_size": int,
+    "gradient_bytes_per_step": int,
+    "exposed_share": float,
+    "replicas_identical": bool,
+    "replica_sha256": list,
+    "resumed_from_step": type(None),
+}
