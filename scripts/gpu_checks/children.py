@@ -23,8 +23,8 @@ import torch
 
 import paceline
 from gpu_checks.catalogue import Check, Ranks
-from gpu_checks.one_rank import free_port
 from gpu_checks.rows import NotRun, Place, Row, Verdict, not_run
+from paceline.launch.store import LOOPBACK, loopback_store
 
 GRACE_S = 5.0
 """How long the other ranks have once one has ended without coming to the check's end."""
@@ -99,7 +99,8 @@ def _be_rank(rank: int, size: int, port: int, check: Check, setting: Setting, pi
     device = torch.device("cuda", at) if setting.on_gpu else torch.device("cpu")
     if size > 1:
         numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-        os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR="127.0.0.1")
+        os.environ.update({name: str(number) for name, number in numbers.items()})
+        os.environ.update(MASTER_ADDR=LOOPBACK, TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # one host, which may have no network
     if setting.on_gpu:
         torch.cuda.set_device(device)
@@ -171,12 +172,12 @@ def started(check: Check, size: int, setting: Setting, folder: str, seconds: flo
     # They have loaded torch, and nothing has touched CUDA in the process that they are forked from.
     context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "gpu_checks.children"])
     ranks: list[RankProcess] = []
-    port = free_port()
+    store = loopback_store()  # which the ranks join, so that no port has to be found for rank 0
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()
             log = Path(folder, f"rank-{rank}.log")
-            arguments = (rank, size, port, check.path, setting, str(log), seconds, theirs)
+            arguments = (rank, size, store.port, check.path, setting, str(log), seconds, theirs)
             process = context.Process(target=serve, args=arguments)
             process.start()
             theirs.close()

@@ -16,8 +16,6 @@ from gpu_checks.timing import (
     Trainee,
     Workload,
     host_times,
-    in_turns,
-    ratio,
     resnet50,
     small_mlp,
     smollm2,
@@ -25,6 +23,7 @@ from gpu_checks.timing import (
     trainees,
 )  # fmt: skip
 from gpu_checks.wrapping import bucket_bytes, variants
+from paceline.bench.turns import median_ratio, take_turns
 from paceline.buckets import CAPACITY
 
 SLOWER = 1.03
@@ -38,7 +37,7 @@ def steps(place: Place, workload: Workload) -> Iterator[Row]:
     seconds = step_times(built, place, place.steps(2, 1))
     best = min((name for name in TORCH if name in seconds), key=lambda name: statistics.median(seconds[name]))
     for name, took in seconds.items():
-        against = ratio(seconds[best], took)
+        against = median_ratio(seconds[best], took)
         milliseconds = 1000 * statistics.median(took)
         shown = f"{milliseconds:.2f} ms; {best} / this = {against:.3f}"
         what = f"{workload.name}: {name}"
@@ -137,7 +136,7 @@ def overlap(place: Place) -> Iterator[Row]:
             return timed_reductions(place, bucket, times)
 
         runs: dict[str, Callable[[], float]] = {name: lambda t=t: t.timed(2) for name, t in built.items()}  # type: ignore[misc]
-        seconds = in_turns({**runs, "all-reduce": reduce}, place.rounds, place.steps(3, 1))
+        seconds = take_turns({**runs, "all-reduce": reduce}, place.rounds, warm_up=place.steps(3, 1), rotated=True)
         medians = {name: statistics.median(took) for name, took in seconds.items()}
         alone = medians["all-reduce"]
         shown = f"{1000 * alone:.2f} ms beside a bare step of {1000 * medians['bare']:.2f} ms"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from gpu_checks.models import MLP, SMOLLM2_360M, TINY, ResNet
 from gpu_checks.rows import Place
 from gpu_checks.wrapping import Wrap, llama, tokens
+from paceline.bench.turns import take_turns
 
 
 @dataclass(frozen=True)
@@ -113,24 +113,6 @@ class Trainee:
         return took
 
 
-def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int, warm_up: int) -> dict[str, list[float]]:
-    """Call each in every round, in another order each time; the first rounds do not count."""
-    names = list(runs)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(-warm_up, rounds):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            took = runs[name]()
-            if number >= 0:
-                seconds[name].append(took)
-    return seconds
-
-
-def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
-    """The median of the rounds' ratios."""
-    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
-
-
 def trainees(workload: Workload, wraps: Mapping[str, Wrap], place: Place) -> dict[str, Trainee]:
     """Build every variant."""
     return {name: Trainee(workload, wrap, place) for name, wrap in wraps.items()}
@@ -138,12 +120,12 @@ def trainees(workload: Workload, wraps: Mapping[str, Wrap], place: Place) -> dic
 
 def step_times(built: Mapping[str, Trainee], place: Place, steps: int = 2) -> dict[str, list[float]]:
     """Seconds of a step of each variant, by round."""
-    return in_turns(
-        {name: partial(trainee.timed, steps) for name, trainee in built.items()}, place.rounds, place.steps(3, 1)
-    )
+    turns = {name: partial(trainee.timed, steps) for name, trainee in built.items()}
+    return take_turns(turns, place.rounds, warm_up=place.steps(3, 1), rotated=True)
 
 
 def host_times(built: Mapping[str, Trainee], place: Place) -> dict[str, list[float]]:
     """Seconds of the host for a backward of each variant, by round."""
     rounds = place.rounds * place.steps(5, 1)
-    return in_turns({name: trainee.host_timed for name, trainee in built.items()}, rounds, place.steps(5, 1))
+    turns = {name: trainee.host_timed for name, trainee in built.items()}
+    return take_turns(turns, rounds, warm_up=place.steps(5, 1), rotated=True)

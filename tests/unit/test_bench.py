@@ -193,6 +193,9 @@ def test_variants_take_turns_and_the_first_round_may_warm_up() -> None:
     assert calls == list("ababab")
     calls.clear()
     assert take_turns(turns, 2, warm_up=False) == {"a": [1, 3], "b": [2, 4]}
+    calls.clear()
+    assert take_turns(turns, 2, warm_up=2, rotated=True) == {"a": [5, 8], "b": [6, 7]}
+    assert calls == list("abbaabba")
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {

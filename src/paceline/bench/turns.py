@@ -17,23 +17,26 @@ Measurement = TypeVar("Measurement")
 
 
 def take_turns(
-    turns: Mapping[str, Callable[[], Measurement]], rounds: int, *, warm_up: bool = True
+    turns: Mapping[str, Callable[[], Measurement]], rounds: int, *, warm_up: int = 1, rotated: bool = False
 ) -> dict[str, list[Measurement]]:
-    """Let variants take turns: in each round every one of them, in their order.
+    """Let variants take turns: in each round every one of them.
 
     Args:
         turns: for each variant, a function that does one turn and returns its measurement.
         rounds: how many rounds count.
-        warm_up: whether one more round goes before them.
+        warm_up: how many more go before them.
+        rotated: whether each round begins with the next variant, and not always with the first.
 
     Returns:
         For each variant, the measurement of each round.
     """
     measurements: dict[str, list[Measurement]] = {name: [] for name in turns}
+    names = list(turns)
     for round_ in range(rounds + warm_up):
-        for name, turn in turns.items():
-            measurement = turn()
-            if round_ or not warm_up:
+        first = round_ % len(names) if rotated else 0
+        for name in names[first:] + names[:first]:
+            measurement = turns[name]()
+            if round_ >= warm_up:
                 measurements[name].append(measurement)
     return measurements
 
