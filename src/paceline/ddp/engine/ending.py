@@ -93,7 +93,7 @@ class Ending:
     def _waiting(self) -> Iterator[None]:
         """Surround a wait for communication."""
         parts = self.backward.parts
-        with parts.recorder.span(WAIT), parts.exposed_time.measured():
+        with parts.recorder.span(WAIT, group=parts.channel.name), parts.exposed_time.measured():
             yield
 
     def _scale(self, notes: Notes) -> None:
