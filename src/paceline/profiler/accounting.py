@@ -92,8 +92,8 @@ def steps_by_number(records: Sequence[RankRecord]) -> dict[int, list[Step | None
 def _cut_step(step: Step, bubbles: dict[int, float], counts_lead: bool) -> dict[str, float]:
     """Return the step's parts, with its meetings split into bubbles and communication.
 
-    With `counts_lead` what comes before the first forward counts as waiting for data: the program has no DataLoader that
-    could tell, and gets its batches there.
+    With `counts_lead` what comes before the first forward counts as waiting for data: the program has no DataLoader
+    that could tell, and gets its batches there.
     """
     seconds = dict(step.seconds)
     met = seconds.pop(MEETING, 0.0)

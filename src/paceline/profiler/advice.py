@@ -50,7 +50,7 @@ def straggler(facts: Facts) -> Advice | None:
     saved = math.fsum(row[slow.rank] for row in facts.accounts.waited_for) / max(1, len(ranks) - 1)
     own = ranks[slow.rank]
     others = [record for record in ranks if record.rank != slow.rank]
-    text = f"Look at rank {slow.rank} ({own.host}): its {slow.phase} takes {slow.seconds * 1e3:.1f} ms longer than the others'"
+    text = f"Look at rank {slow.rank} ({own.host}): its {slow.phase} takes {slow.seconds * 1e3:.1f} ms longer"
     for name, value in (("cores", own.cores), ("threads", own.threads)):
         usual = Counter(getattr(record, name) for record in others).most_common(1)[0][0]
         if value < usual:
@@ -77,8 +77,8 @@ def balance(facts: Facts) -> Advice | None:
     return Advice(
         "balance",
         "Give ranks batches of equal cost: GlobalBatchSampler(…, cost=…) deals samples by length",
-        f"ranks wait for each other for {share:.0%} of the time, and not for one alone: the one that causes most causes "
-        f"{most:.0%} of it{uneven}",
+        f"ranks wait for each other for {share:.0%} of the time, and not for one alone: none causes more than {most:.0%} "
+        f"of it{uneven}",
         share,
     )
 
@@ -107,8 +107,8 @@ def accumulation(facts: Facts) -> Advice | None:
     return Advice(
         "accumulation",
         f"Accumulate {now or '4 '}batches between optimizer steps: paceline.accumulate(model, batches, steps)",
-        f"communication costs {share:.0%} of a step; all-reduce is {facts.all_reduce_share():.0%} of the work, and would "
-        f"be {', '.join(f'{facts.all_reduce_share(times):.0%} at {times}' for times in _ACCUMULATED)} times the batches",
+        f"communication costs {share:.0%} of a step; all-reduce is {facts.all_reduce_share():.0%} of the work, and would be "
+        f"{', '.join(f'{facts.all_reduce_share(times):.0%} at {times}' for times in _ACCUMULATED)} times the batches",
         saved,
         predictions,
     )
@@ -147,8 +147,8 @@ def larger_batch(facts: Facts) -> Advice | None:
     growing = compute * used + facts.shares[DATA]
     return Advice(
         "larger-batch",
-        f"Take larger batches: {2 * per_rank:.0f} rows a rank in place of {per_rank:.0f}, with the learning rate scaled",
-        f"an operator takes {each * 1e6:.0f} µs, so that most of forward and backward is the cost of calling operators",
+        f"Take larger batches, such as {2 * per_rank:.0f} rows a rank in place of {per_rank:.0f}; scale the learning rate",
+        f"an operator takes {each * 1e6:.0f} µs: most of forward and backward is the cost of calling operators",
         (1 - growing) / 2,
     )
 
@@ -177,7 +177,7 @@ def one_slow_bucket(facts: Facts) -> Advice | None:
     return Advice(
         "slow-bucket",
         f"Look at bucket {number} ({nbytes / 1e6:.2f} MB): a communication hook, its memory, or what runs beside it",
-        f"its all-reduce takes {seconds * 1e3:.1f} ms, and by the other buckets' times {expected * 1e3:.1f} ms would do",
+        f"its all-reduce takes {seconds * 1e3:.1f} ms; by the other buckets' times it would take {expected * 1e3:.1f} ms",
         min(facts.shares[COMMUNICATION] + facts.shares[BUBBLE], (seconds - expected) / facts.length),
     )
 

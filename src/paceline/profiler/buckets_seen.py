@@ -19,7 +19,7 @@ Steps = Sequence[Step]
 
 def detailed_steps(records: Sequence[RankRecord]) -> list[Steps]:
     """Return the detailed steps that all ranks took, on rank 0's clock."""
-    together = []
+    together: list[Steps] = []
     for ranks in steps_by_number(records).values():
         taken = [step for step in ranks if step is not None and step.kind == "detailed" and step.spans]
         if len(taken) == len(records):

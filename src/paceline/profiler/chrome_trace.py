@@ -43,7 +43,9 @@ def trace_events(records: Sequence[RankRecord], torch_traces: Sequence[dict[str,
         for bucket in bucket_times(steps, records[0].buckets):
             for rank, end in enumerate(bucket.finished):
                 if end is not None:
-                    span = _complete(f"bucket {bucket.bucket}", begin + bucket.launched[rank], begin + end, rank, BUCKETS)
+                    span = _complete(
+                        f"bucket {bucket.bucket}", begin + bucket.launched[rank], begin + end, rank, BUCKETS
+                    )
                     yield span | {"args": {"bytes": bucket.nbytes}}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ class OperatorTrace:
     def follow(self, *, is_wanted: bool) -> None:
         """Start or stop, if that is due."""
         if is_wanted and self._profiler is None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints when it starts and stops
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_initialized():
                 activities.append(ProfilerActivity.CUDA)
-            self._profiler = torch.profiler.profile(activities=activities, profile_memory=True)
+            self._profiler = torch.profiler.profile(activities=activities)
             self._profiler.start()
         elif not is_wanted and self._profiler is not None:
             profiler, self._profiler = self._profiler, None

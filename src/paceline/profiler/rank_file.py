@@ -123,7 +123,7 @@ def write_steps(file: TextIO, steps: Sequence[Step]) -> None:
 
 def write_end(file: TextIO, record: RankRecord) -> None:
     """Write the last line: all that became known on the way."""
-    _write(file, {"end": _without_steps(record)})
+    _write(file, {"closed": _without_steps(record)})
 
 
 def _without_steps(record: RankRecord) -> dict[str, Any]:
@@ -170,8 +170,8 @@ def _read(path: Path) -> RankRecord:
                 if number + 1 == len(lines):  # cut off when the rank was killed
                     break
                 raise
-            if "end" in line:
-                end = line["end"]
+            if "closed" in line:
+                end = line["closed"]
             else:
                 steps.append(step_of(line))
     except (OSError, ValueError, KeyError, TypeError) as error:

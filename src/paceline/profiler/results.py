@@ -24,7 +24,7 @@ def write_results(folder: Path) -> Report:
         (folder / "report.json").write_text(json.dumps(report.to_json()) + "\n", "utf-8")
         write_trace(folder)
     except OSError as error:
-        raise UsageError(f"the results cannot be written to {folder}: {error.strerror}; make room, or choose another") from error
+        raise UsageError(f"the results cannot be written to {folder}: {error.strerror}; make room there") from error
     if not report.steps:
         raise UsageError(_why_nothing(folder))
     return report

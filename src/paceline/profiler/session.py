@@ -59,6 +59,8 @@ class Session:
         on_enough: Callable[[], None] = lambda: None,
         recorder: Recorder = recorder,
     ) -> None:
+        if recorder.on:
+            raise UsageError("a profile is being recorded already; end it before the next one begins")
         self._folder, self._wanted, self._on_enough, self._recorder = folder, steps, on_enough, recorder
         self._record = _describe_rank()
         self._file = _open_file(folder, self._record.rank)
@@ -87,6 +89,11 @@ class Session:
         recorder.on = True
         self._start = time.perf_counter()
         self._prepare()
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._record.rank
 
     # -- what torch_spans tells -----------------------------------------------------------------------------------
 
@@ -234,7 +241,8 @@ class Session:
         ]
         record.memory["parameters"] = sum(parameter.nbytes for _, parameter in named)
         record.memory["gradients"] = sum(trained.values())
-        record.memory["optimizer"] = sum(map(_state_bytes, self._optimizers))
+        # A script's optimizers are gone when it has ended.
+        record.memory["optimizer"] = max(record.memory.get("optimizer", 0), *map(_state_bytes, self._optimizers), 0)
         if torch.cuda.is_initialized():
             record.device = torch.cuda.get_device_name()
 

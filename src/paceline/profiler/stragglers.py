@@ -95,7 +95,8 @@ def find_stragglers(
         straggler
         for rank, name in enumerate(names or [None] * ranks)
         if slow[rank].any()
-        and (straggler := _describe(rank, times[rank], reference[rank], slow[rank], begin, name)).slowdown >= min_slowdown
+        and (straggler := _describe(rank, times[rank], reference[rank], slow[rank], begin, name)).slowdown
+        >= min_slowdown
     ]
     return sorted(found, key=lambda straggler: -straggler.seconds_lost)
 
@@ -115,7 +116,9 @@ def _as_table(seconds: Any) -> Tensor:
     if table.ndim == 1 and table.numel() == 0:
         return table.reshape(0, 0)
     if table.ndim != 2:
-        raise UsageError(f"seconds has shape {tuple(table.shape)}; give one row for each step, one column for each rank")
+        raise UsageError(
+            f"seconds has shape {tuple(table.shape)}; give one row for each step, one column for each rank"
+        )
     if (bad := ((table < 0) | table.isinf()).nonzero()).numel():
         step, rank = bad[0].tolist()
         raise UsageError(
