@@ -77,8 +77,8 @@ def balance(facts: Facts) -> Advice | None:
     return Advice(
         "balance",
         "Give ranks batches of equal cost: GlobalBatchSampler(…, cost=…) deals samples by length",
-        f"ranks wait for each other for {share:.0%} of the time, and not for one alone: none causes more than {most:.0%} "
-        f"of it{uneven}",
+        f"ranks wait for each other for {share:.0%} of the time, and not for one alone: none causes more than "
+        f"{most:.0%} of it{uneven}",
         share,
     )
 
@@ -102,13 +102,14 @@ def accumulation(facts: Facts) -> Advice | None:
     if len(facts.records) < 2 or share < 0.05:
         return None
     predictions = {f"allreduce_share_{times}": facts.all_reduce_share(times) for times in _ACCUMULATED}
+    then = ", ".join(f"{facts.all_reduce_share(times):.0%} at {times}" for times in _ACCUMULATED)
     saved = (share + facts.shares[OPTIMIZER]) * (1 - 1 / 4)
     now = "" if facts.batches == 1 else f"{facts.batches * 4:.0f}, which is four times the {facts.batches:.0f} of now, "
     return Advice(
         "accumulation",
         f"Accumulate {now or '4 '}batches between optimizer steps: paceline.accumulate(model, batches, steps)",
-        f"communication costs {share:.0%} of a step; all-reduce is {facts.all_reduce_share():.0%} of the work, and would be "
-        f"{', '.join(f'{facts.all_reduce_share(times):.0%} at {times}' for times in _ACCUMULATED)} times the batches",
+        f"communication costs {share:.0%} of a step; all-reduce is {facts.all_reduce_share():.0%} of the work, and would "
+        f"be {then} times the batches",
         saved,
         predictions,
     )
@@ -147,7 +148,7 @@ def larger_batch(facts: Facts) -> Advice | None:
     growing = compute * used + facts.shares[DATA]
     return Advice(
         "larger-batch",
-        f"Take larger batches, such as {2 * per_rank:.0f} rows a rank in place of {per_rank:.0f}; scale the learning rate",
+        f"Take larger batches, such as {2 * per_rank:.0f} rows a rank, not {per_rank:.0f}; scale the learning rate",
         f"an operator takes {each * 1e6:.0f} µs: most of forward and backward is the cost of calling operators",
         (1 - growing) / 2,
     )
@@ -177,7 +178,7 @@ def one_slow_bucket(facts: Facts) -> Advice | None:
     return Advice(
         "slow-bucket",
         f"Look at bucket {number} ({nbytes / 1e6:.2f} MB): a communication hook, its memory, or what runs beside it",
-        f"its all-reduce takes {seconds * 1e3:.1f} ms; by the other buckets' times it would take {expected * 1e3:.1f} ms",
+        f"its all-reduce takes {seconds * 1e3:.1f} ms; the other buckets suggest {expected * 1e3:.1f} ms",
         min(facts.shares[COMMUNICATION] + facts.shares[BUBBLE], (seconds - expected) / facts.length),
     )
 
