@@ -102,14 +102,17 @@ def accumulation(facts: Facts) -> Advice | None:
     if len(facts.records) < 2 or share < 0.05:
         return None
     predictions = {f"allreduce_share_{times}": facts.all_reduce_share(times) for times in _ACCUMULATED}
+    now = facts.all_reduce_share()
     then = ", ".join(f"{facts.all_reduce_share(times):.0%} at {times}" for times in _ACCUMULATED)
     saved = (share + facts.shares[OPTIMIZER]) * (1 - 1 / 4)
-    now = "" if facts.batches == 1 else f"{facts.batches * 4:.0f}, which is four times the {facts.batches:.0f} of now, "
+    many = (
+        "" if facts.batches == 1 else f"{facts.batches * 4:.0f}, which is four times the {facts.batches:.0f} of now, "
+    )
     return Advice(
         "accumulation",
-        f"Accumulate {now or '4 '}batches between optimizer steps: paceline.accumulate(model, batches, steps)",
-        f"communication costs {share:.0%} of a step; all-reduce is {facts.all_reduce_share():.0%} of the work, and would "
-        f"be {then} times the batches",
+        f"Accumulate {many or '4 '}batches between optimizer steps: paceline.accumulate(model, batches, steps)",
+        f"communication costs {share:.0%} of a step; all-reduce is {now:.0%} of the work, and would be {then} times the "
+        "batches",
         saved,
         predictions,
     )

@@ -43,10 +43,8 @@ def trace_events(records: Sequence[RankRecord], torch_traces: Sequence[dict[str,
         for bucket in bucket_times(steps, records[0].buckets):
             for rank, end in enumerate(bucket.finished):
                 if end is not None:
-                    span = _complete(
-                        f"bucket {bucket.bucket}", begin + bucket.launched[rank], begin + end, rank, BUCKETS
-                    )
-                    yield span | {"args": {"bytes": bucket.nbytes}}
+                    name, start = f"bucket {bucket.bucket}", begin + bucket.launched[rank]
+                    yield _complete(name, start, begin + end, rank, BUCKETS) | {"args": {"bytes": bucket.nbytes}}
 
 
 def _names(record: RankRecord) -> Iterator[Event]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.output_files import write_file
 from paceline.profiler.rank_file import FOLDER
 
 RESULTS = ("summary.json", "report.json", "trace.json", "report.html")
@@ -80,7 +81,7 @@ def show_results(folder: Path, *, failed: bool = False) -> None:
         UsageError: if there is nothing to show, unless the program `failed`, which said why.
     """
     from paceline.profiler.results import write_results
-    from paceline.profiler.terminal import print_report
+    from paceline.profiler.terminal import print_summary
 
     try:
         report = write_results(folder)
@@ -89,7 +90,7 @@ def show_results(folder: Path, *, failed: bool = False) -> None:
             raise
         print(f"no profile: {error}", file=sys.stderr)
         return
-    print_report(report)
+    print_summary(report)
     print(f"{folder / 'report.html'}: open it in a browser; {folder / 'trace.json'}: in https://ui.perfetto.dev")
 
 
@@ -109,9 +110,17 @@ def compare_profiles(first: str, second: str) -> int:
     Raises:
         UsageError: if one of them cannot be read.
     """
-    from paceline.profiler.side_by_side import show_side_by_side
+    from paceline.profiler.page import comparison_page
+    from paceline.profiler.report_file import read_report
+    from paceline.profiler.side_by_side import compare
+    from paceline.profiler.terminal import print_comparison
 
-    show_side_by_side(Path(first), Path(second))
+    reports = read_report(first), read_report(second)
+    comparison = compare(*reports, (first, second))
+    print_comparison(comparison)
+    page = Path(second) / "compare.html" if Path(second).is_dir() else Path("compare.html")
+    write_file("compare", str(page), comparison_page(comparison))
+    print(f"{page}: open it in a browser")
     return 0
 
 

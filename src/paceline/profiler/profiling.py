@@ -18,8 +18,8 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
 
     The first 3 steps are not measured, nor are 3 later ones that torch's profiler watches. A step ends with the
     optimizer's. When the block ends, rank 0 writes ``report.html``, ``summary.json`` and ``trace.json``, which Perfetto
-    and ``chrome://tracing`` show; each rank's own record is in ``ranks/``. If hosts have no file system in common, bring
-    these together, and run ``paceline profile report FOLDER``. After an error, what was recorded is written all the same.
+    and ``chrome://tracing`` show; each rank's own record is in ``ranks/``. If hosts have no file system in common,
+    bring these together, and run ``paceline profile report FOLDER``. What was recorded before an error is written, too.
 
     Args:
         folder: made if it is not there.

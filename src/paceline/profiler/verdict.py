@@ -113,8 +113,8 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
     if facts.stragglers:
         slow = facts.stragglers[0]
         return (
-            f"Rank {slow.rank} holds the others up: its {slow.phase} takes {slow.seconds * 1e3:.1f} ms longer in a step; "
-            f"{shares[BUBBLE]:.0%} of all time is spent waiting for a rank."
+            f"Rank {slow.rank} holds the others up: its {slow.phase} takes {slow.seconds * 1e3:.1f} ms longer in a "
+            f"step; {shares[BUBBLE]:.0%} of all time is spent waiting for a rank."
         )
     compute = shares[FORWARD] + shares[BACKWARD]
     causes = {
