@@ -140,8 +140,8 @@ def accumulation_outcome(ranks: int) -> str:
     each, once = accumulation(ranks)
     return (
         f"Bubbles take {each.share:.1%} of the ranks' time if they meet after each micro-batch, and {once.share:.1%} "
-        f"if they meet once, as being late in turn evens out. Waiting for the network falls from {ms(each.communication)} "
-        f"to {number(once.communication)}."
+        f"if they meet once, as being late in turn evens out. Waiting for the network falls from "
+        f"{ms(each.communication)} to {number(once.communication)}."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from paceline.buckets import MIB
 from paceline.comm.algorithms.schedule import Terms
@@ -22,10 +23,9 @@ LINE = 16.0
 BYTES_TICKS = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 """MiB between two marks of the still's axis."""
 READING = (
-    "A column is a {}. Coloured and numbered: whose part of the batch it is, or came from. w: weights. "
-    "Framed: has just come. Below: MiB moved since the step began."
+    "A column is a {}; in colour: whose part of the batch it is, or came from; w: weights; framed: has just come; "
+    "below: MiB moved since the step began."
 )
-MANY_READING = READING.replace("Coloured and numbered: whose part", "Coloured: whose part, with the number of parts")
 
 
 def scenes(ranks: int) -> list[Scene]:
@@ -38,23 +38,16 @@ def scenes(ranks: int) -> list[Scene]:
 def scene(way: Way, most: float) -> Scene:
     """Draw a frame for each stage, and, as a still, the bytes on an axis that ends at `most`."""
     board = Devices(way)
-    still = Gantt([_moved(way)], Scale("MiB in one step", BYTES_TICKS, 1, most / MIB))
-    frames = []
-    for number, stage in enumerate(way.stages):
-        frames.append(Frame(stage.title, stage.caption, board.draw(number), "".join(board.flights(stage))))
-    told = (READING if board.cells.numbered else MANY_READING).format(way.device)
-    return Scene(
-        way.title,
-        outcome(way),
-        f"{told} {assumption()}",
-        board.width,
-        board.height,
-        tuple(frames),
-        board.cells.shared,
-        still.draw(),
-        (still.width, still.height),
-        hint(way),
+    frames = tuple(
+        Frame(stage.title, stage.caption, board.draw(number), "".join(board.flights(stage)))
+        for number, stage in enumerate(way.stages)
     )
+    plain = Scene(way.title, outcome(way), assumption(), board.width, board.height, frames, board.cells.shared)
+    if way.size == 1:
+        return replace(plain, reading=f"{READING.format(way.device)} {assumption()}", hint=hint(way))
+    still = Gantt([_moved(way)], Scale("MiB in one step", BYTES_TICKS, 1, most / MIB))
+    watch = f"{hint(way)} {READING.format(way.device)}"
+    return replace(plain, still=still.draw(), still_size=(still.width, still.height), hint=watch)
 
 
 def _moved(way: Way) -> Panel:
@@ -82,7 +75,7 @@ def _bar(row: int, begin: float, end: float, stage: Stage) -> Bar:
 
 def _legend(way: Way) -> tuple[str, ...]:
     titles = (stage.title.partition(":")[0] for stage in way.stages if stage.moves)
-    return ("in stage", *dict.fromkeys(titles)) if way.size > 1 else ()
+    return "in stage", *dict.fromkeys(titles)
 
 
 class Devices:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paceline.explain.axis import BELOW, Axis
 from paceline.explain.scene import box, text
 
-LEFT, WIDE, RESULTS = 70.0, 730.0, 170.0
+LEFT, WIDE, RESULTS = 80.0, 720.0, 170.0
 """Where 0 is, beyond the names of rows; the length of the axis; and room for the results beyond its end."""
 TOP = 18.0
 """Above the first panel, for the cursor's time."""
