@@ -162,7 +162,10 @@ HELP = {
     "top": ([], ["run", "train", "--version"]),
     "train": (["train"], ["digits"]),
     "digits": (["train", "digits", "--help"], ["--batch-size", "--checkpoint-dir", "--nproc", "0.125"]),
-    "explain": (["explain", "--help"], ["ring", "halving-doubling", "bucket-overlap", "--ranks", "--out", ".svg"]),
+    "explain": (
+        ["explain", "--help"],
+        ["ring", "halving-doubling", "bucket-overlap", "workflow", "bubble", "reduce", "--ranks", "--out", ".svg"],
+    ),
     "run": (["run", "--help"], ["--nproc", "--timeout", "10 minutes", "--max-restarts", "--rdzv-endpoint", "loopback"]),
 }
 

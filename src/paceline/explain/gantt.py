@@ -137,7 +137,7 @@ class Gantt:
         drawn = box(x, y, width, high, "ghost") if done < width else ""
         drawn += box(x, y, done, high, bar.kind) if done else ""
         if bar.label and width >= NARROW:
-            kind = "digit" if done >= width and bar.kind != NETWORK else "number"
+            kind = "digit" if done > width / 2 and bar.kind != NETWORK else "number"  # dark on a filled bar
             drawn += text(*self._middle(bar, top), bar.label, kind, "middle")
         return drawn
 

@@ -9,6 +9,9 @@ from paceline.explain import bubble, two_ways, workflow
 from paceline.explain.axis import number
 from paceline.explain.scene import counted
 
+WORD = len("SyncBatchNorm,")
+"""Characters of the longest word in a column that wraps."""
+
 
 def workflow_table(ranks: int) -> Table:
     """Show when the stages of one training step begin and end, and what ranks exchange where they meet."""
@@ -17,8 +20,11 @@ def workflow_table(ranks: int) -> Table:
         f"one training step, {counted(ranks, 'rank')}",
         f"{workflow.outcome(step)} {workflow.assumption()} Times are in ms, those of stages for the last rank.",
     )
-    for name, justify in (("", "left"), ("what", "left"), ("from", "right"), ("to", "right"), ("exchange", "left")):
-        table.add_column(name, justify=justify, no_wrap=name in ("", "from", "to"))  # type: ignore[arg-type]
+    table.add_column("", no_wrap=True)
+    table.add_column("what", min_width=WORD)
+    table.add_column("from", justify="right", no_wrap=True)
+    table.add_column("to", justify="right", no_wrap=True)
+    table.add_column("exchange", min_width=WORD)
     for stage, (name, begin, end) in enumerate(workflow.stage_times(step), start=1):
         table.add_row(str(stage), name, number(begin), number(end))
         for meeting in step.meetings if ranks > 1 else ():
@@ -45,7 +51,7 @@ def bubble_tables(ranks: int) -> list[Table]:
 
 def _bubble_table(title: str, cases: list[bubble.Case], outcome: str) -> Table:
     table = _table(title, f"{outcome} {bubble.assumption()} Times are in ms.")
-    table.add_column("case")
+    table.add_column("case", min_width=WORD)
     for name in ("rank", "computes", "bubble", "network", "step"):
         table.add_column(name, justify="right", no_wrap=True)
     for case in cases:
@@ -69,7 +75,7 @@ def _way_table(way: two_ways.Way) -> Table:
     for device in (f"{way.device} 0", f"{way.device} 1" if way.size == 2 else f"each other {way.device}")[
         : 1 + several
     ]:
-        table.add_column(f"{device} sends", justify="right")
+        table.add_column(f"{device} sends", justify="right", min_width=len("100,000.0"))
         table.add_column("receives", justify="right", no_wrap=True)
     rows = [(stage.title, stage.sent, stage.received) for stage in way.stages[1:]]
     for title, sent, received in rows:
