@@ -55,6 +55,10 @@ def made_up(
     np.fill_diagonal(waited, 0)
     shares = {part: float(parts[part].sum() / step_seconds.sum()) for part in PARTS}
     shares["allreduce"] = 0.27
+    verdict = "The step is bound by computing; nothing stands out."
+    if slow is not None:
+        length = 1e3 * step_seconds.mean()
+        verdict = f"Rank {slow} keeps the others waiting: they idle 30 ms in each step of {length:.0f} ms."
     values: dict[str, Any] = {
         "title": "train.py --epochs 3",
         "backend": "paceline",
@@ -66,13 +70,9 @@ def made_up(
         "step_seconds": step_seconds.tolist(),
         "parts": {part: rows.tolist() for part, rows in parts.items()},
         "waited_for": waited.tolist(),
-        "headline": f"Rank {slow} keeps the others waiting: they idle 30 ms in each step of {step_seconds.mean():.3f} s."
-        if slow is not None
-        else "The step is bound by computing; nothing stands out.",
+        "headline": verdict,
         "advice": ADVICE,
-        "stragglers": []
-        if slow is None
-        else [SlowRank(slow, 5, 4 + steps, 1.5, "persistent", "forward", late)],
+        "stragglers": [] if slow is None else [SlowRank(slow, 5, 4 + steps, 1.5, "persistent", "forward", late)],
         "shares": shares,
         "overlap": 0.62,
         "timeline": timeline(ranks, slow, late, buckets),
@@ -99,9 +99,7 @@ def timeline(ranks: int, slow: int | None, late: float = 0.03, buckets: int = 4)
         row += [Slice("wait", back + 0.038, end), Slice("bucket wait", back + 0.0381, end, buckets - 1)]
         row += [Slice("optimizer", end, end + 0.006)]
         rows.append(row)
-    times = [
-        BucketTimes(one, 25 << 20, launched[one], [finished[one]] * ranks) for one in range(buckets)
-    ]
+    times = [BucketTimes(one, 25 << 20, launched[one], [finished[one]] * ranks) for one in range(buckets)]
     return Timeline(17, rows, times)
 
 
@@ -134,7 +132,9 @@ ADVICE = [
         0.085,
         {"1": 0.27, "2": 0.156, "4": 0.085, "8": 0.044},
     ),
-    Advice("threads", "Pin each rank to cores of its own with --pin.", "2 ranks share 8 cores with 8 threads each.", 0.03),
+    Advice(
+        "threads", "Pin each rank to cores of its own with --pin.", "2 ranks share 8 cores with 8 threads each.", 0.03
+    ),
 ]
 
 OPERATORS = [

@@ -15,7 +15,8 @@ LARGER = 1.6
 
 def page(scenes: Sequence[Scene]) -> str:
     """Return the HTML document."""
-    body = f"""<svg width="0" height="0" style="position: absolute" aria-hidden="true"><defs>{shared(scenes)}</defs></svg>
+    unseen = 'width="0" height="0" style="position: absolute" aria-hidden="true"'
+    body = f"""<svg {unseen}><defs>{shared(scenes)}</defs></svg>
 {"".join(map(_section, scenes))}
 <p class="keys">Keys: Space plays and pauses, → and ← step, Home and End go to the start and the end.</p>"""
     styles = resource("paceline.explain", "player.css") + STYLE + colours(scenes)

@@ -74,6 +74,9 @@ class Comparison:
     b: Report
     names: tuple[str, str]
     headline: str
+    """The verdict in one sentence."""
+    detail: str
+    """What made most of the difference; empty where there is none."""
     pairs: tuple[Pair, ...]
     parts: tuple[Mapping[str, float], Mapping[str, float]]
     """Mean seconds of each part over the ranks, in ``basis``."""
@@ -89,7 +92,8 @@ def compare(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> Compar
         for run, scale in zip((a, b), scales, strict=True)
     )
     both = (parts[0], parts[1])
-    return Comparison(a, b, names, _headline(a, b, names, both, basis), tuple(_pairs(a, b, both, basis)), both, basis)
+    headline, detail = _verdict(a, b, names, both, basis)
+    return Comparison(a, b, names, headline, detail, tuple(_pairs(a, b, both, basis)), both, basis)
 
 
 def _basis(a: Report, b: Report) -> tuple[tuple[float, float], str]:
@@ -98,9 +102,7 @@ def _basis(a: Report, b: Report) -> tuple[tuple[float, float], str]:
     return (SAMPLES / a.samples_per_step, SAMPLES / b.samples_per_step), f"{SAMPLES:,} samples"
 
 
-def _pairs(
-    a: Report, b: Report, parts: tuple[Mapping[str, float], Mapping[str, float]], basis: str
-) -> Iterator[Pair]:
+def _pairs(a: Report, b: Report, parts: tuple[Mapping[str, float], Mapping[str, float]], basis: str) -> Iterator[Pair]:
     def both(name: str, values: tuple[float | None, float | None], unit: str = "", better: str = "") -> Pair:
         return Pair(name, *values, unit, better)
 
@@ -124,28 +126,26 @@ def _peak(report: Report) -> int | None:
     return max((one.peak_memory for one in report.ranks if one.peak_memory is not None), default=None)
 
 
-def _headline(
+def _verdict(
     a: Report,
     b: Report,
     names: tuple[str, str],
     parts: tuple[Mapping[str, float], Mapping[str, float]],
     basis: str,
-) -> str:
+) -> tuple[str, str]:
     first, second = typical_step(a), typical_step(b)
     if first is None or second is None:
         without = [name for name, step in zip(names, (first, second), strict=True) if step is None]
-        return f"{' and '.join(without)} took no step that was measured."
+        return f"{' and '.join(without)} took no step that was measured.", ""
     what = "step"
     if a.samples_per_step and b.samples_per_step:
         what, first, second = "sample", first / a.samples_per_step, second / b.samples_per_step
     ratio = second / first
     if abs(ratio - 1) < EQUAL:
-        return f"{names[0]} and {names[1]} take the same time for a {what}, within {percent(EQUAL)}."
+        return f"{names[0]} and {names[1]} take the same time for a {what}, within {percent(EQUAL)}.", ""
     way = "less" if ratio < 1 else "more"
     sign = 1 if ratio < 1 else -1
     most = max(PARTS, key=lambda part: sign * (parts[0][part] - parts[1][part]))
     before, after = (ms(one[most]) for one in parts)
-    return (
-        f"{names[1]} takes {percent(abs(1 - ratio))} {way} time for a {what} than {names[0]}; "
-        f"most of it is {NAMES[most]}: {before} for {basis} in {names[0]}, {after} in {names[1]}."
-    )
+    headline = f"{names[1]} takes {percent(abs(1 - ratio))} {way} time for a {what} than {names[0]}."
+    return headline, f"Most of it is {NAMES[most]}: {before} for {basis} in {names[0]}, {after} in {names[1]}."

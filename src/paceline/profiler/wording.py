@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from paceline.explain.scene import counted
 from paceline.profiler.report import COMPUTE, PARTS, WAITING, Advice, Report
 
 NAMES = {
@@ -47,14 +46,12 @@ def percent(share: float) -> str:
 
 def nbytes(size: float) -> str:
     """Return a number of bytes in the largest unit that leaves a whole number: ``25 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            break
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1024 and len(units) > 1:
         size /= 1024
-    else:
-        unit = "TiB"
+        del units[0]
+    unit = units[0]
     return f"{size:.0f} {unit}" if size >= 10 or unit == "B" else f"{size:.1f} {unit}"
-
 
 
 def mean(values: Sequence[float | None]) -> float | None:
@@ -119,7 +116,7 @@ def figure(value: float, as_share: bool) -> str:
 
 
 def notable_ranks(report: Report, most: int) -> list[int]:
-    """Return at most `most` ranks that say most: stragglers first, then whom others waited for, the busiest, the idlest."""
+    """Return at most `most` ranks: stragglers, whom others waited for, the busiest, one in the middle, the idlest."""
     count = len(report.ranks)
     if count <= most:
         return list(range(count))

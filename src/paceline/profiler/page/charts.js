@@ -5,8 +5,9 @@ const HUES = ["#3d85d9", "#e08a1e", "#2f9e8f", "#c25ad1", "#d6524a", "#8a9a2b", 
 const MOST_SINGLE = HUES.length;  // with more ranks: the range of all, their median, and one that is chosen
 
 function axes(x, y) {
-  const font = "12px system-ui, sans-serif";
-  const one = (label, size) => ({ label, size, stroke: colour("pale"), font, labelFont: font, labelSize: 20, grid: { stroke: colour("grid"), width: 1 }, ticks: { stroke: colour("grid"), width: 1 } });
+  const grid = { stroke: colour("grid"), width: 1 }, font = "12px system-ui, sans-serif";
+  const one = (label, size) => ({ label, size, stroke: colour("pale"), font, labelFont: font, labelSize: 20, grid,
+    ticks: grid });
   return [one(x, 34), one(y, 58)];
 }
 
@@ -45,7 +46,7 @@ function stepSeries(rows, ranks, chosen) {
   const dots = { paths: () => null, value: shown };
   if (ranks.length <= MOST_SINGLE) {
     return [ranks.map((rank, index) => ({ ...dots, label: `rank ${rank}`, stroke: HUES[index],
-      points: { show: true, size: 5, fill: HUES[index], width: 0 } })), ranks.map((_, index) => rows[index])];
+      points: { show: true, size: 5, fill: `${HUES[index]}b0`, width: 0 } })), ranks.map((_, index) => rows[index])];
   }
   const across = (take) => rows[0].map((_, at) => take(rows.map((row) => row[at])));
   const line = (label, name, width, more = {}) => ({ label, stroke: colour(name), width, points: { show: false },
@@ -101,7 +102,10 @@ function noiseChart(noise) {
     scales: { x: { time: false, distr: 3 }, y: { range: [0, 100] } },
     series: [{ label: "batch" }, { label: "progress per step, of the best possible", stroke: colour("accent"), width: 2,
       value: percent }],
-    hooks: { draw: [(plot) => mark(plot, noise.value, "mark", [6, 4]), (plot) => mark(plot, noise.batch_size, "pale", [])] },
+    hooks: { draw: [(plot) => {
+      mark(plot, noise.value, "mark", [6, 4]);
+      mark(plot, noise.batch_size, "pale", []);
+    }] },
   } }));
 }
 

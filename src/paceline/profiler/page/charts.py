@@ -32,7 +32,7 @@ def timeline(report: Report) -> Section:
     """Return a typical step, rank by rank."""
     step = report.timeline
     if step is None or not any(step.slices):
-        return Section("timeline", "A typical step", "<p>No step was recorded in detail.</p>")
+        return Section("timeline", "A typical step", "Timeline", "<p>No step was recorded in detail.</p>")
     ranks, few = len(report.ranks), notable_ranks(report, NOTABLE)
     choice = ""
     if ranks > NOTABLE:
@@ -48,21 +48,21 @@ def timeline(report: Report) -> Section:
             ("Home", "whole step", "show the whole step"),
         )
     )
-    body = f"""<p class="reading">Step {step.step}, of median length. Above: the phases of a rank. Below: its buckets of
-gradients, from launch to finish.</p>
+    body = f"""<p class="reading">Step {step.step}, of median length. For each rank, above: its phases; below: its
+buckets of gradients, from launch to finish.</p>
 <ul class="legend"><li><i class="p-data"></i>data wait</li><li><i class="p-forward"></i>forward</li>
 <li><i class="p-backward"></i>backward</li><li><i class="p-optimizer"></i>optimizer</li>
-<li><i class="p-bubble"></i>bucket waits for the last rank to launch it</li>
-<li><i class="p-communication"></i>bucket travels, or is waited for</li>
-<li><i class="p-communication pale"></i>pale: hidden under backward</li></ul>
+<li><i class="p-bubble"></i>waiting for the last rank to launch a bucket</li>
+<li><i class="p-communication"></i>a bucket travels</li>
+<li><i class="p-communication pale"></i>faded: hidden under backward</li></ul>
 <div class="controls">{buttons}{choice}<span class="range" aria-live="polite"></span></div>
 <div class="scroller"><canvas class="axis" aria-hidden="true"></canvas><canvas class="lanes own-tip" tabindex="0"
 role="application" aria-roledescription="timeline" aria-label="{escape(_label(report))}"></canvas></div>
 <p class="spoken" aria-live="polite"></p>
-<p class="reading keys">Drag to zoom into a stretch, Shift and drag (or one finger) to move, Ctrl and wheel (or two fingers)
-to zoom, double-click for the whole step. Keys: + and − zoom, ← and → move, 0 shows all, n and p go from span to
-span.</p>{data_block("timeline-data", timeline_data(step, report, few))}"""
-    return Section("timeline", "A typical step", body)
+<p class="reading keys">Drag to zoom into a stretch, Shift and drag (or one finger) to move, Ctrl and wheel (or two
+fingers) to zoom, double-click for the whole step. Keys: + and − zoom, ← and → move, 0 shows all, n and p go from span
+to span.</p>{data_block("timeline-data", timeline_data(step, report, few))}"""
+    return Section("timeline", "A typical step", "Timeline", body)
 
 
 def _label(report: Report) -> str:
@@ -101,12 +101,13 @@ def steps(report: Report) -> Section | None:
     if not report.steps or not report.ranks:
         return None
     outliers = find_outliers(report.step_seconds)
+    many = len(report.ranks) > MOST_DRAWN
     width = bin_width(report)
     controls = select("metric", "Show", [(name, shown) for name, (shown, _) in METRICS.items()])
-    if len(report.ranks) > MOST_DRAWN:
+    if many:
         named = [("-1", "none")] + [(str(at), f"rank {one.rank}") for at, one in enumerate(report.ranks)]
         controls += select("rank", "Pick out", named)
-    said = "The range of all ranks, and their median." if len(report.ranks) > MOST_DRAWN else "A point is a step of a rank."
+    said = "The range of all ranks, and their median." if many else "A point is a step of a rank."
     if width > 1:
         said += f" A point stands for the median of {width} steps; outliers are single ones."
     label = f"Time of {len(report.steps)} steps on {len(report.ranks)} ranks; the table of outliers names the longest"
@@ -115,7 +116,7 @@ def steps(report: Report) -> Section | None:
         f'<div class="plot" data-label="{escape(label)}"></div>{_slowest(report, outliers)}'
         f"{data_block('steps-data', step_data(report, outliers, width))}"
     )
-    return Section("steps", "Every step", body)
+    return Section("steps", "Every step", "Steps", body)
 
 
 def _slowest(report: Report, outliers: Sequence[Outlier]) -> str:
@@ -180,9 +181,9 @@ def noise_scale(report: Report) -> Section | None:
         said = f"The global batch of {batch:,.0f} is past the critical batch size: more ranks bring little progress."
     body = (
         f"<p>The gradient noise scale is <b>{value:,.0f} samples</b>, the critical batch size. {said}</p>"
-        '<p class="reading">Progress of one step, of the best possible, by the global batch size (McCandlish et al. 2018). '
-        "Dashed: the critical batch size. Solid: this run.</p>"
+        '<p class="reading">Progress of one step, of the best possible, by the global batch size (McCandlish et al. '
+        "2018). Dashed: the critical batch size. Solid: this run.</p>"
         '<div class="plot" data-label="Progress per step by global batch size, on a logarithmic scale"></div>'
         f"{data_block('noise-data', {'value': value, 'batch_size': batch, 'curve': found['curve']})}"
     )
-    return Section("noise", "Gradient noise scale", body)
+    return Section("noise", "Gradient noise scale", "Noise scale", body)

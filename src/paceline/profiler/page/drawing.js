@@ -4,7 +4,7 @@
 const KINDS = { "data wait": "data", forward: "forward", backward: "backward", launch: "communication",
   control: "communication", wait: "communication", "bucket wait": "communication", optimizer: "optimizer",
   checkpoint: "checkpoint" };
-const SHADES = [...new Set(Object.values(KINDS)), "other", "bubble", "ink", "pale", "line", "mark"];
+const SHADES = [...new Set(Object.values(KINDS)), "other", "bubble", "bubble-2", "ink", "pale", "line", "mark"];
 const AXIS = 26, GAP = 12, ROOMY = 8, FONT = 'system-ui, "DejaVu Sans", sans-serif';
 
 class Drawing {
@@ -20,7 +20,9 @@ class Drawing {
   draw(rows, from, to, stragglers, hovered) {
     Object.assign(this, { from, to, hovered, boxes: [], width: this.canvas.parentElement.clientWidth - 16 });
     this.roomy = rows.length <= ROOMY;
-    this.high = this.roomy ? { phase: 22, inner: 10, bucket: 13 } : { phase: 12, inner: 5, bucket: 6 };
+    const lanes = Math.max(1, ...rows.map((row) => row.lanes)), room = this.roomy ? 120 : 50;
+    this.high = { phase: this.roomy ? 22 : 12, inner: this.roomy ? 10 : 5,
+      bucket: Math.max(3, Math.min(this.roomy ? 13 : 6, Math.floor(room / lanes) - 1)) };
     this.ink = Object.fromEntries(SHADES.map((name) => [name, colour(name)]));
     const heights = rows.map((row) => this.below(row) + row.lanes * (this.high.bucket + 1) + GAP);
     this.pen = this.sized(this.canvas, heights.reduce((sum, one) => sum + one, 0));
@@ -81,18 +83,40 @@ class Drawing {
     pen.beginPath();
     pen.rect(this.gutter, 0, this.width - this.gutter, this.canvas.clientHeight);
     pen.clip();
-    for (const one of row.slices) this.slice(one, name, top);
+    for (const one of row.slices) this.slice(one, name, top, row.late);
     for (const trip of row.trips) this.trip(trip, row, top + this.below(row) + trip.lane * (high.bucket + 1));
     pen.restore();
   }
 
-  slice(one, name, top) {
+  slice(one, name, top, late) {
     const { high } = this, said = one.bucket === null ? one.label : `${one.label} ${one.bucket}`;
     const y = one.depth ? top + high.phase + 1 + (one.depth - 1) * (high.inner + 1) : top;
     const height = one.depth ? high.inner : high.phase, shade = this.ink[KINDS[one.label] ?? "other"];
     this.tinted(one.depth ? 0.75 : 1, () => this.stretch(shade, one.start, one.end, y, height, 1));
-    this.keep(one.start, one.end, y, height, `${name}: ${said}, ${ms(one.end - one.start)}, from ${ms(one.start)}`, null);
-    if (!one.depth && this.roomy) this.caption(said, one.start, one.end, y + height / 2 + 1, 12);
+    if (one.label === "wait") this.late(late, y, height);
+    const text = `${name}: ${said}, ${ms(one.end - one.start)}, from ${ms(one.start)}`;
+    this.keep(one.start, one.end, y, height, text, null);
+    if (!one.depth && this.roomy) this.caption(said, one.start, one.end, y + height / 2 + 1);
+  }
+
+  late(parts, y, height) {
+    for (const one of parts) this.stretch(this.striped(), one.start, one.end, y, height, 1);
+  }
+
+  // The stripes of a bubble, as the bars have them.
+  striped() {
+    const tile = document.createElement("canvas"), pen = tile.getContext("2d");
+    tile.width = tile.height = 8;
+    pen.fillStyle = this.ink.bubble;
+    pen.fillRect(0, 0, 8, 8);
+    pen.strokeStyle = this.ink["bubble-2"];
+    pen.lineWidth = 3;
+    for (const at of [-4, 4, 12]) {
+      pen.moveTo(at - 6, 10);
+      pen.lineTo(at + 6, -2);
+    }
+    pen.stroke();
+    return this.pen.createPattern(tile, "repeat");
   }
 
   trip(trip, row, y) {
@@ -127,19 +151,21 @@ class Drawing {
 
   keep(start, end, y, height, text, bucket) {
     const left = this.x(start);
-    this.boxes.push({ left, right: Math.max(left + 2, this.x(end)), top: y, bottom: y + height, text, start, end, bucket });
+    const right = Math.max(left + 2, this.x(end));
+    this.boxes.push({ left, right, top: y, bottom: y + height, text, start, end, bucket });
   }
 
-  caption(text, start, end, y, size) {
+  caption(text, start, end, y) {
     const left = Math.max(this.x(start), this.gutter), right = Math.min(this.x(end), this.width);
     if (right - left < this.pen.measureText(text).width + 8) return;
     this.pen.fillStyle = "#10141a";
-    this.pen.fillText(text, left + 4, y, size * text.length);
+    this.pen.fillText(text, left + 4, y);
   }
 
   // Shade what is being selected, from one place to another.
   selecting(one, other) {
-    this.tinted(0.18, () => this.fill(this.ink.mark, Math.min(one, other), 0, Math.abs(one - other), this.canvas.clientHeight));
+    const left = Math.min(one, other), height = this.canvas.clientHeight;
+    this.tinted(0.18, () => this.fill(this.ink.mark, left, 0, Math.abs(one - other), height));
   }
 
   find(event) {

@@ -13,13 +13,16 @@ class Section:
 
     name: str
     title: str
+    link: str
+    """What leads to it in the navigation: a word."""
     body: str
     """HTML."""
 
     def html(self) -> str:
         """Return it as an element."""
         heading = f"<h2>{escape(self.title)}</h2>\n" if self.title else ""
-        return f'<section id="{self.name}" aria-label="{escape(self.title or "Verdict")}">{heading}{self.body}</section>\n'
+        label = escape(self.title or "Verdict")
+        return f'<section id="{self.name}" aria-label="{label}">{heading}{self.body}</section>\n'
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], label: str, *, words: int = 1) -> str:
@@ -49,6 +52,11 @@ def meter(share: float, kind: str = "") -> str:
     """Draw a share as the filled part of a line; the figure stands beside it, so it is hidden from screen readers."""
     width = 100 * min(1.0, max(0.0, share))
     return f'<span class="meter {kind}" aria-hidden="true"><i style="width:{width:.1f}%"></i></span>'
+
+
+def metered(figure: str, share: float, kind: str = "") -> str:
+    """Draw a share beside its figure, in a cell of a table."""
+    return f'<span class="metered">{meter(share, kind)}<span>{figure}</span></span>'
 
 
 def select(name: str, label: str, options: Sequence[tuple[str, str]]) -> str:

@@ -1,7 +1,7 @@
 "use strict";
 // What lies where on the timeline, in ms and in lanes: plain values, before anything is drawn.
 
-const MOST_LANES = 8;
+const MOST_LANES = 24;
 
 // Each stretch with its depth: the number of stretches around it. One that outlasts what is around it is beside it.
 function nested(slices) {
@@ -41,7 +41,15 @@ function rankRows(step, rank) {
   const slices = nested(step.slices[rank]), backward = slices.filter((one) => one.label === "backward");
   const trips = step.buckets.filter((one) => one.launched[rank] !== null).map((one) => tripOf(one, rank, backward))
     .sort((one, other) => one.start - other.start);
-  return { rank, slices, backward, trips, lanes: pack(trips), depths: Math.max(1, ...slices.map((one) => one.depth + 1)) };
+  const depths = Math.max(1, ...slices.map((one) => one.depth + 1));
+  return { rank, slices, backward, trips, depths, lanes: pack(trips), late: lateParts(slices, trips) };
+}
+
+// The stretches in which the rank waits for a bucket that another one has not launched yet: its bubbles.
+function lateParts(slices, trips) {
+  const launched = new Map(trips.map((trip) => [trip.bucket, trip.last]));
+  return slices.filter((one) => one.label === "bucket wait" && launched.get(one.bucket) > one.start)
+    .map((one) => ({ start: one.start, end: Math.min(one.end, launched.get(one.bucket)) }));
 }
 
 // Cut a stretch into pieces under backward and beside it: [start, end, hidden].

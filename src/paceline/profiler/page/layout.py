@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from paceline.html_pages import document, resource
 from paceline.profiler.page import charts, overview, tables, waits
-from paceline.profiler.page.bars import legend, rank_bars
+from paceline.profiler.page.bars import legend, longest_step, rank_bars
 from paceline.profiler.page.elements import Section, folded
 from paceline.profiler.page.pairs import pair_sections
 from paceline.profiler.report import Report
 from paceline.profiler.side_by_side import Comparison
+from paceline.profiler.wording import mean_parts
 
 SCRIPTS = ("common.js", "lanes.js", "drawing.js", "pointers.js", "timeline.js", "charts.js")
 FOLDER = "paceline.profiler.page"
@@ -42,15 +43,14 @@ def comparison_page(comparison: Comparison) -> str:
 def _parts(report: Report) -> Section | None:
     if not report.ranks:
         return None
-    body = (
-        '<p class="reading">The mean step of each rank. Its parts add up to its length.</p>'
-        f"{legend()}{rank_bars(report)}{folded('The figures as a table', tables.parts(report))}"
-    )
-    return Section("parts", "Where the time goes", body)
+    body = '<p class="reading">The mean step of each rank. Its parts add up to its length.</p>'
+    body += legend(mean_parts(report)) + rank_bars(report, longest_step(report))
+    body += folded("The figures as a table", tables.parts(report))
+    return Section("parts", "Where the time goes", "Parts", body)
 
 
 def _document(title: str, sections: Sequence[Section]) -> str:
-    links = "".join(f'<a href="#{one.name}">{one.title}</a>' for one in sections if one.title)
+    links = "".join(f'<a href="#{one.name}">{one.link}</a>' for one in sections if one.title)
     body = f"""<header class="top"><span class="brand">paceline profile</span><nav aria-label="Sections">{links}</nav>
 <button type="button" id="theme">Dark</button></header>
 <main>

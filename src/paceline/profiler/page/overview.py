@@ -20,6 +20,9 @@ from paceline.profiler.wording import (
     typical_step,
 )
 
+PREDICTED = {"accumulation": "Predicted share of all-reduce, by the micro-batches that are accumulated:"}
+"""What the further figures of advice of a kind are."""
+
 
 def verdict(report: Report) -> Section:
     """Say it in one sentence, with the figures that it rests on."""
@@ -27,7 +30,7 @@ def verdict(report: Report) -> Section:
     tiles = [
         ("step", ms(step) if step is not None else "–", "median over ranks and steps"),
         ("computing", percent(compute_share(report)), "forward and backward"),
-        ("exposed communication", percent(share(report, COMMUNICATION)), "not hidden under backward"),
+        ("communication", percent(share(report, COMMUNICATION)), "exposed: not hidden under backward"),
         ("bubble", percent(share(report, BUBBLE)), "idle, waiting for a later rank"),
         ("all-reduce", percent(share(report, "allreduce")), "by the time that it or computing runs"),
     ]
@@ -43,7 +46,7 @@ def verdict(report: Report) -> Section:
         f'<p class="program">{escape(report.title)}</p><h1>{escape(report.headline)}</h1>'
         f'<p class="reading">{escape(_circumstances(report))}</p><dl class="figures">{figures}</dl>'
     )
-    return Section("verdict", "", body)
+    return Section("verdict", "", "Verdict", body)
 
 
 def _circumstances(report: Report) -> str:
@@ -59,18 +62,21 @@ def _circumstances(report: Report) -> str:
 def advice(report: Report) -> Section:
     """Say what to change, the best first."""
     if not report.advice:
-        return Section("advice", "What to change", "<p>Nothing was found that would make this run clearly faster.</p>")
+        nothing = "<p>Nothing was found that would make this run clearly faster.</p>"
+        return Section("advice", "What to change", "Advice", nothing)
     cards = "".join(map(_card, report.advice))
-    return Section("advice", "What to change", f'<ol class="cards">{cards}</ol>')
+    return Section("advice", "What to change", "Advice", f'<ol class="cards">{cards}</ol>')
 
 
 def _card(one: Advice) -> str:
     as_shares = shares_only(one)
     predicted = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{figure(value, as_shares)}</dd></div>" for name, value in one.predictions.items()
+        f"<div><dt>{escape(name)}</dt><dd>{figure(value, as_shares)}</dd></div>"
+        for name, value in one.predictions.items()
     )
     gain = f'<p class="gain"><b>{percent(one.gain)}</b> less time for a sample, predicted {meter(one.gain)}</p>'
-    more = f'<dl class="predicted">{predicted}</dl>' if predicted else ""
+    what = escape(PREDICTED.get(one.kind, "Predicted:"))
+    more = f'<p class="why">{what}</p><dl class="predicted">{predicted}</dl>' if predicted else ""
     return (
         f'<li><h3>{escape(kind_name(one.kind))}</h3>{gain if one.gain > 0 else ""}<p class="do">{escape(one.text)}</p>'
         f'<p class="why">{escape(one.reason)}</p>{more}</li>'
@@ -82,4 +88,4 @@ def missing(report: Report) -> Section | None:
     if not report.missing:
         return None
     items = "".join(f"<li>{escape(one)}</li>" for one in report.missing)
-    return Section("missing", "What could not be seen", f"<ul>{items}</ul>")
+    return Section("missing", "What could not be seen", "Missing", f"<ul>{items}</ul>")

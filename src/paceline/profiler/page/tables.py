@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from paceline.profiler.page.elements import Section, folded, meter, table
+from paceline.profiler.page.elements import Section, folded, metered, table
 from paceline.profiler.report import PARTS, Operator, Report
 from paceline.profiler.wording import NAMES, ms, nbytes, percent, rank_parts, share
 
@@ -28,7 +28,8 @@ def parts(report: Report) -> str:
         if row is not None:
             total = sum(row.values()) or 1.0
             figures = [ms(total), *(f"{ms(row[part])}<small>{percent(row[part] / total)}</small>" for part in PARTS)]
-        rows.append([str(info.rank), escape(info.host), escape(info.device), f"{info.threads}", f"{info.cores}", *figures])
+        about = [str(info.rank), escape(info.host), escape(info.device), f"{info.threads}", f"{info.cores}"]
+        rows.append([*about, *figures])
     return table(heads, rows, "Parts of the step on each rank", words=3)
 
 
@@ -45,14 +46,14 @@ def operators(report: Report) -> Section | None:
     if len(found) > FIRST_OPERATORS:
         rest = found[FIRST_OPERATORS:MOST_OPERATORS]
         body += folded(f"{len(rest)} more of {len(found)} operators", _operator_table(rest))
-    return Section("operators", "Operators", body)
+    return Section("operators", "Operators", "Operators", body)
 
 
 def _operator_table(found: list[Operator]) -> str:
-    rows = [
-        [f"<code>{escape(one.name)}</code>", f"{one.calls:,.4g}", ms(one.seconds), percent(one.share) + meter(one.share)]
-        for one in found
-    ]
+    rows = []
+    for one in found:
+        name = f"<code>{escape(one.name)}</code>"
+        rows.append([name, f"{one.calls:,.4g}", ms(one.seconds), metered(percent(one.share), one.share)])
     return table(["operator", "calls", "time", "share"], rows, "Operators")
 
 
@@ -65,7 +66,8 @@ def memory(report: Report) -> Section | None:
     if report.memory:
         largest = max(report.memory.values()) or 1
         rows = [
-            [escape(name.replace("_", " ")), nbytes(size) + meter(size / largest)] for name, size in report.memory.items()
+            [escape(name.replace("_", " ")), metered(nbytes(size), size / largest)]
+            for name, size in report.memory.items()
         ]
         body += '<p class="reading">Rank 0:</p>' + table(["", "bytes"], rows, "Memory of rank 0")
     if peaks:
@@ -73,9 +75,9 @@ def memory(report: Report) -> Section | None:
         said = f"The peak is {nbytes(peaks[top])} on rank {top}"
         said += f", and {nbytes(peaks[low])} on rank {low}, where it is lowest." if low != top else "."
         body += f"<p>{said}</p>"
-        rows = [[f"{rank}", nbytes(size) + meter(size / peaks[top])] for rank, size in peaks.items()]
+        rows = [[f"{rank}", metered(nbytes(size), size / peaks[top])] for rank, size in peaks.items()]
         body += folded("Each rank's peak", table(["rank", "peak"], rows, "Peak memory of each rank"))
-    return Section("memory", "Memory", body)
+    return Section("memory", "Memory", "Memory", body)
 
 
 def device(report: Report) -> Section | None:
@@ -85,5 +87,7 @@ def device(report: Report) -> Section | None:
     rows = []
     for name, value in report.device_figures.items():
         title, meaning = DEVICE.get(name, (name.replace("_", " "), ""))
-        rows.append([f"{escape(title)}<small>{escape(meaning)}</small>", percent(value) + meter(value)])
-    return Section("device", "Device", table(["", "mean of the ranks"], rows, "How much of the device was used"))
+        rows.append([f"{escape(title)}<small>{escape(meaning)}</small>", metered(percent(value), value)])
+    return Section(
+        "device", "Device", "Device", table(["", "mean of the ranks"], rows, "How much of the device was used")
+    )

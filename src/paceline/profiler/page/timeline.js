@@ -14,8 +14,8 @@ class StepTimeline {
     this.rows = step.ranks.map((_, rank) => rankRows(step, rank));
     this.choice = $("select", root);
     Object.assign(this, { from: 0, to: step.end, spoken: -1, hovered: null, drag: null });
-    const actions = { "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2), 0: () => this.whole(),
-      Home: () => this.whole(), ArrowLeft: () => this.pan(-0.2), ArrowRight: () => this.pan(0.2),
+    const actions = { "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2),
+      0: () => this.whole(), Home: () => this.whole(), ArrowLeft: () => this.pan(-0.2), ArrowRight: () => this.pan(0.2),
       n: () => this.speak(1), p: () => this.speak(-1) };
     this.canvas.addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.altKey || event.metaKey || !(event.key in actions)) return;
@@ -73,7 +73,9 @@ class StepTimeline {
     const known = this.drawing.boxes.length;
     this.spoken = this.spoken < 0 && by < 0 ? known - 1 : (this.spoken + by + known) % known;
     let one = this.drawing.boxes[this.spoken];
-    if (one.start < this.from || one.end > this.to) this.show(Math.min(one.start, this.from), Math.max(one.end, this.to));
+    if (one.start < this.from || one.end > this.to) {
+      this.show(Math.min(one.start, this.from), Math.max(one.end, this.to));
+    }
     one = this.drawing.boxes[this.spoken];
     const scroller = this.canvas.parentElement;
     if (one.top < scroller.scrollTop || one.bottom + AXIS > scroller.scrollTop + scroller.clientHeight) {

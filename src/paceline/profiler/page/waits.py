@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from paceline.html_pages import data_block
-from paceline.profiler.page.elements import Section, meter, table
+from paceline.profiler.page.elements import Section, metered, table
 from paceline.profiler.report import Report
 from paceline.profiler.wording import ms
 
@@ -27,22 +27,22 @@ def section(report: Report) -> Section | None:
     numbers = [one.rank for one in report.ranks]
     caused = [sum(row[at] for row in rows) / (len(rows) - 1) for at in range(len(rows))]
     if not any(map(any, rows)):
-        return Section("waits", "Who waits for whom", "<p>No rank waited for another.</p>")
+        return Section("waits", "Who waits for whom", "Waits", "<p>No rank waited for another.</p>")
     order = sorted(range(len(rows)), key=lambda at: -caused[at])
     most = caused[order[0]]
     cells = [
-        [f"rank {numbers[at]}", ms(caused[at]) + meter(caused[at] / most, "bubble"), _longest(rows, numbers, at)]
+        [f"rank {numbers[at]}", metered(ms(caused[at]), caused[at] / most, "bubble"), _longest(rows, numbers, at)]
         for at in order[:FIRST]
         if caused[at] > 0
     ]
     heads = ["late rank", "each other one waits", "longest"]
     values = {"ranks": numbers, "rows": [[float(f"{1e3 * one:.3g}") for one in row] for row in rows]}
     body = (
-        '<p class="reading">A row waits for a column: the darker, the longer, in a mean step.</p>'
+        '<p class="reading">A row waits for a column: the stronger the colour, the longer, in a mean step.</p>'
         f'<div class="beside"><div>{_picture(rows, numbers)}</div>'
         f"{table(heads, cells, 'Ranks that others wait for')}</div>{data_block('waits-data', values)}"
     )
-    return Section("waits", "Who waits for whom", body)
+    return Section("waits", "Who waits for whom", "Waits", body)
 
 
 def _longest(rows: Sequence[Sequence[float]], numbers: Sequence[int], late: int) -> str:
@@ -65,8 +65,9 @@ def _picture(rows: Sequence[Sequence[float]], numbers: Sequence[int]) -> str:
                 said = ms(seconds).removesuffix(" ms") if seconds > 0 else "0"
                 figures.append(f'<text x="{x + cell / 2:g}" y="{y + cell / 2 + 5:g}" class="in">{said}</text>')
     paths = "".join(f'<path class="heat-{shade}" d="{"".join(parts)}"/>' for shade, parts in sorted(shades.items()))
+    kind = "heat own-tip small" if size > 400 else "heat own-tip"  # small: on a phone it shrinks, its numbers do not
     return (
-        f'<svg class="heat own-tip" viewBox="0 0 {size:g} {size:g}" width="{size:g}" role="img" '
+        f'<svg class="{kind}" viewBox="0 0 {size:g} {size:g}" width="{size:g}" role="img" '
         f'data-width="{size:g}" data-gutter="{GUTTER:g}" data-cell="{cell:g}" '
         f'aria-label="{escape("Seconds that each rank waits for each other one; the table has the largest")}">'
         f'<rect class="empty" x="{GUTTER:g}" y="{GUTTER:g}" width="{cell * count:g}" height="{cell * count:g}"/>'
