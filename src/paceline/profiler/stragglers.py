@@ -15,7 +15,7 @@ from paceline.profiler.relative_times import FEWEST_PEERS, RelativeTimes, compar
 from paceline.profiler.slow_steps import slow_steps
 from paceline.profiler.slow_windows import SHORTEST, refine, scan
 
-THRESHOLD = 6.5
+THRESHOLD = 6.0
 """Score from which a window is no chance; measured by ``benchmarks/straggler_detection.py``."""
 _PASSES = 3  # of comparing with the others, each without the stragglers of the one before
 _WARM_UP = 3.0  # times as long as usual on the median rank makes a leading step one of the warm-up
@@ -83,14 +83,15 @@ def find_stragglers(
     begin = _warm_up(times)
     least = math.log(min_slowdown)
     slow = torch.zeros_like(times, dtype=torch.bool)
+    reference = first_reference = _positive(median_of_others(times, ~slow))
     for _ in range(_PASSES):
         before = slow
-        reference = _reference(times, slow)
         slow = _find(compare(times[:, begin:], reference[:, begin:]), least)
         slow = torch.nn.functional.pad(slow, (begin, 0))
         if torch.equal(slow, before):
             break
-    reference = _reference(times, slow)
+        reference = _positive(median_of_others(times, ~slow))
+        reference = torch.where(reference.isnan(), first_reference, reference)
     found = [
         straggler
         for rank, name in enumerate(names or [None] * ranks)
@@ -137,12 +138,9 @@ def _warm_up(times: Tensor) -> int:
     return begin if steps - begin >= SHORTEST else 0
 
 
-def _reference(times: Tensor, slow: Tensor) -> Tensor:
-    """Return the median of the others that were not slow, or of all others where none is left."""
-    reference = median_of_others(times, peers=~slow)
-    if slow.any():
-        reference = torch.where(reference.isnan(), median_of_others(times, torch.ones_like(slow)), reference)
-    return torch.where(reference > 0, reference, torch.nan)  # below the clock's resolution, nothing can be compared
+def _positive(reference: Tensor) -> Tensor:
+    """Return `reference` with NaN for 0, which is below the clock's resolution: nothing can be compared with it."""
+    return torch.where(reference > 0, reference, torch.nan)
 
 
 def _find(times: RelativeTimes, least: float) -> Tensor:
@@ -151,20 +149,18 @@ def _find(times: RelativeTimes, least: float) -> Tensor:
     found = scan(times, least / 2)
     steps = slow.shape[1]
     fewest = max(SHORTEST, min(steps // 100, 20))
-    for rank in (found.score > _threshold(steps)).nonzero().flatten().tolist():
+    suspects = torch.maximum(found.score, found.fluctuating) > THRESHOLD
+    for rank in suspects.nonzero().flatten().tolist():
         known = (~times.log_ratio[rank].isnan()).nonzero().flatten()
-        first, end = torch.searchsorted(known, found.window[rank]).tolist()
-        window = refine(found.evidence[rank][known], first, end)
+        window = (0, len(known))
+        if found.score[rank] > THRESHOLD:
+            first, end = torch.searchsorted(known, found.window[rank]).tolist()
+            window = refine(found.evidence[rank][known], first, end)
         log_ratio = times.log_ratio[rank][known]
         mask = slow_steps(log_ratio, times.scale[rank][known], window, least, found.persistence)
         if mask.sum() >= fewest and log_ratio[mask].median() >= least:
             slow[rank, known[mask]] = True
     return slow
-
-
-def _threshold(steps: int) -> float:
-    """Return the score that counts; with few steps the noise itself is known less well."""
-    return THRESHOLD
 
 
 def _describe(rank: int, times: Tensor, reference: Tensor, slow: Tensor, begin: int, name: str | None) -> Straggler:
