@@ -24,7 +24,7 @@ def slow_steps(log_ratio: Tensor, scale: Tensor, window: tuple[int, int], least:
     """
     first, end = window
     inside = log_ratio[first:end]
-    groups = _two_groups(inside) or _two_groups(log_ratio)
+    groups = _two_groups(inside, least) or _two_groups(log_ratio, least)
     level = float(inside.median()) if groups is None else groups[1]
     if level < least:
         return torch.zeros_like(log_ratio, dtype=torch.bool)
@@ -50,7 +50,7 @@ def _lesser_level(level: float, outside: Tensor, scale: Tensor, least: float, pe
     return lesser if least + 4 * uncertainty <= lesser < level else level
 
 
-def _two_groups(values: Tensor) -> tuple[float, float] | None:
+def _two_groups(values: Tensor, least: float) -> tuple[float, float] | None:
     """Return the border between normal and slow steps and the median of the slow ones, None if all are alike.
 
     The border is Otsu's. A normal distribution that is cut in two has its halves 2.3 standard deviations of each apart, a
@@ -67,16 +67,15 @@ def _two_groups(values: Tensor) -> tuple[float, float] | None:
     normal, slow = ordered[:split], ordered[split:]
     distance = slow.median() - normal.median()
     within = 1.4826 * torch.cat([normal - normal.median(), slow - slow.median()]).abs().median()
-    if distance < (3 + 8 / size**0.5) * within or distance <= 0 or normal.median() > slow.median() / 2:
+    if distance < (3 + 8 / size**0.5) * within or distance <= 0 or normal.median() > max(least, slow.median() / 4):
         return None
     return float(slow.median() + normal.median()) / 2, float(slow.median())
 
 
 def _fluctuating(slow: Tensor, inside: Tensor) -> Tensor:
     """Return the steps from the first to the last of those in which `slow` ones are as frequent as `inside` the window."""
-    share = float(inside.float().mean().clamp(_FEWEST, 0.95))
-    outside = int(slow.sum() - inside.sum()), len(slow) - len(inside)
-    chance = min((outside[0] + 1) / (outside[1] + 50), share / 4)
+    share = min(float(inside.float().mean()), max(float(slow.float().mean()), _FEWEST), 0.95)
+    chance = min((float(slow.sum() - inside.sum()) + 1) / (len(slow) - len(inside) + 50), share / 8)
     evidence = torch.where(slow, math.log(share / chance), math.log((1 - share) / (1 - chance)))
     return _two_states(evidence.clamp(max=_MOST), _SWITCH)
 

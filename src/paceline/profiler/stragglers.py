@@ -57,7 +57,7 @@ class Straggler:
 
 
 def find_stragglers(
-    seconds: Any, names: Sequence[str] | None = None, *, min_slowdown: float | None = None
+    seconds: Any, names: Sequence[str | None] | None = None, *, min_slowdown: float | None = None
 ) -> list[Straggler]:
     """Return the ranks that computed longer than the others, the most costly first.
 
@@ -94,7 +94,7 @@ def find_stragglers(
         reference = torch.where(reference.isnan(), first_reference, reference)
     found = [
         straggler
-        for rank, name in enumerate(names or [None] * ranks)
+        for rank, name in enumerate(names if names is not None else [None] * ranks)
         if slow[rank].any()
         and (straggler := _describe(rank, times[rank], reference[rank], slow[rank], begin, name)).slowdown >= min_slowdown
     ]
@@ -103,18 +103,25 @@ def find_stragglers(
 
 def _as_table(seconds: Any) -> Tensor:
     """Return `seconds` as float64, shape (steps, ranks), after checking every value."""
-    if hasattr(seconds, "to_numpy"):  # a DataFrame, which torch would read by columns
-        seconds = seconds.to_numpy()
     try:
+        if hasattr(seconds, "to_numpy"):  # a DataFrame, which as a sequence is that of its columns' names
+            seconds = seconds.to_numpy()
         if isinstance(seconds, (list, tuple)):  # None for a missing time, as JSON has it
-            seconds = [[math.nan if time is None else float(time) for time in row] for row in seconds]
-        table = torch.as_tensor(seconds).detach().to("cpu", torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
+            rows = [[math.nan if time is None else float(time) for time in row] for row in seconds]
+            table = torch.tensor(rows, dtype=torch.float64)
+        elif isinstance(seconds, Tensor):
+            table = seconds.detach().cpu()
+        else:
+            table = torch.as_tensor(seconds.__array__().astype("float64"))
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UsageError(
             f"seconds must be numbers of shape (steps, ranks) ({error}); give NaN for a time that is missing"
         ) from None
     if table.ndim == 1 and table.numel() == 0:
         return table.reshape(0, 0)
+    if table.is_complex():
+        raise UsageError("seconds are complex numbers; give real ones of shape (steps, ranks)")
+    table = table.double()
     if table.ndim != 2:
         raise UsageError(f"seconds has shape {tuple(table.shape)}; give one row for each step, one column for each rank")
     if (bad := ((table < 0) | table.isinf()).nonzero()).numel():
@@ -160,7 +167,8 @@ def _find(times: RelativeTimes, least: float) -> Tensor:
         mask = slow_steps(log_ratio, times.scale[rank][known], window, least, found.persistence)
         if mask.sum() >= fewest and log_ratio[mask].median() >= least:
             slow[rank, known[mask]] = True
-    return slow
+    # Where most ranks are slow, that is usual, and the others are fast.
+    return slow & (2 * slow.sum(0) <= (~times.log_ratio.isnan()).sum(0))
 
 
 def _describe(rank: int, times: Tensor, reference: Tensor, slow: Tensor, begin: int, name: str | None) -> Straggler:
