@@ -404,8 +404,8 @@ def test_the_page_of_two_runs_raises_no_error_in_the_browser(tmp_path: Path) -> 
 def test_a_report_comes_back_from_json(make: Any, tmp_path: Path) -> None:
     made = make()
     data = json.loads(json.dumps(made.to_json(), allow_nan=False))
-    (tmp_path / "summary.json").write_text(json.dumps({**data, "straggler_rank": None}))
-    for found in (report_from_json(data), read_report(tmp_path), read_report(tmp_path / "summary.json")):
+    (tmp_path / "report.json").write_text(json.dumps({**data, "unknown": None}))
+    for found in (report_from_json(data), read_report(tmp_path), read_report(tmp_path / "report.json")):
         assert json.loads(json.dumps(found.to_json())) == data
         assert page(found) == page(made)
 
@@ -435,16 +435,16 @@ WRONG = {
 @pytest.mark.parametrize(("data", "reason"), WRONG.values(), ids=WRONG)
 def test_a_report_that_cannot_be_right_is_refused_by_name(data: Any, reason: str) -> None:
     with pytest.raises(UsageError) as caught:
-        report_from_json(data, "runs/a/summary.json")
-    assert f"runs/a/summary.json is no profile that can be shown: {reason}; " in str(caught.value)
+        report_from_json(data, "runs/a/report.json")
+    assert f"runs/a/report.json is no profile that can be shown: {reason}; " in str(caught.value)
 
 
 def test_a_file_that_is_no_json_or_not_there_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"summary\.json cannot be read: No such file"):
+    with pytest.raises(UsageError, match=r"report\.json cannot be read: No such file"):
         read_report(tmp_path)
     for text in ("", "{", '{"a": 1, "a": 2}', "[" * 100_000, "\xff"):
-        (tmp_path / "summary.json").write_text(text, "latin-1")
-        with pytest.raises(UsageError, match=r"summary\.json is no JSON: "):
+        (tmp_path / "report.json").write_text(text, "latin-1")
+        with pytest.raises(UsageError, match=r"report\.json is no JSON: "):
             read_report(tmp_path)
 
 
