@@ -34,8 +34,8 @@ MEANINGS = {
 def ms(seconds: float) -> str:
     """Return a time with three significant digits: ``12.3 ms``, ``1.25 s`` from ten seconds on."""
     value = 1e3 * seconds
-    if abs(value) >= 10_000:
-        return f"{seconds:,.1f} s"
+    if value == 0 or abs(value) >= 10_000:
+        return "0 ms" if value == 0 else f"{seconds:,.1f} s"
     return f"{value:,.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms" if abs(value) >= 1 else f"{value:.2f} ms"
 
 
