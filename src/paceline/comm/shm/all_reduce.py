@@ -139,10 +139,9 @@ class AllReduce:
         count = min(header.ready for header in headers)
         ours = share(count, self._place, self._size)
         if ours.start < ours.stop:
-            operands = self._engine.operands(headers)
+            parts = self._engine.operands(headers, ours)
             if chunk is not None:
-                operands[self._place] = chunk
-            parts = [operand[ours] for operand in operands]
+                parts[self._place] = chunk[ours]
             target = parts[self._place]
             reduce_into([target, *(part for part in parts if part is not target)], parts, op, scale)
 

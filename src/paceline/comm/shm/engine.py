@@ -142,10 +142,13 @@ class Engine:
         """Post an operation and wait for it."""
         self.wait(self.post(header, compute))
 
-    def operands(self, headers: Sequence[Header]) -> list[Tensor]:
-        """Return every member's operand as its header describes it, where it lies in that member's memory."""
+    def operands(self, headers: Sequence[Header], part: slice | None = None) -> list[Tensor]:
+        """Return every member's operand as its header describes it, or a `part`, where it lies in their memory."""
         pairs = zip(self.memories, headers, strict=True)
-        return [memory.tensor(header.offset, header.ready, header.dtype) for memory, header in pairs]
+        if part is None:
+            return [memory.tensor(header.offset, header.ready, header.dtype) for memory, header in pairs]
+        start, count = part.start * headers[0].dtype.itemsize, part.stop - part.start
+        return [memory.tensor(header.offset + start, count, header.dtype) for memory, header in pairs]
 
     def _wait_until(self, operation: Operation, is_over: Callable[[Operation], bool]) -> None:
         spins, left = self._spins, self.timeout.total_seconds()

@@ -21,7 +21,7 @@ from paceline.ddp.engine.early_averages import EarlyAverages
 from paceline.ddp.engine.phase import Outcome, Phase
 from paceline.ddp.engine.second_pass import run_second_pass
 from paceline.ddp.transport.channel import Pausing
-from paceline.ddp.transport.finisher import CONTROL, Notes
+from paceline.ddp.transport.finisher import CONTROL
 from paceline.tracing import WAIT
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Ending:
         with self._waiting():
             parts.finisher.wait(backward.launched, backward.block, parts.control)
         statuses = parts.control.statuses()
-        self._scale([status.note for status in statuses])
+        parts.finisher.scale(parts.storage.buckets, [status.note for status in statuses])
         return statuses
 
     @contextmanager
@@ -96,18 +96,13 @@ class Ending:
         with parts.recorder.span(WAIT), parts.exposed_time.measured():
             yield
 
-    def _scale(self, notes: Notes) -> None:
-        parts = self.backward.parts
-        for bucket in parts.storage.buckets:
-            parts.finisher.scale(bucket, notes)
-
     def _show_early(self) -> EarlyAverages:
         """Wait for the buckets, and show what are the averages in a step without weights and surprises."""
         backward, parts = self.backward, self.backward.parts
         with self._waiting():
             parts.finisher.wait(backward.launched, None, parts.control)
         parts.buffers.wait()
-        self._scale([(0.0, UNWEIGHTED)] * parts.channel.size)
+        parts.finisher.scale(parts.storage.buckets, [(0.0, UNWEIGHTED)] * parts.channel.size)
         if backward.absent:  # only who lacks a gradient has to ask whether all do, and needs nobody's help for it
             self._read_blocks()
         averages = self._show({}, parts.control.absent_everywhere() if backward.absent else [])
