@@ -142,8 +142,8 @@ class AllReduce:
             parts = self._engine.operands(headers, ours)
             if chunk is not None:
                 parts[self._place] = chunk[ours]
-            target = parts[self._place]
-            reduce_into([target, *(part for part in parts if part is not target)], parts, op, scale)
+            results = [parts[self._place], *parts[: self._place], *parts[self._place + 1 :]]
+            reduce_into(results, parts, op, scale)
 
     def _header(
         self,

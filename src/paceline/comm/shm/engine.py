@@ -22,8 +22,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import NoReturn
@@ -101,7 +101,7 @@ class Engine:
             header.write(self.arena, operation.number)
             self._posted += 1
             self._under_way.append(operation)
-            with self._unbroken():
+            with _Unbroken(self):
                 self.signals.tell(posted=1)
                 self.signals.ring()
             return operation
@@ -111,7 +111,7 @@ class Engine:
         # Whoever holds the lock does it already.
         if self._under_way and self._lock.acquire(blocking=False):
             try:
-                with self._unbroken():
+                with _Unbroken(self):
                     self.signals.listen()
                     self._advance()
             finally:
@@ -152,7 +152,7 @@ class Engine:
 
     def _wait_until(self, operation: Operation, is_over: Callable[[Operation], bool]) -> None:
         spins, left = self._spins, self.timeout.total_seconds()
-        with self._unbroken():
+        with _Unbroken(self):
             self.signals.listen()
             self._advance()
             while not is_over(operation):
@@ -164,16 +164,9 @@ class Engine:
                     left = self._block(operation, left)
                 self._advance()
 
-    @contextmanager
-    def _unbroken(self) -> Iterator[None]:
-        """Mark the group as broken if the block is left in the middle: others wait for its ring, or for its part."""
-        try:
-            yield
-        except CommunicationError:
-            raise
-        except BaseException as error:  # KeyboardInterrupt, too
-            self._broken = self._broken or f"rank {self._name} was interrupted by {type(error).__name__}"
-            raise
+    def interrupted(self, error: BaseException) -> None:
+        """Mark the group as broken by `error`, if nothing else has broken it before."""
+        self._broken = self._broken or f"rank {self._name} was interrupted by {type(error).__name__}"
 
     def _advance(self) -> None:
         """Compute what everybody has posted, finish what everybody is done with, in order."""
@@ -276,6 +269,21 @@ class Engine:
         self.arena.close()
         self.peers = []
         self._under_way.clear()
+
+
+class _Unbroken:
+    """Marks the group as broken if the block is left in the middle: others wait for its ring, or for its part."""
+
+    # A class, as it costs a third of a generator, and every operation enters three.
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None and not isinstance(error, CommunicationError):  # KeyboardInterrupt, too
+            self._engine.interrupted(error)
 
 
 _REMEDY = "look for that rank's own error, and start again from the last checkpoint"
