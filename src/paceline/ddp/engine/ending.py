@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from paceline.ddp.agreement.control_block import Status
@@ -21,8 +22,8 @@ from paceline.ddp.engine.early_averages import EarlyAverages
 from paceline.ddp.engine.phase import Outcome, Phase
 from paceline.ddp.engine.second_pass import run_second_pass
 from paceline.ddp.transport.channel import Pausing
-from paceline.ddp.transport.finisher import CONTROL
-from paceline.tracing import WAIT
+from paceline.ddp.transport.finisher import CONTROL, Notes
+from paceline.tracing import AVERAGED, WAIT
 
 logger = logging.getLogger(__name__)
 
@@ -86,15 +87,21 @@ class Ending:
         with self._waiting():
             parts.finisher.wait(backward.launched, backward.block, parts.control)
         statuses = parts.control.statuses()
-        parts.finisher.scale(parts.storage.buckets, [status.note for status in statuses])
+        self._scale([status.note for status in statuses])
         return statuses
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Surround a wait for communication."""
         parts = self.backward.parts
-        with parts.recorder.span(WAIT), parts.exposed_time.measured():
+        with parts.recorder.span(WAIT, group=parts.channel.name), parts.exposed_time.measured():
             yield
+
+    def _scale(self, notes: Notes) -> None:
+        parts = self.backward.parts
+        parts.finisher.scale(parts.storage.buckets, notes)
+        if (norms := parts.recorder.norms) is not None:
+            norms += [(AVERAGED, torch.linalg.vector_norm(bucket.flat), 1.0) for bucket in parts.storage.buckets]
 
     def _show_early(self) -> EarlyAverages:
         """Wait for the buckets, and show what are the averages in a step without weights and surprises."""
@@ -102,7 +109,7 @@ class Ending:
         with self._waiting():
             parts.finisher.wait(backward.launched, None, parts.control)
         parts.buffers.wait()
-        parts.finisher.scale(parts.storage.buckets, [(0.0, UNWEIGHTED)] * parts.channel.size)
+        self._scale([(0.0, UNWEIGHTED)] * parts.channel.size)
         if backward.absent:  # only who lacks a gradient has to ask whether all do, and needs nobody's help for it
             self._read_blocks()
         averages = self._show({}, parts.control.absent_everywhere() if backward.absent else [])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paceline.buckets import Bucket
@@ -23,7 +24,7 @@ from paceline.ddp.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.streams import is_queued
 from paceline.torch_internals.tensors import multiply_each
-from paceline.tracing import BUCKET_WAIT, Recorder
+from paceline.tracing import BUCKET_WAIT, COLLECTIVE, DONE, Recorder, recorder
 
 CONTROL = "exchange of control blocks"
 Notes = Sequence[tuple[float, float]]
@@ -119,12 +120,17 @@ class AllReduce:
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Launch the sum, in place."""
         flat, sums = bucket.flat, self._sums
+        note: Note | None = None
         if sums.scales and flat.dtype is not torch.float16:
             self._ledger.add_up()  # a weight that is on its way from a GPU belongs into the note
-            return sums.all_reduce(flat, self._ledger.status.note)
-        if flat.dtype is torch.float16 and not self._divides_in_copy(flat):
+            note = self._ledger.status.note
+        elif flat.dtype is torch.float16 and not self._divides_in_copy(flat):
             flat.mul_(1 / sums.size)
-        return sums.all_reduce(flat)
+        launched = sums.all_reduce(flat, note)
+        if self._recorder.detailed and isinstance(launched, dist.Work) and flat.device.type == "cpu":
+            # Elsewhere others record it: who reduces in shared memory, and torch's profiler on a GPU.
+            launched.get_future().add_done_callback(lambda _: self._recorder.mark(DONE, at))
+        return launched
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Wait for them in the order of launch."""
@@ -172,7 +178,8 @@ class Algorithms:
 
     def all_reduce(self, tensor: Tensor, note: Note | None = None) -> AlreadyDone:
         """Sum `tensor` over all ranks, in place. Only the first is compared between ranks: the layouts are equal."""
-        self._run(tensor, group=self._group, check=not self._checked, **self._options)
+        with recorder.span(COLLECTIVE, group=self._channel.name):
+            self._run(tensor, group=self._group, check=not self._checked, **self._options)
         self._checked = True
         self._channel.count_launch()  # which is waited for there
         return AlreadyDone()
