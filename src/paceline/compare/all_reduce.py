@@ -15,7 +15,10 @@ BUCKET = 25 * 2**20
 
 
 class AllReduce:
-    """All-reduces as many bytes as the wrappers' gradients have, of a single bucket each, so that it needs no memory."""
+    """All-reduces as many bytes as the wrappers' gradients have.
+
+    A single bucket stands for all of a wrapper's, so that measuring takes little memory.
+    """
 
     def __init__(self) -> None:
         self._buckets: list[Tensor] = []

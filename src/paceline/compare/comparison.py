@@ -170,7 +170,7 @@ def _notes(rows: Sequence[Row], threads: int) -> list[str]:
     ]
     if rows[0].wrappers > 1:
         notes.append(
-            f"The program wraps {rows[0].wrappers} models: a batch is a step of all of their optimizers, and all-reduce, "
+            f"The program wraps {rows[0].wrappers} models: a batch is a step of all their optimizers; all-reduce, "
             "waiting and weights are those of all models together."
         )
     if _rows_differ([row.rows_per_batch for row in rows]):

@@ -61,9 +61,9 @@ def main(text: str) -> None:
         if stop.code not in (None, 0):
             raise
     raise UsageError(
-        f"the program took {len(meter.steps)} optimizer steps over a model in DistributedDataParallel, and a comparison "
-        f"needs {WARM_UP + run.steps}: {WARM_UP} to warm up, and --steps {run.steps}; let it train longer, or give a "
-        "smaller --steps"
+        f"the program took {len(meter.steps)} optimizer steps over a model in DistributedDataParallel, and a "
+        f"comparison needs {WARM_UP + run.steps}: {WARM_UP} to warm up, and --steps {run.steps}; let it train longer, "
+        "or give a smaller --steps"
     )
 
 
