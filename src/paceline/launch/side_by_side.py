@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from paceline.launch.job import Job, farewell, run
 from paceline.launch.signals import Caught, Stopped
@@ -22,32 +23,43 @@ def launch_side_by_side(jobs: Mapping[str, Job], has_worked: Callable[[str], boo
         The exit code as of :func:`~paceline.launch.job.launch`, and the name of the job that failed first, if one did.
     """
     failed: list[tuple[int, str]] = []
-    # In threads torchelastic warns of ranks that outlive their launcher. Ours are tied to it.
-    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    logger.addFilter(_is_of_interest)
+    errors: list[BaseException] = []
 
     def run_one(name: str) -> None:
         try:
             code = run(jobs[name], caught)
+            if code == 0 and has_worked(name):
+                return
+            failed.append((code or 1, name))
         except Stopped:
             return
-        except BaseException:
-            caught.received.append(signal.SIGINT)
-            raise
-        if code or not has_worked(name):
-            failed.append((code or 1, name))
-            caught.received.append(signal.SIGINT)  # to the other jobs, as if the user had ended them
+        except BaseException as error:
+            errors.append(error)
+        caught.received.append(signal.SIGINT)  # ends the other jobs, as if the user had
 
-    try:
-        with Caught() as caught, ThreadPoolExecutor(len(jobs)) as threads:
-            for end in [threads.submit(run_one, name) for name in jobs]:
-                end.result()
-    finally:
-        logger.removeFilter(_is_of_interest)
+    with _quiet_torchelastic(), Caught() as caught:
+        threads = [threading.Thread(target=run_one, args=(name,)) for name in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
     if failed:
         return failed[0]
     return (farewell(caught.received[0]) if caught.received else 0), ""
 
 
+@contextmanager
+def _quiet_torchelastic() -> Iterator[None]:
+    """Keep torchelastic from warning, in threads, of ranks that outlive their launcher: ours are tied to it."""
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    logger.addFilter(_is_of_interest)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_of_interest)
+
+
 def _is_of_interest(record: logging.LogRecord) -> bool:
-    return "running on a child thread" not in record.msg
+    return "running on a child thread" not in str(record.msg)
