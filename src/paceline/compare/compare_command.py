@@ -149,5 +149,7 @@ def _run_modes(target: Target, names: list[str], steps: int, nproc: int, threads
     if failed:
         others = ",".join(name for name in names if name != failed)
         remedy = f"; to compare the others, give --modes {others}" if others else ""
+        if others and code == 1:
+            remedy += "; if memory ran out, give --one-by-one"
         print(f"mode {failed} ended with exit code {code}{remedy}", file=sys.stderr)
     return code
