@@ -29,7 +29,7 @@ from dated_results import save
 from paceline.bench.turns import median_ratio, take_turns
 from paceline.data import DataLoader, GlobalBatchSampler
 
-BATCH, WIDTH, ROUNDS, STEPS = 32, 384, 7, 30
+BATCH, WIDTH, ROUNDS, STEPS = 32, 384, 5, 20
 
 
 def parts_of(lengths: list[int], ranks: int, **split: Any) -> Iterator[tuple[list[int], ...]]:

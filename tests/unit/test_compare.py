@@ -63,9 +63,10 @@ def test_figures_are_those_of_the_slowest_rank_and_relative_to_one_device() -> N
     assert (single.speedup, single.efficiency, single.all_reduce_share, single.waiting_share) == (1, 1, None, None)
     assert (row.seconds, row.seconds_per_batch, row.rows_per_batch) == (5, 2, 16)
     assert row.samples_per_second == 16 / 2
-    assert row.speedup == 1
-    assert row.efficiency == 0.5
-    assert row.all_reduce_share == pytest.approx(0.5 / 2)
+    assert row.turns == (1.5, 2), "of two steps each, by their slowest rank"
+    assert row.speedup == pytest.approx((2 / 1.5 + 4 / 2) / 2)
+    assert row.efficiency == pytest.approx(row.speedup / 2)
+    assert row.all_reduce_share == pytest.approx((0.5 / 1.5 + 0.5 / 2) / 2)
     assert row.waiting_share == pytest.approx(0.1 / 5), "of the rank that waits least: the others wait for it"
     assert (row.memory_bytes, row.replicas_identical) == (2000, True)
 
@@ -340,7 +341,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
     text = SCRIPT.replace(
         "    for x, y in", "    open('ready', 'w').close(); import time; time.sleep(100)\n    for x, y in"
     )
-    arguments = ["--nproc", "2", "--modes", "ddp", script(tmp_path, text), "8"]
+    arguments = ["--nproc", "2", "--modes", "single,ddp", script(tmp_path, text), "8"]
     with Running(tmp_path, "compare", *arguments, fork="all") as job:
         job.wait_for("ready")
         job.process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Turns of the modes: each trains a few steps while the others wait, so that other load on the machine hits all alike.
+"""Turns of the modes: each trains two steps while the others wait, so that other load on the machine hits all alike.
 
 The length of a file tells whose turn it is. Every rank of every mode appends a byte when it has warmed up, and one at
 the end of each of its turns, so that the length at which a turn begins is known beforehand. With three modes:
@@ -13,8 +13,8 @@ import os
 import time
 from dataclasses import dataclass
 
-STEPS = 4
-"""Optimizer steps of a turn."""
+STEPS = 2
+"""Optimizer steps of a turn: few, because ratios are medians over the rounds, and the more of these the better."""
 NAP_S = 0.01
 """Seconds between two looks at the file: seldom, because whoever has its turn is being timed."""
 
