@@ -148,7 +148,7 @@ def table_of(rows: Sequence[Row], target: str, threads: int) -> Table:
             str(row.devices),
             f"{row.seconds:.2f}",
             f"{1e3 * row.seconds_per_batch:,.1f}",
-            _shown(row.samples_per_second, ",.0f"),
+            _shown(row.samples_per_second, ",.0f" if (row.samples_per_second or 0) >= 10 else ".2g"),
             _shown(row.speedup, ".2f"),
             _shown(row.efficiency, ".2f"),
             _shown(row.all_reduce_share, ".1%"),
