@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paceline.buckets import Bucket
@@ -22,7 +23,7 @@ from paceline.ddp.agreement.weighting import compute_correction, compute_scale
 from paceline.ddp.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.streams import is_queued
-from paceline.tracing import BUCKET_WAIT, Recorder
+from paceline.tracing import BUCKET_WAIT, COLLECTIVE, DONE, Recorder, recorder
 
 CONTROL = "exchange of control blocks"
 Notes = Sequence[tuple[float, float]]
@@ -117,13 +118,18 @@ class AllReduce:
 
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Launch the sum, in place."""
+        note: Note | None = None
         if not self._divides_first(bucket.flat):
             if self._sums.scales:
                 self._ledger.add_up()  # a weight that is on its way from a GPU belongs into the note
-            return self._sums.all_reduce(bucket.flat, self._ledger.status.note)
-        if not self._divides_in_copy(bucket.flat):
+            note = self._ledger.status.note
+        elif not self._divides_in_copy(bucket.flat):
             bucket.flat.mul_(1 / self._sums.size)
-        return self._sums.all_reduce(bucket.flat)
+        launched = self._sums.all_reduce(bucket.flat, note)
+        if self._recorder.detailed and isinstance(launched, dist.Work) and bucket.flat.device.type == "cpu":
+            # Elsewhere others record it: who reduces in shared memory, and torch's profiler on a GPU.
+            launched.get_future().add_done_callback(lambda _: self._recorder.mark(DONE, at))
+        return launched
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Wait for them in the order of launch."""
@@ -166,7 +172,8 @@ class Algorithms:
 
     def all_reduce(self, tensor: Tensor, note: Note | None = None) -> AlreadyDone:
         """Sum `tensor` over all ranks, in place. Only the first is compared between ranks: the layouts are equal."""
-        self._run(tensor, group=self._group, check=not self._checked, **self._options)
+        with recorder.span(COLLECTIVE, group=self._channel.name):
+            self._run(tensor, group=self._group, check=not self._checked, **self._options)
         self._checked = True
         self._channel.count_launch()  # which is waited for there
         return AlreadyDone()
