@@ -15,7 +15,7 @@ import torch
 from paceline.compare.bars import draw
 from paceline.compare.comparison import Row, compare_weights, figures, table_of
 from paceline.compare.modes import MODES, choose_modes, devices_of, ranks_of
-from paceline.compare.turns import STEPS, Place, Turns
+from paceline.compare.turn_taking import TURN, Place, Turns
 from paceline.errors import UsageError
 from processes import Running, paceline, script
 
@@ -52,7 +52,7 @@ def record(seconds: list[list[float]], rows: int = 8, batches: int = 1, **change
         }
         for rank, times in enumerate(seconds)
     ]
-    turns = -(-len(seconds[0]) // STEPS)
+    turns = -(-len(seconds[0]) // TURN)
     return {"ranks": ranks, "all_reduce_seconds": [0.5] * turns, "wrappers": 1, **changes}
 
 
@@ -73,7 +73,7 @@ def test_figures_are_those_of_the_slowest_rank_and_relative_to_one_device() -> N
 
 def test_load_that_comes_and_goes_changes_no_ratio() -> None:
     """The modes have it alike, in each round: here rounds take 1, 3 and 9 times as long."""
-    load = [slowness for slowness in (1.0, 9.0, 3.0) for _ in range(STEPS)]
+    load = [slowness for slowness in (1.0, 9.0, 3.0) for _ in range(TURN)]
     single = figures("single", record([load], rows=16), 2, None, "reference")
     alone = [0.1 * slowness for slowness in (1.0, 9.0, 3.0)]
     halved = [slowness / 2 for slowness in load]
@@ -82,7 +82,7 @@ def test_load_that_comes_and_goes_changes_no_ratio() -> None:
     assert (row.speedup, row.efficiency) == (2, 1)
     assert row.all_reduce_share == pytest.approx(0.2)
     # Even where a mode's own median is of another round than that of the mode single.
-    disturbed = [1.0] * STEPS + halved[STEPS:]
+    disturbed = [1.0] * TURN + halved[TURN:]
     assert figures("ddp", record([disturbed] * 2), 2, single, "equal").speedup == 2
 
 

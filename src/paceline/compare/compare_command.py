@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.compare.bars import draw
 from paceline.compare.comparison import Row, as_json, compare_weights, figures, table_of
 from paceline.compare.modes import MODES, Mode, Run, choose_modes, devices_of, ranks_of
-from paceline.compare.turns import Place
+from paceline.compare.turn_taking import Place
 from paceline.errors import UsageError
 from paceline.launch.program import ProgramConfig
 from paceline.output_files import check_file, write_file
@@ -130,7 +130,7 @@ def _rows(names: list[str], records: list[dict[str, Any]], weights: list[dict[st
 def _run_modes(target: Target, names: list[str], steps: int, nproc: int, threads: int, folder: Path) -> int:
     """Run the program in several modes that take turns; returns the exit code of the first to fail, or 0."""
     from paceline.launch.job import Job
-    from paceline.launch.side_by_side import launch_side_by_side
+    from paceline.launch.launch_together import launch_together
 
     turns = folder / "turns"
     turns.write_bytes(b"")
@@ -145,7 +145,7 @@ def _run_modes(target: Target, names: list[str], steps: int, nproc: int, threads
         command = [sys.executable, "-u", "-m", "paceline.compare", run.to_json()]
         # A device has as many threads in every mode.
         jobs[name] = Job(command, counts[number], env={"OMP_NUM_THREADS": str(threads)})
-    code, failed = launch_side_by_side(jobs, lambda name: (folder / f"{name}.json").is_file())
+    code, failed = launch_together(jobs, lambda name: (folder / f"{name}.json").is_file())
     if failed:
         others = ",".join(name for name in names if name != failed)
         remedy = f"; to compare the others, give --modes {others}" if others else ""

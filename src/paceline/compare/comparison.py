@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from paceline.compare.modes import MODES, devices_of
-from paceline.compare.turns import STEPS
+from paceline.compare.turn_taking import TURN
 from paceline.explain.scene import counted
 
 
@@ -102,7 +102,7 @@ def figures(name: str, record: Mapping[str, Any], nproc: int, single: Row | None
 def median_of_turns(values: Iterable[float]) -> list[float]:
     """Return the median of each turn's steps, given a value for every step."""
     listed = list(values)
-    return [median(listed[start : start + STEPS]) for start in range(0, len(listed), STEPS)]
+    return [median(listed[start : start + TURN]) for start in range(0, len(listed), TURN)]
 
 
 def compare_weights(reference: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:

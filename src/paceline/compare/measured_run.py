@@ -21,11 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from paceline.compare import turns
-from paceline.compare.all_reduce import AllReduce
+from paceline.compare.gradient_reduction import AllReduce
 from paceline.compare.modes import Run
 from paceline.compare.stand_ins import substitute
-from paceline.compare.turns import Turns
+from paceline.compare.turn_taking import TURN, Turns
 from paceline.data_parallel import nested_tensors
 from paceline.digests import tensor_digest
 from paceline.errors import UsageError
@@ -133,7 +132,7 @@ class Meter:
         self.steps.append(Step(seconds, waited - self._waited, batches, rows))
         self._rows, self._waited = [], waited
         timed = len(self.steps) - WARM_UP
-        if timed >= 0 and (timed % turns.STEPS == 0 or timed == self.run.steps):
+        if timed >= 0 and (timed % TURN == 0 or timed == self.run.steps):
             self._end_turn(is_last=timed == self.run.steps)
         self._start = time.perf_counter()
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from paceline.compare.turns import Place
+from paceline.compare.turn_taking import Place
 from paceline.errors import UsageError
 
 Wrapper = Literal["paceline", "threads", "torch"]

@@ -12,7 +12,7 @@ from paceline.launch.job import Job, farewell, run
 from paceline.launch.signals import Caught, Stopped
 
 
-def launch_side_by_side(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) -> tuple[int, str]:
+def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) -> tuple[int, str]:
     """Start `jobs` and wait for them; when one fails, the others are ended.
 
     Args:

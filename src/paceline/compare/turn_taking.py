@@ -13,7 +13,7 @@ import os
 import time
 from dataclasses import dataclass
 
-STEPS = 2
+TURN = 2
 """Optimizer steps of a turn: few, because ratios are medians over the rounds, and the more of these the better."""
 NAP_S = 0.01
 """Seconds between two looks at the file: seldom, because whoever has its turn is being timed."""
