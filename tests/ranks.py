@@ -41,12 +41,6 @@ _PRELOADED += ["paceline.cli", "paceline.launch.agent", "paceline.recipes.digits
 _context.set_forkserver_preload([*_PRELOADED, "frozen"])
 
 
-def preload(*modules: str) -> None:
-    """Have the fork server load `modules`, too, once for all ranks; for a test file that is being imported."""
-    _PRELOADED.extend(modules)
-    _context.set_forkserver_preload([*_PRELOADED, "frozen"])
-
-
 class RankFailed(AssertionError):
     """A rank raised, died or did not answer in time."""
 

@@ -51,7 +51,7 @@ def listening(pids: list[int]) -> list[str]:
 
 def test_nothing_listens_beyond_loopback_and_sigkill_of_the_launcher_ends_blocked_ranks(tmp_path: Path) -> None:
     name = script(tmp_path, BLOCKED)
-    with Running(tmp_path, "run", "--nproc", "2", name, fork="nothing") as job:
+    with Running(tmp_path, "run", "--nproc", "2", name, fork="all") as job:
         job.wait_for(*READY)
         family = job.family()
         assert len(family) == 3
