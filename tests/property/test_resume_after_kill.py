@@ -28,8 +28,6 @@ class Job:
     batch_size: int
     epochs: int
     kills: int
-    fork: str
-    """What of the commands that are killed is forked rather than started; see :mod:`processes`."""
 
     @property
     def steps(self) -> int:
@@ -44,7 +42,7 @@ class Job:
         return ["train", "digits", *(str(word) for pair in chosen.items() for word in pair), "--json", "j", *more]
 
 
-JOBS = [Job(1, 16, 3, kills=1, fork="nothing"), Job(2, 16, 3, kills=2, fork="all"), Job(4, 32, 3, kills=1, fork="all")]
+JOBS = [Job(1, 16, 3, kills=1), Job(2, 16, 3, kills=2), Job(4, 32, 3, kills=1)]
 
 
 def report_of(folder: Path) -> dict[str, Any]:
@@ -66,10 +64,10 @@ def newest(points: Path) -> int:
     return max((int(name.removeprefix("step-")) for name in names if name.startswith("step-")), default=0)
 
 
-def killed(folder: Path, arguments: list[str], fork: str, points: Path, behind: int) -> int:
+def killed(folder: Path, arguments: list[str], points: Path, behind: int) -> int:
     """Kill the launcher some steps after a checkpoint later than `behind`; the newest checkpoint's step."""
     folder.mkdir()
-    with Running(folder, *arguments, fork=fork, OMP_NUM_THREADS="1") as job:
+    with Running(folder, *arguments, fork="all", OMP_NUM_THREADS="1") as job:
         deadline = time.monotonic() + TIMEOUT_S
         while newest(points) <= behind:
             assert job.process.poll() is None, job.stderr
@@ -93,7 +91,7 @@ def test_the_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path
     arguments = job.arguments("--checkpoint-dir", str(points), "--checkpoint-every", str(EVERY))
     step = 0
     for kill in range(job.kills):
-        step = killed(tmp_path / f"killed-{kill}", arguments + ["--resume"] * bool(kill), job.fork, points, behind=step)
+        step = killed(tmp_path / f"killed-{kill}", arguments + ["--resume"] * bool(kill), points, behind=step)
         assert 0 < step < job.steps
         assert step % job.steps_per_epoch, "killed at an epoch's end"
     resumed = finished(tmp_path / "resumed", [*arguments, "--resume"])
