@@ -191,7 +191,7 @@ def test_mistakes_are_one_line_before_anything_runs(tmp_path: Path, arguments: l
 def test_a_script_is_compared_in_all_its_modes_with_equal_weights(tmp_path: Path) -> None:
     name = script(tmp_path, SCRIPT)
     options = ["--nproc", "2", "--steps", "4", "--json", "out.json", "--plot", "out.svg"]
-    done = paceline(tmp_path, "compare", *options, name, "8", fork="all")
+    done = paceline(tmp_path, "compare", *options, name, "8", fork="all", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     outcome = json.loads((tmp_path / "out.json").read_text())
     modes = {row["mode"]: row for row in outcome["modes"]}
