@@ -102,7 +102,10 @@ def plants(folder: Path, script: Path, names: Iterable[str]) -> list[list[Any]]:
         bubble = found["bubble_ms_per_step"]["0"]
         rows.append([name, PLANTS[name], advice[:3], found["straggler_rank"], bubble])
         straggler = "" if found["straggler_rank"] is None else f", straggler: rank {found['straggler_rank']}"
-        print(f"{name}: {', '.join(advice[:3])}; expected {PLANTS[name]}{straggler}; rank 0's bubble {bubble:.1f} ms", flush=True)
+        print(
+            f"{name}: {', '.join(advice[:3])}; expected {PLANTS[name]}{straggler}; rank 0's bubble {bubble:.1f} ms",
+            flush=True,
+        )
     return rows
 
 
@@ -159,7 +162,9 @@ def main() -> None:
     print(f"clean runs: {named} of {arguments.clean} named a straggler")
     print(f"all-reduce share at 1, 2 batches: {shares[0]:.3f}, {shares[1]:.3f}; predicted for 2: {predicted:.3f}")
     if ratios:
-        print(f"with the profiler / without: median {median(ratios):.3f} of {', '.join(f'{one:.3f}' for one in ratios)}")
+        print(
+            f"with the profiler / without: median {median(ratios):.3f} of {', '.join(f'{one:.3f}' for one in ratios)}"
+        )
     results = {"plants": rows, "clean": alarms, "shares": shares, "predicted": predicted, "on by off": ratios}
     print("kept in", save("profiler-claims", results, ranks=2))
 

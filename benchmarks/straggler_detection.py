@@ -148,9 +148,13 @@ def main() -> None:
         print(f"({worst['steps']} steps, {worst['ranks']} ranks)" if worst["alarms"] else "", flush=True)
     planted = detections(seconds / 4)
     for row in planted:
-        where = f"{row['noise']:<5} {row['steps']:>5} steps {row['ranks']:>3} ranks {row['slowdown']}x {row['kind']:<12}"
+        where = (
+            f"{row['noise']:<5} {row['steps']:>5} steps {row['ranks']:>3} ranks {row['slowdown']}x {row['kind']:<12}"
+        )
         off = row["first_step_off_90"]
-        print(f"{where} found {row['found']}/{row['jobs']}, kind {row['same_kind']}, first step off by {off}", flush=True)
+        print(
+            f"{where} found {row['found']}/{row['jobs']}, kind {row['same_kind']}, first step off by {off}", flush=True
+        )
     save("straggler-detection", {"false alarms": clean, "detection": planted}, ranks=1)
 
 

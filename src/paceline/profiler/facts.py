@@ -24,7 +24,6 @@ from paceline.profiler.report import (
 )
 from paceline.profiler.stragglers import Straggler, find_stragglers
 
-
 _ALWAYS = 0.85
 """Share of the steps in which a rank is the slowest, from which that is no chance in 12 steps or more."""
 _FEWEST, _SHORTEST = 12, 0.05

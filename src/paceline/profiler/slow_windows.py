@@ -84,7 +84,10 @@ def _fluctuation_score(evidence: Tensor, count: Tensor) -> Tensor:
     chance = torch.maximum(usual, short / count) + 1 / (count * min(len(share) - 1, 3) + 1)
     chance = torch.minimum(chance, share.clamp(min=1e-6))
     normal = 1 - share
-    gain = share * (share.clamp(min=1e-6) / chance).log() + normal * (normal.clamp(min=1e-6) / (1 - chance).clamp(min=1e-6)).log()
+    gain = (
+        share * (share.clamp(min=1e-6) / chance).log()
+        + normal * (normal.clamp(min=1e-6) / (1 - chance).clamp(min=1e-6)).log()
+    )
     enough = (share >= 0.2) & (long >= SHORTEST)
     return torch.where(enough, (2 * count * gain).clamp(min=0).sqrt(), 0.0)
 
