@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -135,7 +136,7 @@ open({str(folder / "times")!r}, "w").write(json.dumps(ends))
                 [sys.executable, "-m", "paceline", "run", "--nproc", "2", str(path)], check=True, capture_output=True
             )
             ends = json.loads((folder / "times").read_text())[12:]
-            lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+            lengths = [end - start for start, end in pairwise(ends)]
             times.append((on, median(lengths)))
         by = dict(times)
         ratios.append(by[True] / by[False])
