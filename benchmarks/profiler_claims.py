@@ -103,10 +103,8 @@ def plants(folder: Path, script: Path, names: Iterable[str]) -> list[list[Any]]:
         bubble = found["bubble_ms_per_step"]["0"]
         rows.append([name, PLANTS[name], advice[:3], found["straggler_rank"], bubble])
         straggler = "" if found["straggler_rank"] is None else f", straggler: rank {found['straggler_rank']}"
-        print(
-            f"{name}: {', '.join(advice[:3])}; expected {PLANTS[name]}{straggler}; rank 0's bubble {bubble:.1f} ms",
-            flush=True,
-        )
+        said = ", ".join(advice[:3])
+        print(f"{name}: {said}; expected {PLANTS[name]}{straggler}; bubble {bubble:.1f} ms", flush=True)
     return rows
 
 
