@@ -81,7 +81,9 @@ def read_times(file: str) -> StepTimes:
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{file} is no text in UTF-8; name a CSV file with the columns step, rank and seconds") from None
+        raise UsageError(
+            f"{file} is no text in UTF-8; name a CSV file with the columns step, rank and seconds"
+        ) from None
     except csv.Error as error:
         raise UsageError(f"{file} is no CSV file ({error}); write one line for each step and rank") from None
 
@@ -106,7 +108,9 @@ def headline(times: StepTimes, found: list[Straggler]) -> str:
         return f"{found[0]}{more}"
     steps, ranks = times.seconds.shape
     if ranks < 2:
-        return f"nothing to compare: the file has times of rank {times.ranks[0]} alone, and slow means slower than others"
+        return (
+            f"nothing to compare: the file has times of rank {times.ranks[0]} alone, and slow means slower than others"
+        )
     if steps < SHORTEST:
         return f"nothing to conclude from {steps} step{'s' * (steps > 1)}: at least {SHORTEST} are needed"
     return f"no straggler among {ranks} ranks in {steps} steps"
@@ -118,11 +122,15 @@ def notes(times: StepTimes) -> list[str]:
     absent = times.ranks[-1] + 1 - len(times.ranks)
     if absent:
         there = set(times.ranks)
-        first = [str(rank) for rank in itertools.islice((r for r in itertools.count() if r not in there), min(absent, 5))]
+        first = [
+            str(rank) for rank in itertools.islice((r for r in itertools.count() if r not in there), min(absent, 5))
+        ]
         more = f" and {absent - len(first)} more" if absent > len(first) else ""
         found.append(f"note: the file has no line of rank{'s' * (absent > 1)} {', '.join(first)}{more}")
     if missing := int(times.seconds.isnan().sum()):
-        found.append(f"note: {missing} of {times.seconds.numel()} times are missing ({missing / times.seconds.numel():.1%})")
+        found.append(
+            f"note: {missing} of {times.seconds.numel()} times are missing ({missing / times.seconds.numel():.1%})"
+        )
     if times.repeated:
         found.append(f"note: {times.repeated} times are there twice for a step and rank; the last one counts")
     return found
@@ -209,7 +217,9 @@ def _rows(file: str, lines: TextIO) -> Iterator[tuple[int, int, float, str]]:
             continue
         line = f"{file}, line {reader.line_num + 1}"
         if len(row) <= max(places):
-            raise UsageError(f"{line} has {len(row)} of {len(titles)} columns; give step, rank and seconds in each line")
+            raise UsageError(
+                f"{line} has {len(row)} of {len(titles)} columns; give step, rank and seconds in each line"
+            )
         name = row[named].strip() if named is not None and named < len(row) else ""
         yield _count(line, "step", row[step]), _count(line, "rank", row[rank]), _seconds(line, row[seconds]), name
 
@@ -242,7 +252,11 @@ def _seconds(line: str, text: str) -> float:
     except ValueError:
         if text.strip().lower() in MISSING:
             return math.nan
-        raise UsageError(f"{line}: seconds is {text.strip()[:40]!r}; give a number, or nothing if it is missing") from None
+        raise UsageError(
+            f"{line}: seconds is {text.strip()[:40]!r}; give a number, or nothing if it is missing"
+        ) from None
     if number < 0 or math.isinf(number):
-        raise UsageError(f"{line}: seconds is {text.strip()[:40]}; give a finite number >= 0, or nothing if it is missing")
+        raise UsageError(
+            f"{line}: seconds is {text.strip()[:40]}; give a finite number >= 0, or nothing if it is missing"
+        )
     return number

@@ -43,7 +43,8 @@ def median_of_others(seconds: Tensor, peers: Tensor) -> Tensor:
         here, behind = (ordered.gather(1, place.clamp(0, rows.shape[1] - 1)) for place in (index, index + 1))
         without += torch.where(rows <= here, behind, here) / 2
     of_all = sum(
-        ordered.gather(1, index.clamp(min=0)) / 2 for index in ((peers_there - 1) // 2, (peers_there // 2).clamp(max=len(ordered[0]) - 1))
+        ordered.gather(1, index.clamp(min=0)) / 2
+        for index in ((peers_there - 1) // 2, (peers_there // 2).clamp(max=len(ordered[0]) - 1))
     )
     without = torch.where(peers_there > 1, without, torch.nan)
     return torch.where(rows.isnan(), of_all, without).T.contiguous()
@@ -51,7 +52,9 @@ def median_of_others(seconds: Tensor, peers: Tensor) -> Tensor:
 
 def compare(seconds: Tensor, reference: Tensor) -> RelativeTimes:
     """Return the times relative to `reference`, the times of the others; both have the shape (ranks, steps)."""
-    log_ratio = torch.log(seconds / reference).float().nan_to_num(torch.nan, torch.nan, -10.0)  # 0 seconds: below the clock
+    log_ratio = (
+        torch.log(seconds / reference).float().nan_to_num(torch.nan, torch.nan, -10.0)
+    )  # 0 seconds: below the clock
     ordered = log_ratio.sort(dim=1).values
     known = (~ordered.isnan()).sum(1)
     own = _own_scale(log_ratio, ordered, known)
@@ -59,9 +62,9 @@ def compare(seconds: Tensor, reference: Tensor) -> RelativeTimes:
     natural = _natural_difference(_quantile(ordered, known, 0.5), by_rank / known.clamp(min=1).sqrt())
     log_ratio = log_ratio - natural[:, None]
     scale = by_rank[:, None]
-    if len(own) > 2:  # in some steps all ranks differ more, as while they warm up
-        by_step = _DEVIATION * log_ratio.abs().nanmedian(0).values
-        scale = torch.maximum(scale, by_step.nan_to_num(0.0)[None, :])
+    if len(own) > 2:  # in some steps all ranks differ more than usual, as while they warm up
+        by_step = log_ratio.abs().nanmedian(0).values
+        scale = scale * (by_step / (2 * by_step.nanmedian())).nan_to_num(1.0, 1.0).clamp(min=1.0)
     return RelativeTimes(log_ratio, scale.expand_as(log_ratio))
 
 
