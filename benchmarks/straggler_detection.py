@@ -147,8 +147,8 @@ def main() -> None:
         for rows in scales:
             planted += rows
             for row in rows:
-                job = f"{row[\'noise\']:<5} {row['steps']:>5} steps {row['ranks']:>3} ranks {row['slowdown']:<4}x"
-                job += f" {row['kind']:<12}"
+                job = f"{row['noise']:<5} {row['steps']:>5} steps {row['ranks']:>3} ranks {row['slowdown']:<4}x "
+                job += f"{row['kind']:<12}"
                 found = f"found {row['found']}/{row['jobs']}, its kind {row['same_kind']}"
                 print(f"{job} {found}, first step off by {row['first_step_off_90']}", flush=True)
     save("straggler-detection", {"false alarms": clean, "detection": planted}, ranks=1)

@@ -65,7 +65,7 @@ def find_stragglers(
     named if the median of its slow steps is `min_slowdown` or more and chance does not explain it. At most half of the
     ranks can be slow in a step; if more are, that is usual, and the others are fast.
 
-    False alarms, as measured by ``benchmarks/straggler_detection.py`` over jobs of 20 to 2,000 steps and 2 to 512 ranks:
+    False alarms, as measured by ``benchmarks/straggler_detection.py`` over jobs of 20 to 2,000 steps, 2 to 512 ranks:
     none in 949 jobs with log-normal noise of 1 % and 5 %, 2 in 475 with 20 %, and none in 871 with Student's t with
     3 degrees of freedom. More where noise lasts: a rank that happens to be slow in all of 20 steps is named
     (docs/stragglers.md has the tables).
