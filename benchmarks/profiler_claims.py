@@ -109,7 +109,7 @@ def plants(folder: Path, script: Path, names: Iterable[str]) -> list[list[Any]]:
 
 
 def overhead(folder: Path, script: Path, turns: int) -> list[float]:
-    """Return the time of runs with the profiler by that of runs without it, in turns; its own steps are timed inside."""
+    """Return the median step of runs with the profiler by that of runs without it, in turns."""
     ratios = []
     for turn in range(turns):
         times = []

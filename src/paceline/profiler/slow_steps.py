@@ -65,8 +65,8 @@ def _two_groups(values: Tensor, least: float) -> tuple[float, float] | None:
     if size < 2 or not _FEWEST <= 1 - (split := int(between.argmax()) + 1) / size <= _MOSTLY:
         return None
     normal, slow = ordered[:split], ordered[split:]
-    distance = slow.median() - normal.median()
-    within = 1.4826 * torch.cat([normal - normal.median(), slow - slow.median()]).abs().median()
+    distance = float(slow.median() - normal.median())
+    within = 1.4826 * torch.cat([normal - normal.median(), slow - slow.median()]).abs().median().item()
     if distance < (3 + 8 / size**0.5) * within or distance <= 0 or normal.median() > max(least, slow.median() / 4):
         return None
     return float(slow.median() + normal.median()) / 2, float(slow.median())
