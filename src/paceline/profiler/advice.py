@@ -101,7 +101,7 @@ def accumulation(facts: Facts) -> Advice | None:
     share = facts.shares[COMMUNICATION]
     if len(facts.records) < 2 or share < 0.05:
         return None
-    predictions = {f"allreduce_share_{times}": facts.all_reduce_share(times) for times in _ACCUMULATED}
+    predictions = {str(times): facts.all_reduce_share(times) for times in _ACCUMULATED}
     now = facts.all_reduce_share()
     then = ", ".join(f"{facts.all_reduce_share(times):.0%} at {times}" for times in _ACCUMULATED)
     saved = (share + facts.shares[OPTIMIZER]) * (1 - 1 / 4)
