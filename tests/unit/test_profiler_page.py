@@ -116,7 +116,7 @@ SHAPES = {
     "open ends": open_ended,
     "evil": evil,
     "gpu": lambda: made_up(device_figures={"utilization": 0.152, "sm_efficiency": 0.111, "occupancy": 0.287}),
-    "unlike noise": lambda: made_up(noise_scale={"value": None, "batch_size": 64, "curve": []}),
+    "only noise": lambda: made_up(noise_scale={"value": None, "batch_size": 64, "text": "Noise hides <the> gradient."}),
 }
 each_shape = pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)
 
@@ -140,6 +140,11 @@ def test_the_verdict_comes_before_everything_else() -> None:
     places = [text.index(f'<section id="{name}"') for name in ("verdict", "advice", "parts", "timeline", "waits")]
     assert places == sorted(places)
     assert f"<h1>{made.headline}</h1>" in text
+
+
+def test_a_noise_scale_that_noise_hides_is_told_in_words() -> None:
+    assert "<p>Noise hides &lt;the&gt; gradient.</p>" in page(SHAPES["only noise"]())
+    assert 'id="noise-data"' not in page(SHAPES["only noise"]())
 
 
 def test_sixty_four_ranks_and_two_thousand_steps_stay_small(large: Report) -> None:
