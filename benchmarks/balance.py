@@ -107,8 +107,7 @@ def main() -> None:
             padded[f"{world.size} ranks, padded, seconds measured"] = median_ratio(by_cost, by_count) - 1
             for name, change in padded.items():
                 print(f"{name:<36} {change:+.1%}")
-            results |= padded
-            save("balance", results)
+            save("balance", results | padded)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -102,10 +103,8 @@ def plants(folder: Path, script: Path, names: Iterable[str]) -> list[list[Any]]:
         bubble = found["bubble_ms_per_step"]["0"]
         rows.append([name, PLANTS[name], advice[:3], found["straggler_rank"], bubble])
         straggler = "" if found["straggler_rank"] is None else f", straggler: rank {found['straggler_rank']}"
-        print(
-            f"{name}: {', '.join(advice[:3])}; expected {PLANTS[name]}{straggler}; rank 0's bubble {bubble:.1f} ms",
-            flush=True,
-        )
+        said = ", ".join(advice[:3])
+        print(f"{name}: {said}; expected {PLANTS[name]}{straggler}; bubble {bubble:.1f} ms", flush=True)
     return rows
 
 
@@ -135,7 +134,7 @@ open({str(folder / "times")!r}, "w").write(json.dumps(ends))
                 [sys.executable, "-m", "paceline", "run", "--nproc", "2", str(path)], check=True, capture_output=True
             )
             ends = json.loads((folder / "times").read_text())[12:]
-            lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+            lengths = [end - start for start, end in pairwise(ends)]
             times.append((on, median(lengths)))
         by = dict(times)
         ratios.append(by[True] / by[False])

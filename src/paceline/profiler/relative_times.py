@@ -62,9 +62,9 @@ def compare(seconds: Tensor, reference: Tensor) -> RelativeTimes:
     natural = _natural_difference(_quantile(ordered, known, 0.5), by_rank / known.clamp(min=1).sqrt())
     log_ratio = log_ratio - natural[:, None]
     scale = by_rank[:, None]
-    if len(own) > 2:  # in some steps all ranks differ more, as while they warm up
-        by_step = _DEVIATION * log_ratio.abs().nanmedian(0).values
-        scale = torch.maximum(scale, by_step.nan_to_num(0.0)[None, :])
+    if len(own) > 2:  # in some steps all ranks differ more than usual, as while they warm up
+        by_step = log_ratio.abs().nanmedian(0).values
+        scale = scale * (by_step / (2 * by_step.nanmedian())).nan_to_num(1.0, 1.0).clamp(min=1.0)
     return RelativeTimes(log_ratio, scale.expand_as(log_ratio))
 
 

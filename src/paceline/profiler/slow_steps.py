@@ -53,8 +53,8 @@ def _lesser_level(level: float, outside: Tensor, scale: Tensor, least: float, pe
 def _two_groups(values: Tensor, least: float) -> tuple[float, float] | None:
     """Return the border between normal and slow steps and the median of the slow ones, None if all are alike.
 
-    The border is Otsu's. A normal distribution that is cut in two has its halves 2.3 standard deviations of each apart, a
-    uniform one 2.7.
+    The border is Otsu's. The halves of a normal distribution that is cut in two are 2.3 standard deviations of each
+    apart, those of a uniform one 2.7.
     """
     ordered = values.sort().values
     size = len(ordered)
@@ -73,7 +73,7 @@ def _two_groups(values: Tensor, least: float) -> tuple[float, float] | None:
 
 
 def _fluctuating(slow: Tensor, inside: Tensor) -> Tensor:
-    """Return the steps from the first to the last of those in which `slow` ones are as frequent as `inside` the window."""
+    """Return the steps from first to last among which `slow` ones are as frequent as `inside` the window."""
     share = min(float(inside.float().mean()), max(float(slow.float().mean()), _FEWEST), 0.95)
     chance = min((float(slow.sum() - inside.sum()) + 1) / (len(slow) - len(inside) + 50), share / 8)
     evidence = torch.where(slow, math.log(share / chance), math.log((1 - share) / (1 - chance)))

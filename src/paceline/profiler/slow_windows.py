@@ -1,6 +1,6 @@
 """Windows of steps in which a rank was slow: a scan over all lengths and positions, for all ranks at once.
 
-A step's evidence is the rank's logarithmic ratio in standard deviations, clipped, so that a spike counts as one slow step.
+A step's evidence is the rank's logarithmic ratio in standard deviations, clipped: a spike counts as one slow step.
 The score of a window is the sum of its evidence over the root of its length, as in the scan statistic of change-point
 detection (Arias-Castro, Donoho, Huo, IEEE Trans. Inf. Theory 51, 2005; robust by clipping as in Fearnhead and Rigaill,
 J. Am. Stat. Assoc. 114, 2019). What repeats by itself, such as noise that lasts several steps, lowers every score.
@@ -62,7 +62,7 @@ def scan(times: RelativeTimes, tolerance: float) -> Scan:
 
 
 def refine(evidence: Tensor, first: int, end: int) -> tuple[int, int]:
-    """Return the best window near the one from `first` to `end`, to the step; `evidence` is one rank's, without gaps."""
+    """Return the best window near that from `first` to `end`, to the step; `evidence` is one rank's, without gaps."""
     sums = torch.nn.functional.pad(evidence.double().cumsum(0), (1, 0))
     places = torch.arange(len(sums))
     for _ in range(4):
@@ -115,7 +115,7 @@ def _persistence(log_ratio: Tensor, scale: Tensor, known: Tensor) -> float:
     values = (log_ratio[some] / scale[some])[:, complete]
     variances: list[float] = []
     length = 1
-    while (pairs := values.shape[1] // (2 * length)) * min(ranks - 1, 4) >= 20 and pairs >= 5:
+    while (pairs := values.shape[1] // (2 * length)) * min(ranks - 1, 4) >= 40 and pairs >= 8:
         blocks = values[:, : pairs * 2 * length].unflatten(1, (pairs, 2 * length))
         near = (blocks - blocks.nanmedian(2, keepdim=True).values).clamp(-CLIP, CLIP).nan_to_num(0.0)
         difference = near[:, :, length:].sum(2) - near[:, :, :length].sum(2)
