@@ -21,7 +21,7 @@ from paceline.profiler.report import PARTS, Advice, BucketTimes, Operator, RankI
 from paceline.profiler.report_file import read_report, report_from_json
 from paceline.profiler.side_by_side import compare
 from paceline.profiler.terminal import parts_table, print_comparison, print_summary
-from paceline.profiler.wording import mean_parts, notable_ranks
+from paceline.profiler.wording import mean_parts, notable_ranks, sentence
 from profiles import holes, made_up
 
 EVIL = '</script><script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">&amp;'
@@ -116,7 +116,7 @@ SHAPES = {
     "open ends": open_ended,
     "evil": evil,
     "gpu": lambda: made_up(device_figures={"utilization": 0.152, "sm_efficiency": 0.111, "occupancy": 0.287}),
-    "unlike noise": lambda: made_up(noise_scale={"value": None, "batch_size": 64, "curve": []}),
+    "only noise": lambda: made_up(noise_scale={"value": None, "batch_size": 64, "text": "Noise hides <the> gradient."}),
 }
 each_shape = pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)
 
@@ -140,6 +140,11 @@ def test_the_verdict_comes_before_everything_else() -> None:
     places = [text.index(f'<section id="{name}"') for name in ("verdict", "advice", "parts", "timeline", "waits")]
     assert places == sorted(places)
     assert f"<h1>{made.headline}</h1>" in text
+
+
+def test_a_noise_scale_that_noise_hides_is_told_in_words() -> None:
+    assert "<p>Noise hides &lt;the&gt; gradient.</p>" in page(SHAPES["only noise"]())
+    assert 'id="noise-data"' not in page(SHAPES["only noise"]())
 
 
 def test_sixty_four_ranks_and_two_thousand_steps_stay_small(large: Report) -> None:
@@ -339,14 +344,14 @@ def test_the_summary_says_the_verdict_first_and_nothing_is_cut(make: Any, capsys
     assert "\x1b" not in said
     assert "…" not in said
     for one in made.advice[:3]:
-        assert f"{one.text} {one.reason}\n" in said
+        assert f"{sentence(one.text)} {sentence(one.reason)}\n" in said
 
 
 def test_the_table_has_the_time_and_share_of_each_part() -> None:
     said = printed(parts_table(made_up()))
     assert re.search(r" rank 1 +mean *\n.*rank 0 +slow +of 2", said)
     assert re.search(r"length +110 ms +110 ms +110 ms", said)
-    assert re.search(r"forward +21\.\d ms +19 % +51\.\d ms +46 % +36\.\d ms +33 %", said)
+    assert re.search(r"forward +21\.\d ms +19% +51\.\d ms +46% +36\.\d ms +33%", said)
     assert "checkpoint" not in said  # there was none
 
 
@@ -361,7 +366,7 @@ def test_two_runs_are_compared_by_the_sample_where_their_steps_differ() -> None:
     one, two = made_up(slow=None), made_up(slow=None, samples_per_step=128.0)
     # Steps of the same length for twice the samples: half the time for a sample, and for each part of it.
     found = compare(one, two, ("before", "after"))
-    assert found.headline == "after takes 50 % less time for a sample than before."
+    assert found.headline == "after takes 50% less time for a sample than before."
     by_name = {pair.name: pair for pair in found.pairs}
     assert by_name["forward, 1,000 samples"].ratio == pytest.approx(0.5)
     assert by_name["samples per second"].ratio == pytest.approx(2.0)
@@ -372,7 +377,7 @@ def test_two_runs_are_compared_by_the_sample_where_their_steps_differ() -> None:
 def test_the_part_that_made_the_difference_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     slow, even = made_up(), made_up(slow=None)
     found = compare(slow, even)
-    assert re.fullmatch(r"B takes 2\d % less time for a sample than A\.", found.headline)
+    assert re.fullmatch(r"B takes 2\d% less time for a sample than A\.", found.headline)
     assert re.fullmatch(r"Most of it is \w+: [\d.]+ ms for a step in A, [\d.]+ ms in B\.", found.detail)
     back = compare(even, slow)
     assert " more time " in back.headline
@@ -384,7 +389,7 @@ def test_the_part_that_made_the_difference_is_named(capsys: pytest.CaptureFixtur
 
 def test_equal_runs_and_runs_without_steps_are_called_that() -> None:
     one = made_up()
-    assert compare(one, one).headline == "A and B take the same time for a sample, within 2.0 %."
+    assert compare(one, one).headline == "A and B take the same time for a sample, within 2.0%."
     assert compare(one, empty()).headline == "B took no step that was measured."
     assert compare(empty(), empty()).headline == "A and B took no step that was measured."
 
@@ -446,6 +451,13 @@ def test_a_file_that_is_no_json_or_not_there_is_refused_by_name(tmp_path: Path) 
         (tmp_path / "report.json").write_text(text, "latin-1")
         with pytest.raises(UsageError, match=r"report\.json is no JSON: "):
             read_report(tmp_path)
+
+
+def test_words_of_advice_become_sentences() -> None:
+    assert sentence("communication costs 12% of a step") == "Communication costs 12% of a step."
+    assert sentence("Pin them.") == "Pin them."
+    assert sentence("paceline.accumulate helps") == "paceline.accumulate helps."
+    assert sentence("") == ""
 
 
 def test_the_mean_parts_leave_out_ranks_without_steps() -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 from paceline.output_tables import print_table
 from paceline.profiler.report import Advice, Report
 from paceline.profiler.side_by_side import Comparison, Pair
-from paceline.profiler.wording import NAMES, kind_name, mean_parts, ms, notable_ranks, percent, rank_parts
+from paceline.profiler.wording import NAMES, kind_name, mean_parts, ms, notable_ranks, percent, rank_parts, sentence
 
 MOST_RANKS = 5
 """With more ranks the table has those that say most, and the mean of all."""
@@ -30,8 +30,8 @@ def print_summary(report: Report) -> None:
         _say(console, advice_line(number, one))
     if len(report.advice) > MOST_ADVICE:
         _say(console, Text(f"{len(report.advice) - MOST_ADVICE} more in the report", style="dim"))
-    for sentence in report.missing:
-        _say(console, Text(f"not seen: {sentence}", style="dim"))
+    for unseen in report.missing:
+        _say(console, Text(f"not seen: {unseen}", style="dim"))
 
 
 def parts_table(report: Report, between: str = "  ") -> Table:
@@ -57,7 +57,7 @@ def parts_table(report: Report, between: str = "  ") -> Table:
 def _cell(row: Mapping[str, float] | None, part: str, between: str) -> str | Text:
     if row is None:
         return "–"
-    return Text(f"{ms(row[part])}{between}").append(f"{percent(row[part] / (sum(row.values()) or 1.0)):>6}", "dim")
+    return Text(f"{ms(row[part])}{between}").append(f"{percent(row[part] / (sum(row.values()) or 1.0)):>5}", "dim")
 
 
 def advice_line(number: int, one: Advice) -> Text:
@@ -65,7 +65,7 @@ def advice_line(number: int, one: Advice) -> Text:
     said = Text(f"{number}. {kind_name(one.kind)}", style="bold")
     if one.gain > 0:
         said.append(f" (saves {percent(one.gain)}, predicted)", "not bold green")
-    return said.append(f": {one.text} ", "not bold").append(one.reason, "not bold dim")
+    return said.append(f": {sentence(one.text)} ", "not bold").append(sentence(one.reason), "not bold dim")
 
 
 def print_comparison(comparison: Comparison) -> None:

@@ -102,7 +102,8 @@ class Drawing {
   // The parts of a wait that are a bubble.
   late(parts, wait, y, height) {
     for (const one of parts) {
-      if (one.start >= wait.start && one.end <= wait.end) this.stretch(this.striped(), one.start, one.end, y, height, 1);
+      const inside = one.start >= wait.start && one.end <= wait.end;
+      if (inside) this.stretch(this.striped(), one.start, one.end, y, height, 1);
     }
   }
 
