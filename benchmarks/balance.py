@@ -90,7 +90,7 @@ def main() -> None:
         }
         turns = take_turns(variants, ROUNDS)
         if world.is_main:
-            results = {}
+            results: dict[str, Any] = {}
             for ranks in (2, 4, 8):
                 shares = [waiting_by_words(lengths, ranks), waiting_by_words(lengths, ranks, cost=lengths)]
                 results[f"{ranks} ranks, waiting by words"] = shares
