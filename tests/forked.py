@@ -117,10 +117,14 @@ def _command(
 
 
 def _rank(handler: Any, command: tuple[str, ...], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """In the launcher: start a rank as a copy of this process; ``python -I -S child.py PID python -u …``."""
-    child, launcher, *rank = command[3:]
-    assert command[:3] == (sys.executable, "-I", "-S"), command
-    assert rank[:2] == [sys.executable, "-u"], rank
+    """In the launcher: start a rank as a copy of this process; ``python -I -S child.py PID python -u …``.
+
+    torchrun's are ``python -u …`` alone.
+    """
+    rank, child, launcher = list(command), "", ""
+    if rank[1:3] == ["-I", "-S"]:
+        _, _, _, child, launcher, *rank = rank
+    assert rank[:2] == [sys.executable, "-u"], command
     out = handler._stdout.fileno() if handler._stdout else 1
     err = handler._stderr.fileno() if handler._stderr else 2
     pid = os.fork()
@@ -128,13 +132,15 @@ def _rank(handler: Any, command: tuple[str, ...], environment: dict[str, str]) -
         return _Child(pid)
     try:
         os.setsid()
-        runpy.run_path(child)["die_with"](int(launcher))
+        if child:
+            runpy.run_path(child)["die_with"](int(launcher))
         _become(environment, out, err)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the launcher's
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
         sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
-        sys.modules.pop("sitecustomize", None)
-        __import__("sitecustomize")  # our hook, which removes itself from the path
+        if child:
+            sys.modules.pop("sitecustomize", None)
+            __import__("sitecustomize")  # our hook, which removes itself from the path
         _run(rank[2:])
     except BaseException:
         traceback.print_exc()

@@ -35,6 +35,7 @@ DATA_WAIT, FORWARD, BACKWARD = "data wait", "forward", "backward"
 LAUNCH, CONTROL, WAIT, BUCKET_WAIT = "launch", "control", "wait", "bucket wait"
 REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE = "reduce", "optimizer", "checkpoint", "collective"
 GRADIENT, DONE = "gradient", "done"
+LOCAL, AVERAGED = "local", "averaged"
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ class Recorder:
     spans: list[Span] = field(default_factory=list)
     groups: dict[str, list[int]] = field(default_factory=dict)
     """The ranks of each group that spans name, as the world counts them."""
+    norms: list[tuple[str, Any, float]] | None = None
+    """Where norms of buckets are wanted: of this rank's gradients (``local``) and of the averages (``averaged``), as
+    tensors, with what they are multiples of."""
     make_event: Callable[[], Any] | None = None
     """Records an event on the device's current stream, and returns it; None on CPUs."""
 

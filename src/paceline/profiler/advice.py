@@ -101,18 +101,16 @@ def accumulation(facts: Facts) -> Advice | None:
     share = facts.shares[COMMUNICATION]
     if len(facts.records) < 2 or share < 0.05:
         return None
-    predictions = {f"allreduce_share_{times}": facts.all_reduce_share(times) for times in _ACCUMULATED}
+    predictions = {str(times): facts.all_reduce_share(times) for times in _ACCUMULATED}
     now = facts.all_reduce_share()
     then = ", ".join(f"{facts.all_reduce_share(times):.0%} at {times}" for times in _ACCUMULATED)
     saved = (share + facts.shares[OPTIMIZER]) * (1 - 1 / 4)
-    many = (
-        "" if facts.batches == 1 else f"{facts.batches * 4:.0f}, which is four times the {facts.batches:.0f} of now, "
-    )
+    many = "4" if facts.batches == 1 else f"{facts.batches * 4:.0f} in place of {facts.batches:.0f}"
     return Advice(
         "accumulation",
-        f"Accumulate {many or '4 '}batches between optimizer steps: paceline.accumulate(model, batches, steps)",
-        f"communication costs {share:.0%} of a step; all-reduce is {now:.0%} of the work, and would be {then} times the "
-        "batches",
+        f"Accumulate {many} batches between optimizer steps: paceline.accumulate(model, batches, steps)",
+        f"communication costs {share:.0%} of a step; all-reduce is {now:.0%} of the work, and would be {then} times "
+        "the batches",
         saved,
         predictions,
     )

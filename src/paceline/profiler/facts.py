@@ -24,6 +24,31 @@ from paceline.profiler.report import (
 )
 from paceline.profiler.stragglers import Straggler, find_stragglers
 
+_ALWAYS = 0.85
+"""Share of the steps in which a rank is the slowest, from which that is no chance in 12 steps or more."""
+_FEWEST, _SHORTEST = 12, 0.05
+"""Steps that this takes, and by what share of a step it has to be slower."""
+
+
+def always_last(busy: Sequence[Sequence[float]], length: float) -> Straggler | None:
+    """Return the rank that computes longest in nearly all steps, by a good part of a step; None if there is none.
+
+    Where all times are noisy that is seen before :func:`find_stragglers` sees it, which asks for more than one rank's
+    order.
+    """
+    whole = [row for row in busy if not any(map(math.isnan, row))]
+    if len(whole) < _FEWEST:
+        return None
+    slowest = [row.index(max(row)) for row in whole]
+    rank = max(set(slowest), key=slowest.count)
+    others = [median([time for place, time in enumerate(row) if place != rank]) for row in whole]
+    lost = [row[rank] - other for row, other in zip(whole, others, strict=True)]
+    if slowest.count(rank) < _ALWAYS * len(whole) or median(lost) < _SHORTEST * length:
+        return None
+    slowdown = median(row[rank] / other for row, other in zip(whole, others, strict=True) if other > 0)
+    seconds = math.fsum(lost)
+    return Straggler(rank, None, 0, len(busy) - 1, slowdown, "persistent", len(whole), seconds)
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -100,8 +125,11 @@ class Facts:
         accounts = self.accounts
         if len(self.records) < 2 or not accounts.steps:
             return []
-        found = find_stragglers(accounts.busy())
-        return [self._describe(straggler) for straggler in found if self._is_waited_for(straggler)]
+        busy = accounts.busy()
+        found = [one for one in find_stragglers(busy) if self._is_waited_for(one)]
+        if not found and (last := always_last(busy, self.length)) is not None:
+            found = [last]
+        return [self._describe(straggler) for straggler in found]
 
     def _is_waited_for(self, straggler: Straggler) -> bool:
         """Whether others spent at least 1 % of the time waiting for it."""

@@ -60,8 +60,6 @@ class RankRecord:
     """Bytes: parameters, gradients, optimizer, peak."""
     loaders_seen: bool = False
     """Whether a DataLoader gave batches."""
-    noise: dict[str, Any] = field(default_factory=dict)
-    """Sums from which the gradient noise scale follows."""
     ended: str = ""
     """How it ended: empty for well, else the error, :data:`KILLED` or :data:`MISSING`."""
 
@@ -89,6 +87,8 @@ def step_line(step: Step) -> dict[str, Any]:
         "rows": step.rows,
         "batches": step.batches,
     }
+    if step.norms is not None:
+        line["norms"] = step.norms
     if step.spans:
         line["spans"] = [[s.label, round(s.start - zero, 7), round(s.end - zero, 7), s.bucket] for s in step.spans]
     return line
@@ -106,6 +106,7 @@ def step_of(line: dict[str, Any]) -> Step:
         [Meeting(group, zero + came, zero + left) for group, came, left in line["meetings"]],
         line["rows"],
         line["batches"],
+        tuple(line["norms"]) if "norms" in line else None,
         [Span(label, zero + start, zero + end, bucket) for label, start, end, bucket in line.get("spans", ())],
     )
 
@@ -174,6 +175,6 @@ def _read(path: Path) -> RankRecord:
                 end = line["closed"]
             else:
                 steps.append(step_of(line))
+        return RankRecord(**end | {"steps": steps, "offsets": [tuple(one) for one in end["offsets"]]})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is no record of a rank ({error!r}); profile again") from error
-    return RankRecord(**end | {"steps": steps, "offsets": [tuple(one) for one in end["offsets"]]})

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -22,9 +23,10 @@ from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.profiler.clocks import are_apart, measure_offset
 from paceline.profiler.device_times import DeviceTimes
+from paceline.profiler.noise_scale import squared_norms
 from paceline.profiler.operators import OperatorTrace
 from paceline.profiler.rank_file import FOLDER, RankRecord, path_of, trace_of, write_end, write_head, write_steps
-from paceline.profiler.steps import Step, cut
+from paceline.profiler.steps import MEASURED, Step, cut
 from paceline.profiler.torch_spans import torch_spans
 from paceline.tracing import Recorder, recorder
 
@@ -35,6 +37,8 @@ KEPT = 100
 MOST = 10_000
 """Steps that are recorded; a longer run is described by its first ones."""
 FLUSH_S = 2.0
+NORMS_EVERY = 4
+"""Measured steps from one that takes norms of gradients to the next: they cost two passes over the gradients."""
 
 
 class Session:
@@ -75,6 +79,8 @@ class Session:
         """Steps so far, and those of them that were measured."""
         self._rows = self._batches = 0
         """Of the step under way."""
+        self._norms: dict[int, list[tuple[str, Any, float]]] = {}
+        """Norms of buckets, by step, until the device has come to them."""
         self._depth = 0
         """Backwards under way."""
         self._is_due = self._stepped_inside = False
@@ -148,6 +154,7 @@ class Session:
         """Set up for the step that begins now."""
         kind = self._kind(self._number)
         self._recorder.detailed = kind == "detailed"
+        self._recorder.norms = [] if kind in MEASURED and self._number % NORMS_EVERY == 0 else None
         self._operators.follow(is_wanted=kind == "traced")
         if self._number == WARM_UP and are_apart():
             self._record.offsets.append(measure_offset())
@@ -161,7 +168,9 @@ class Session:
         end = time.perf_counter()
         spans, self._recorder.spans = self._recorder.spans, []
         kind = self._kind(self._number)
-        step = Step(self._number, kind, self._start, end, {}, [], self._rows, self._batches, spans)
+        step = Step(self._number, kind, self._start, end, {}, [], self._rows, self._batches, None, spans)
+        if self._recorder.norms:
+            self._norms[self._number] = self._recorder.norms
         finished = [step] if self._device_times is None else self._device_times.step_ends(step)
         self._unwritten += map(self._cut, finished)
         self._measured += step.is_measured()
@@ -183,7 +192,8 @@ class Session:
         """Return `step` with its parts; its spans are dropped if enough are kept."""
         seconds, meetings = cut(step.spans, step.start, step.end)
         spans = step.spans if step.number < WARM_UP + DETAILED + TRACED + KEPT else []
-        return Step(step.number, step.kind, step.start, step.end, seconds, meetings, step.rows, step.batches, spans)
+        norms = squared_norms(self._norms.pop(step.number, []))
+        return replace(step, seconds=seconds, meetings=meetings, norms=norms, spans=spans)
 
     def _flush(self) -> None:
         write_steps(self._file, self._unwritten)
@@ -197,7 +207,7 @@ class Session:
             return
         self._is_over = True
         self._recorder.on = self._recorder.detailed = False
-        self._recorder.make_event = None
+        self._recorder.make_event = self._recorder.norms = None
         self._recorder.spans = []
         self._operators.follow(is_wanted=False)
         self._hooks.close()

@@ -25,6 +25,8 @@ from paceline.tracing import CHECKPOINT as CHECKPOINT_SPAN
 from paceline.tracing import FORWARD as FORWARD_SPAN
 from paceline.tracing import OPTIMIZER as OPTIMIZER_SPAN
 
+MEASURED = ("detailed", "plain")
+"""Kinds of steps that count in figures."""
 MEETING = "meeting"
 """Time in collectives, before it is split into bubbles and communication."""
 LEAD = "lead"
@@ -72,6 +74,8 @@ class Step:
     """Rows of the model's first input."""
     batches: int = 1
     """Forwards: more than one where gradients are accumulated."""
+    norms: tuple[float, float] | None = None
+    """Squared norms of this rank's gradient and of the average, where they were taken."""
     spans: list[Span] = field(default_factory=list)
     """Kept for some steps only."""
 
@@ -82,7 +86,7 @@ class Step:
 
     def is_measured(self) -> bool:
         """Whether it counts in figures."""
-        return self.kind in ("detailed", "plain")
+        return self.kind in MEASURED
 
 
 def cut(spans: Iterable[Span], start: float, end: float) -> tuple[dict[str, float], list[Meeting]]:

@@ -11,6 +11,7 @@ from paceline.profiler.accounting import typical_step
 from paceline.profiler.advice import advise
 from paceline.profiler.buckets_seen import bucket_times
 from paceline.profiler.facts import Facts
+from paceline.profiler.noise_scale import describe, noise_scale
 from paceline.profiler.operator_table import read_operators
 from paceline.profiler.rank_file import KILLED, MISSING, RankRecord, read_ranks
 from paceline.profiler.report import (
@@ -63,6 +64,7 @@ def report_of(facts: Facts) -> Report:
         operators=facts.operators.operators,
         memory=first.memory,
         device_figures=facts.operators.device_figures,
+        noise_scale=describe(noise_scale(records)),
         missing=missing(records, facts),
         samples_per_step=facts.rows,
     )
