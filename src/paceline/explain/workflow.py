@@ -4,7 +4,7 @@
                                          C: buckets, beside backward
 
 The numbers and letters are those of the picture. What a meeting sends follows from the example's sizes, and how long it
-takes from its schedule.
+takes from its schedule. SyncBatchNorm's small messages are taken not to wait for a bucket that is under way.
 """
 
 from __future__ import annotations
