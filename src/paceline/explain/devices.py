@@ -107,8 +107,10 @@ class Devices:
             yield f'<g class="flight" style="--dx: {distance:g}px">{load}</g>'
 
     def _names(self) -> Iterator[str]:
+        if not self.cells.numbered:
+            yield text(4, 14, self.way.device, "heading")
         for device in range(self.way.size):
-            name = f"{self.way.device} {device}"
+            name = f"{self.way.device} {device}" if self.cells.numbered else str(device)  # many names would touch
             yield text(LEFT + self.cells.middle(device), 14, name, "heading", "middle")
         for row in self.way.rows:
             yield text(4, self.at(row, 0)[1] + self.cells.height / 2 + 4, row, "heading")
