@@ -10,8 +10,13 @@ are the words of the design, so that traces, messages and docs speak of the same
     control      the control block is filled and launched
     wait         the end of backward waits for everything that was launched
     bucket wait  it waits for bucket `bucket` (inside ``wait``)
+    reduce       this rank reduces its share of a bucket in shared memory (inside ``backward`` or ``wait``)
     optimizer    an optimizer steps over the wrapper's parameters
     checkpoint   a Checkpointer saves
+
+and, where a profiler looks for them, ``collective``: a function of ``torch.distributed`` that the program calls. While
+the recorder is detailed, two marks, spans without length, tell more: ``gradient`` when the gradient of parameter
+`bucket` arrives, and ``done`` when the all-reduce of bucket `bucket` is finished.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.profiler import record_function
 
@@ -27,7 +33,9 @@ from paceline.torch_internals.profiler import is_profiling
 
 DATA_WAIT, FORWARD, BACKWARD = "data wait", "forward", "backward"
 LAUNCH, CONTROL, WAIT, BUCKET_WAIT = "launch", "control", "wait", "bucket wait"
-OPTIMIZER, CHECKPOINT = "optimizer", "checkpoint"
+REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE = "reduce", "optimizer", "checkpoint", "collective"
+GRADIENT, DONE = "gradient", "done"
+LOCAL, AVERAGED = "local", "averaged"
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,11 @@ class Span:
     start: float
     end: float
     bucket: int | None = None
-    """The bucket's number in the order of launch, where the span is about one."""
+    """The bucket's number in the order of launch, where the span is about one; the parameter's in a ``gradient``."""
+    group: str | None = None
+    """The group whose ranks meet here, where that is known; see :attr:`Recorder.groups`."""
+    events: tuple[Any, Any] | None = None
+    """When the device came to its start and its end, where the recorder makes such events."""
 
     @property
     def seconds(self) -> float:
@@ -51,29 +63,45 @@ class Recorder:
     """Collects spans while ``on``. While off, and without a torch profiler, a span costs two attribute look-ups."""
 
     on: bool = False
+    detailed: bool = False
+    """Whether marks are recorded, too, which cost a hook for every parameter."""
     spans: list[Span] = field(default_factory=list)
+    groups: dict[str, list[int]] = field(default_factory=dict)
+    """The ranks of each group that spans name, as the world counts them."""
+    norms: list[tuple[str, Any, float]] | None = None
+    """Where norms of buckets are wanted: of this rank's gradients (``local``) and of the averages (``averaged``), as
+    tensors, with what they are multiples of."""
+    make_event: Callable[[], Any] | None = None
+    """Records an event on the device's current stream, and returns it; None on CPUs."""
 
-    def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None]:
+    def span(self, label: str, bucket: int | None = None, group: str | None = None) -> AbstractContextManager[None]:
         """Record the block under `label`."""
-        return self._timed(label, bucket) if self.on or is_profiling() else _OFF
+        return self._timed(label, bucket, group) if self.on or is_profiling() else _OFF
+
+    def mark(self, label: str, number: int) -> None:
+        """Record that something happened now; called only while :attr:`detailed`."""
+        now = time.perf_counter()
+        self.spans.append(Span(label, now, now, number))
 
     def open(self, label: str) -> Callable[[], None]:
         """Begin a span that no block can surround; return the function that ends it. A span never ended is dropped."""
         if not (self.on or is_profiling()):
             return _nothing
         stack = ExitStack()
-        stack.enter_context(self._timed(label, None))
+        stack.enter_context(self._timed(label, None, None))
         return stack.close
 
     @contextmanager
-    def _timed(self, label: str, bucket: int | None) -> Iterator[None]:
-        start = time.perf_counter()
+    def _timed(self, label: str, bucket: int | None, group: str | None) -> Iterator[None]:
+        start, make_event = time.perf_counter(), self.make_event
+        event = make_event() if make_event is not None else None
         try:
             with record_function(label if bucket is None else f"{label} {bucket}") if is_profiling() else _OFF:
                 yield
         finally:
             if self.on:
-                self.spans.append(Span(label, start, time.perf_counter(), bucket))
+                events = (event, make_event()) if make_event is not None else None
+                self.spans.append(Span(label, start, time.perf_counter(), bucket, group, events))
 
 
 def _nothing() -> None:

@@ -97,6 +97,7 @@ def _average_over(
     buffers_may_differ: bool,
 ) -> Connection:
     alive = weakref.ref(wrapper)
+    recorder.groups[channel.name] = channel.members
     joined_steps = JoinedSteps(wrapper, channel, replica)
     replica_check = None
     if options.check_replicas_every:

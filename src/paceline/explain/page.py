@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 
 from paceline.explain.scene import STYLE, Frame, Scene, colours, shared
+from paceline.html_pages import document, resource
 
 BUTTONS = (("Start", "Home"), ("Back", "←"), ("Play", "Space"), ("Next", "→"))
 LARGER = 1.6
@@ -15,30 +15,13 @@ LARGER = 1.6
 
 def page(scenes: Sequence[Scene]) -> str:
     """Return the HTML document."""
-    folder = files("paceline.explain")
-    styles = folder.joinpath("player.css").read_text("utf-8") + STYLE + colours(scenes)
-    script = folder.joinpath("player.js").read_text("utf-8")
-    title = "; ".join(scene.title for scene in scenes)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
-<style>
-{styles}
-</style>
-</head>
-<body>
-<svg width="0" height="0" style="position: absolute" aria-hidden="true"><defs>{shared(scenes)}</defs></svg>
+    unseen = 'width="0" height="0" style="position: absolute" aria-hidden="true"'
+    body = f"""<svg {unseen}><defs>{shared(scenes)}</defs></svg>
 {"".join(map(_section, scenes))}
-<p class="keys">Keys: Space plays and pauses, → and ← step, Home and End go to the start and the end.</p>
-<script>
-{script}
-</script>
-</body>
-</html>
-"""
+<p class="keys">Keys: Space plays and pauses, → and ← step, Home and End go to the start and the end.</p>"""
+    styles = resource("paceline.explain", "player.css") + STYLE + colours(scenes)
+    title = "; ".join(scene.title for scene in scenes)
+    return document(title, body, styles, [resource("paceline.explain", "player.js")])
 
 
 def _section(scene: Scene) -> str:

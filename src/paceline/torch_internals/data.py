@@ -1,4 +1,4 @@
-"""The workers of torch's ``DataLoader``."""
+"""The iterators and workers of torch's ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.utils.data
+import torch.utils.data.dataloader
 
 
 @contextmanager
@@ -18,3 +19,7 @@ def hide_worker_info() -> Iterator[None]:
         yield
     finally:
         worker._worker_info = info
+
+
+BatchIterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
+"""The base of the iterators of a ``DataLoader``, whose ``__next__`` waits for a batch."""

@@ -20,6 +20,7 @@ from paceline.comm.shm.header import Header, Kind, Note
 from paceline.comm.shm.operation import Operation
 from paceline.comm.shm.stage import HALVES, Begun, Stage
 from paceline.errors import UsageError
+from paceline.tracing import REDUCE, recorder
 
 SMALL_BYTES = 4096
 """Tensors up to this size are reduced by every rank for itself: fewer bytes are saved than a second signal costs."""
@@ -66,7 +67,8 @@ class AllReduce:
         header = self._header(tensor, 0, tensor, op, Kind.launched_all_reduce, note or (0.0, 0.0))
 
         def compute(headers: list[Header]) -> None:
-            self._reduce(op, scale if factor is None else factor([header.note for header in headers]), headers)
+            with recorder.span(REDUCE):
+                self._reduce(op, scale if factor is None else factor([header.note for header in headers]), headers)
 
         return self._engine.post(header, compute)
 
@@ -139,12 +141,11 @@ class AllReduce:
         count = min(header.ready for header in headers)
         ours = share(count, self._place, self._size)
         if ours.start < ours.stop:
-            operands = self._engine.operands(headers)
+            parts = self._engine.operands(headers, ours)
             if chunk is not None:
-                operands[self._place] = chunk
-            parts = [operand[ours] for operand in operands]
-            target = parts[self._place]
-            reduce_into([target, *(part for part in parts if part is not target)], parts, op, scale)
+                parts[self._place] = chunk[ours]
+            results = [parts[self._place], *parts[: self._place], *parts[self._place + 1 :]]
+            reduce_into(results, parts, op, scale)
 
     def _header(
         self,

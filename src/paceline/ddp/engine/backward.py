@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.buckets import Bucket, arrival_order
+from paceline.ddp.agreement.weighting import WEIGHTED
 from paceline.ddp.engine.finite_check import FiniteCheck
 from paceline.ddp.engine.many_gradients import are_dense, gradients_of, present
 from paceline.ddp.engine.parts import EngineParts
@@ -21,7 +22,7 @@ from paceline.ddp.transport.channel import Launched
 from paceline.errors import UsageError
 from paceline.torch_internals.autograd import GraphTask, has_ended, without_gradients
 from paceline.torch_internals.tensors import copy_scaled
-from paceline.tracing import CONTROL, LAUNCH
+from paceline.tracing import CONTROL, LAUNCH, LOCAL
 
 _ENDING = threading.RLock()
 """Held while a backward becomes one that an exception has ended."""
@@ -38,6 +39,8 @@ class Backward:
     """The parameters that other wrappers have, too."""
     at_end: bool = False
     """Whether buckets are launched when backward has ended rather than as they fill."""
+    untouched: bool = False
+    """Whether users referred to nothing in buckets when it began; nor do they since, as no parameter showed any."""
     gradients_came: Callable[[], None] = lambda: None
     """Ends its span in traces; there is none in ``sync_gradients()``."""
     on_abort: Callable[[Backward], None] | None = None
@@ -125,7 +128,8 @@ class Backward:
         """Move the `gradients` in, free the parameters' own, and hand the bucket to communication."""
         parts, number = self.parts, self.next
         with parts.recorder.span(LAUNCH, number):
-            parts.storage.claim(number, self.share.elsewhere.keys())
+            if not self.untouched:
+                parts.storage.claim(number, self.share.elsewhere.keys())
             parameters = [parts.parameters[index] for index in bucket.indices]
             if gradients is None:
                 gradients = gradients_of(parameters)
@@ -137,8 +141,17 @@ class Backward:
                 self._move_in_one_by_one(bucket)
             if parts.check_finite:
                 self._finite_check.add_bucket(bucket)
+            if parts.recorder.norms is not None:
+                self._note_norm(bucket)
             is_last = number + 1 == len(parts.storage)
             self.launched.append(parts.finisher.launch(bucket, number, last=is_last))
+
+    def _note_norm(self, bucket: Bucket) -> None:
+        """Record the norm of this rank's gradients, as multiples of their mean over its samples."""
+        weight, weighting = self.parts.ledger.status.note
+        factor = self.parts.finisher.prescale(bucket.flat) * (weight if int(weighting) & WEIGHTED else 1.0)
+        assert self.parts.recorder.norms is not None
+        self.parts.recorder.norms.append((LOCAL, torch.linalg.vector_norm(bucket.flat), factor))
 
     def _move_in_one_by_one(self, bucket: Bucket) -> None:
         """Move gradients in where some are absent, sparse, or were there before."""

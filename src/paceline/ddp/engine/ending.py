@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from paceline.ddp.agreement.control_block import Status
@@ -22,7 +23,7 @@ from paceline.ddp.engine.phase import Outcome, Phase
 from paceline.ddp.engine.second_pass import run_second_pass
 from paceline.ddp.transport.channel import Pausing
 from paceline.ddp.transport.finisher import CONTROL, Notes
-from paceline.tracing import WAIT
+from paceline.tracing import AVERAGED, WAIT
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +94,14 @@ class Ending:
     def _waiting(self) -> Iterator[None]:
         """Surround a wait for communication."""
         parts = self.backward.parts
-        with parts.recorder.span(WAIT), parts.exposed_time.measured():
+        with parts.recorder.span(WAIT, group=parts.channel.name), parts.exposed_time.measured():
             yield
 
     def _scale(self, notes: Notes) -> None:
         parts = self.backward.parts
-        for bucket in parts.storage.buckets:
-            parts.finisher.scale(bucket, notes)
+        parts.finisher.scale(parts.storage.buckets, notes)
+        if (norms := parts.recorder.norms) is not None:
+            norms += [(AVERAGED, torch.linalg.vector_norm(bucket.flat), 1.0) for bucket in parts.storage.buckets]
 
     def _show_early(self) -> EarlyAverages:
         """Wait for the buckets, and show what are the averages in a step without weights and surprises."""

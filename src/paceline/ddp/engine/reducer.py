@@ -39,7 +39,7 @@ from paceline.ddp.transport.finisher import Finisher
 from paceline.errors import ReplicaMismatch
 from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
 from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
-from paceline.tracing import BACKWARD, Recorder
+from paceline.tracing import BACKWARD, GRADIENT, Recorder
 
 
 @class_never_compiled
@@ -183,10 +183,12 @@ class Reducer(Settling):
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
         clear = none_has_gradient(parts.parameters)
         at_end = parts.finisher.launches_at_end(shadowed=shadowed)
-        self._backward = backward = Backward(parts, clear, share, at_end, on_abort=restore_gradients)
+        untouched = clear and not parts.sharing and parts.storage.is_untouched()
+        self._backward = backward = Backward(parts, clear, share, at_end, untouched, on_abort=restore_gradients)
         backward.ending = self._end(backward)
         backward.enter(Phase.LAUNCHING)
-        parts.arrivals.begin(clear=clear and not share.elsewhere, hook_all=self._forwards.are_differentiated)
+        hook_all = self._forwards.are_differentiated or parts.recorder.detailed
+        parts.arrivals.begin(clear=clear and not share.elsewhere, hook_all=hook_all)
 
     # -- 4. a gradient arrives ----------------------------------------------------------------------------------
 
@@ -204,10 +206,12 @@ class Reducer(Settling):
             if self._backward.phase is not Phase.LAUNCHING:
                 return
         parts, backward = self._parts, self._backward
+        if parts.recorder.detailed:
+            parts.recorder.mark(GRADIENT, index)
         parts.arrivals.arrived(index)
         if not backward.at_end:
-            for number, gradients in parts.arrivals.complete_from(backward.next):
-                backward.launch(parts.storage.buckets[number], gradients)
+            while (gradients := parts.arrivals.complete(backward.next)) is not None:
+                backward.launch(parts.storage.buckets[backward.next], gradients)
         parts.channel.progress()
 
     # -- 6. backward ends ---------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from paceline.torch_internals.c10d import (
     ReduceScatterOptions,
     broadcast_coalesced,
 )
+from paceline.tracing import COLLECTIVE, recorder
 
 Result = TypeVar("Result")
 Pausing: TypeAlias = Generator[bool, None, Result]
@@ -213,7 +214,8 @@ class Channel:
     def run(self, what: str, function: Any, *arguments: Any, **options: Any) -> None:
         """Call a collective, with a failure turned into an error that says what it was doing."""
         try:
-            function(*arguments, **options)
+            with recorder.span(COLLECTIVE, group=self.name):
+                function(*arguments, **options)
         except PacelineError:
             raise
         except RuntimeError as error:

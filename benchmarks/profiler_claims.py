@@ -1,0 +1,172 @@
+"""What the profiler says of planted causes, and what it costs: ``python benchmarks/profiler_claims.py``.
+
+Each plant is trained by 2 ranks in a script of its own, as users profile theirs; so is a clean run, several times. The
+figures that are known beforehand are printed beside what the profile says. The cost is that of the same training with
+the profiler on and off, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dated_results import save
+
+SCRIPT = """
+import sys, time, torch, paceline
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+plant, accumulate = sys.argv[1], int(sys.argv[2])
+world = paceline.init()
+torch.manual_seed(0)
+width = {"tiny": 32, "embedding": 64}.get(plant, 512)
+rows = 2 if plant == "tiny" else 64
+
+class Data(Dataset):
+    def __len__(self):
+        return rows * 400
+    def __getitem__(self, index):
+        if plant == "data":
+            time.sleep(0.0005)
+        return torch.randint(0, 200000, (8,)) if plant == "embedding" else torch.randn(width)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.EmbeddingBag(200000, width) if plant == "embedding" else nn.Identity()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(6)])
+    def forward(self, x):
+        x = self.layers(self.table(x))
+        if plant == "sleep" and world.rank == 1:
+            time.sleep(0.03)
+        if plant == "uneven":
+            time.sleep(0.02 * ((int(time.monotonic() * 1e3) * 7 + world.rank * 3) % 5 == 0))
+        return x
+
+if plant == "cores" and world.rank == 1:
+    import os
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); torch.set_num_threads(1)
+model = paceline.DistributedDataParallel(Net(), bucket_cap_mb=1)
+if plant == "bucket":
+    def hook(state, bucket):
+        if bucket.index() == 1:
+            time.sleep(0.03)
+        return torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook(None, bucket)
+    import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
+    model.register_comm_hook(None, hook)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+steps = 0
+while True:
+    for batch in paceline.accumulate(model, DataLoader(Data(), batch_size=rows), accumulate):
+        model(batch).square().mean().backward()
+        if model.do_sync:
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+            if len(sys.argv) > 3 and steps == int(sys.argv[3]):
+                raise SystemExit
+"""
+PLANTS = {
+    "sleep": "straggler",
+    "data": "data-loading",
+    "embedding": "accumulation",
+    "tiny": "larger-batch",
+    "bucket": "slow-bucket",
+    "uneven": "balance",
+    "cores": "straggler",
+}
+
+
+def profile(folder: Path, script: Path, *arguments: Any, steps: int = 40) -> dict[str, Any]:
+    """Profile the script; returns its summary."""
+    command = [sys.executable, "-m", "paceline", "profile", "--nproc", "2", "--steps", str(steps), "--out", str(folder)]
+    subprocess.run([*command, str(script), *map(str, arguments)], check=True, capture_output=True, timeout=600)
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def plants(folder: Path, script: Path, names: Iterable[str]) -> list[list[Any]]:
+    """Profile every plant; returns rows for the table."""
+    rows = []
+    for name in names:
+        found = profile(folder / name, script, name, 1)
+        advice = [one["kind"] for one in found["advice"]]
+        bubble = found["bubble_ms_per_step"]["0"]
+        rows.append([name, PLANTS[name], advice[:3], found["straggler_rank"], bubble])
+        straggler = "" if found["straggler_rank"] is None else f", straggler: rank {found['straggler_rank']}"
+        said = ", ".join(advice[:3])
+        print(f"{name}: {said}; expected {PLANTS[name]}{straggler}; bubble {bubble:.1f} ms", flush=True)
+    return rows
+
+
+def overhead(folder: Path, script: Path, turns: int) -> list[float]:
+    """Return the median step of runs with the profiler by that of runs without it, in turns."""
+    ratios = []
+    for turn in range(turns):
+        times = []
+        for on in (True, False) if turn % 2 else (False, True):
+            program = f"""
+import runpy, sys, time, json, contextlib, torch, paceline
+from torch.optim.optimizer import register_optimizer_step_post_hook
+ends = []
+register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
+sys.argv = ["script", "none", "1", "120"]
+scope = paceline.profiler.profile({str(folder / "on")!r}, operators=False) if {on} else contextlib.nullcontext()
+with scope:
+    try:
+        runpy.run_path({str(script)!r}, run_name="__main__")
+    except SystemExit:
+        pass
+open({str(folder / "times")!r}, "w").write(json.dumps(ends))
+"""
+            path = folder / f"turn_{on}.py"
+            path.write_text(program)
+            subprocess.run(
+                [sys.executable, "-m", "paceline", "run", "--nproc", "2", str(path)], check=True, capture_output=True
+            )
+            ends = json.loads((folder / "times").read_text())[12:]
+            lengths = [end - start for start, end in pairwise(ends)]
+            times.append((on, median(lengths)))
+        by = dict(times)
+        ratios.append(by[True] / by[False])
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--clean", type=int, default=20, help="clean runs, in which no straggler may be named")
+    parser.add_argument("--turns", type=int, default=5, help="pairs of runs for the cost")
+    parser.add_argument("--plants", nargs="*", default=list(PLANTS))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        script = folder / "train.py"
+        script.write_text(SCRIPT)
+        rows = plants(folder, script, arguments.plants)
+        alarms = [profile(folder / "clean", script, "none", 1)["straggler_rank"] for _ in range(arguments.clean)]
+        named = sum(rank is not None for rank in alarms)
+        accumulated = [profile(folder / "accumulated", script, "embedding", times) for times in (1, 2)]
+        predicted = next(one for one in accumulated[0]["advice"] if one["kind"] == "accumulation")["predictions"]["2"]
+        shares = [one["allreduce_share"] for one in accumulated]
+        ratios = overhead(folder, script, arguments.turns) if arguments.turns else []
+    print(f"clean runs: {named} of {arguments.clean} named a straggler")
+    print(f"all-reduce share at 1, 2 batches: {shares[0]:.3f}, {shares[1]:.3f}; predicted for 2: {predicted:.3f}")
+    if ratios:
+        print(
+            f"with the profiler / without: median {median(ratios):.3f} of {', '.join(f'{one:.3f}' for one in ratios)}"
+        )
+    results = {"plants": rows, "clean": alarms, "shares": shares, "predicted": predicted, "on by off": ratios}
+    print("kept in", save("profiler-claims", results, ranks=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The clocks of ranks on different hosts, compared: by how much each is ahead of rank 0's.
+
+In an all-gather nobody ends before everybody has begun. So what rank 0's clock showed when it began is earlier than
+what this rank's shows when it ends, and the other way round: every exchange bounds the offset from both sides, and the
+tightest bounds of several exchanges hold together (after Duda, Harrus, Haddad and Bernard, "Estimating global time in
+distributed systems", ICDCS 1987).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from paceline.comm.topology import SPLIT
+
+EXCHANGES = 12
+
+
+def are_apart() -> bool:
+    """Return whether ranks may run on several hosts; on one host they share a clock. The same on all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    return SPLIT in os.environ or local is None or int(local) < dist.get_world_size()
+
+
+def measure_offset(clock: Callable[[], float] = time.perf_counter) -> tuple[float, float, float]:
+    """Compare this rank's clock with rank 0's. Collective.
+
+    Returns:
+        When it was done, by this rank's clock; by how many seconds that is ahead of rank 0's; and the largest error.
+    """
+    mine: list[tuple[float, float]] = []
+    for _ in range(EXCHANGES):
+        begin = clock()
+        dist.all_gather_object([None] * dist.get_world_size(), begin)
+        mine.append((begin, clock()))
+    everyone: list[list[tuple[float, float]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    offset, error = bound_offset(mine, everyone[0])
+    return mine[-1][1], offset, error
+
+
+def bound_offset(mine: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return by how much this clock is ahead of another, and the largest error, from begins and ends of exchanges."""
+    low = max(begin - end for (begin, _), (_, end) in zip(mine, theirs, strict=True))
+    high = min(end - begin for (_, end), (begin, _) in zip(mine, theirs, strict=True))
+    return (low + high) / 2, abs(high - low) / 2
+
+
+def offset_at(when: float, measured: Sequence[tuple[float, float, float]]) -> float:
+    """Return the offset at `when`: on the line through the first and the last measurement; 0 without any."""
+    if not measured:
+        return 0.0
+    (first, begin, _), (last, end, _) = measured[0], measured[-1]
+    if last <= first:
+        return begin
+    return begin + (end - begin) * (when - first) / (last - first)

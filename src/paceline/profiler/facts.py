@@ -1,0 +1,172 @@
+"""The figures of a run that advice rests on, gathered once from the records of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, median
+
+from paceline.profiler.accounting import Accounts, account
+from paceline.profiler.buckets_seen import Steps, bucket_times, busy_and_hidden, detailed_steps
+from paceline.profiler.operator_table import OperatorTable
+from paceline.profiler.rank_file import RankRecord
+from paceline.profiler.report import (
+    BACKWARD,
+    BUBBLE,
+    COMMUNICATION,
+    FORWARD,
+    OPTIMIZER,
+    PARTS,
+    WAITING,
+    SlowRank,
+)
+from paceline.profiler.stragglers import Straggler, find_stragglers
+
+_ALWAYS = 0.85
+"""Share of the steps in which a rank is the slowest, from which that is no chance in 12 steps or more."""
+_FEWEST, _SHORTEST = 12, 0.05
+"""Steps that this takes, and by what share of a step it has to be slower."""
+
+
+def always_last(busy: Sequence[Sequence[float]], length: float) -> Straggler | None:
+    """Return the rank that computes longest in nearly all steps, by a good part of a step; None if there is none.
+
+    Where all times are noisy that is seen before :func:`find_stragglers` sees it, which asks for more than one rank's
+    order.
+    """
+    whole = [row for row in busy if not any(map(math.isnan, row))]
+    if len(whole) < _FEWEST:
+        return None
+    slowest = [row.index(max(row)) for row in whole]
+    rank = max(set(slowest), key=slowest.count)
+    others = [median([time for place, time in enumerate(row) if place != rank]) for row in whole]
+    lost = [row[rank] - other for row, other in zip(whole, others, strict=True)]
+    if slowest.count(rank) < _ALWAYS * len(whole) or median(lost) < _SHORTEST * length:
+        return None
+    slowdown = median(row[rank] / other for row, other in zip(whole, others, strict=True) if other > 0)
+    seconds = math.fsum(lost)
+    return Straggler(rank, None, 0, len(busy) - 1, slowdown, "persistent", len(whole), seconds)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was measured."""
+
+    records: Sequence[RankRecord]
+    operators: OperatorTable
+
+    @cached_property
+    def accounts(self) -> Accounts:
+        """The measured steps."""
+        return account(self.records)
+
+    @cached_property
+    def length(self) -> float:
+        """Mean seconds of a step."""
+        return self.accounts.mean_length()
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """Each part's share of the steps' time; zeros where there are no steps."""
+        return {part: self.accounts.mean(part) / self.length if self.length else 0.0 for part in PARTS}
+
+    @cached_property
+    def batches(self) -> float:
+        """Forwards in a step."""
+        counts = [step.batches for record in self.records for step in record.steps if step.is_measured()]
+        return max(1.0, fmean(counts)) if counts else 1.0
+
+    @cached_property
+    def rows(self) -> float | None:
+        """Rows in a step, all ranks together."""
+        sums = [math.fsum(row for row in rows if not math.isnan(row)) for rows in self.accounts.rows]
+        return fmean(sums) if sums and any(sums) else None
+
+    @cached_property
+    def detailed(self) -> list[Steps]:
+        """The detailed steps that all ranks took."""
+        return detailed_steps(self.records)
+
+    @cached_property
+    def busy_and_hidden(self) -> tuple[float, float] | None:
+        """Seconds of a step in which all-reduces ran, and those of them under backward; None where it was not seen."""
+        found = []
+        for steps in self.detailed:
+            times = busy_and_hidden(steps, bucket_times(steps, self.records[0].buckets))
+            if times is not None:
+                found.append(times)
+        if not found:
+            return None
+        return median(busy for busy, _ in found), median(hidden for _, hidden in found)
+
+    @cached_property
+    def all_reduce(self) -> float:
+        """Seconds of a step that all-reduces take: those in which they run, and at least what they cost a step."""
+        shown = self.accounts.mean(COMMUNICATION)
+        shares_the_core = any(record.wrapper == "paceline" and record.backend == "paceline" for record in self.records)
+        if self.busy_and_hidden is None or shares_the_core:  # there, what runs beside backward is counted already
+            return shown
+        return max(shown, self.busy_and_hidden[0])
+
+    def all_reduce_share(self, times: float = 1.0) -> float:
+        """Return all-reduce's share of the work, if `times` as many batches were accumulated between all-reduces.
+
+        Work is forward, backward, optimizer and all-reduce, without waiting for other ranks and for data.
+        """
+        mean = self.accounts.mean
+        work = times * (mean(FORWARD) + mean(BACKWARD)) + mean(OPTIMIZER) + self.all_reduce
+        return self.all_reduce / work if work else 0.0
+
+    @cached_property
+    def stragglers(self) -> list[SlowRank]:
+        """Ranks that computed longer than the others, as far as these waited for them."""
+        accounts = self.accounts
+        if len(self.records) < 2 or not accounts.steps:
+            return []
+        busy = accounts.busy()
+        found = [one for one in find_stragglers(busy) if self._is_waited_for(one)]
+        if not found and (last := always_last(busy, self.length)) is not None:
+            found = [last]
+        return [self._describe(straggler) for straggler in found]
+
+    def _is_waited_for(self, straggler: Straggler) -> bool:
+        """Whether others spent at least 1 % of the time waiting for it."""
+        caused = math.fsum(row[straggler.rank] for row in self.accounts.waited_for) / max(1, len(self.records) - 1)
+        return caused > 0.01 * self.length
+
+    def _describe(self, straggler: Straggler) -> SlowRank:
+        accounts = self.accounts
+        rows = range(straggler.first_step, straggler.last_step + 1)
+        lost = {}
+        for part in PARTS:
+            if part in WAITING:
+                continue
+            differences = []
+            for row in rows:
+                others = [value for rank, value in enumerate(accounts.parts[part][row]) if rank != straggler.rank]
+                others = [value for value in others if not math.isnan(value)]
+                own = accounts.parts[part][row][straggler.rank]
+                if others and not math.isnan(own):
+                    differences.append(own - median(others))
+            lost[part] = fmean(differences) if differences else 0.0
+        return SlowRank(
+            straggler.rank,
+            accounts.steps[straggler.first_step],
+            accounts.steps[straggler.last_step],
+            straggler.slowdown,
+            straggler.kind,
+            max(lost, key=lambda part: lost[part]),
+            straggler.seconds_lost / max(1, straggler.steps_slow),
+        )
+
+    @cached_property
+    def bubble_by_rank(self) -> list[float]:
+        """Mean seconds of a step that each rank spent in bubbles."""
+        table = self.accounts.parts[BUBBLE]
+        means = []
+        for rank in range(len(self.records)):
+            values = [row[rank] for row in table if not math.isnan(row[rank])]
+            means.append(fmean(values) if values else 0.0)
+        return means

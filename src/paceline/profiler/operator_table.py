@@ -1,0 +1,122 @@
+"""Time by operator and kernel, from the traces that torch's profiler wrote on each rank."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.profiler.rank_file import RankRecord, trace_of
+from paceline.profiler.report import Operator
+
+MOST = 30
+TENSOR_CORE_KERNELS = ("gemm", "cutlass", "xmma", "wgmma", "hmma", "cudnn")
+"""In the names of kernels that may use tensor cores; `_NOT_ON_THEM` tells those apart that do not."""
+_NOT_ON_THEM = ("sgemm", "simt", "f32f32f32")
+
+
+@dataclass(frozen=True)
+class OperatorTable:
+    """Operators of all ranks' traced steps, and what kernels tell of the GPU."""
+
+    operators: list[Operator] = field(default_factory=list)
+    calls: float = 0.0
+    """Of operators, in a step of a rank."""
+    seconds: float = 0.0
+    """Of operators or kernels, in a step of a rank."""
+    device_figures: dict[str, float] = field(default_factory=dict)
+
+
+def read_operators(folder: Path, records: Sequence[RankRecord]) -> OperatorTable:
+    """Read the traces of the ranks that left one."""
+    found: list[tuple[list[dict[str, Any]], int]] = []
+    for record in records:
+        steps = sum(step.kind == "traced" for step in record.steps)
+        events = read_events(trace_of(folder, record.rank))
+        if events and steps:
+            found.append((events, steps))
+    return tabulate(found)
+
+
+def read_events(file: Path) -> list[dict[str, Any]]:
+    """Return the complete events of a trace; none if it is missing or was cut off."""
+    try:
+        trace = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [event for event in trace.get("traceEvents", []) if event.get("ph") == "X"]
+
+
+def tabulate(traces: Sequence[tuple[list[dict[str, Any]], int]]) -> OperatorTable:
+    """Add up the events of each rank's trace, which covers so many steps."""
+    if not traces:
+        return OperatorTable()
+    seconds: dict[str, float] = defaultdict(float)
+    calls: dict[str, float] = defaultdict(float)
+    for events, steps in traces:
+        kernels = [event for event in events if event.get("cat") == "kernel"]
+        timed = [(kernel["name"], kernel["dur"]) for kernel in kernels] if kernels else own_times(events)
+        for name, microseconds in timed:
+            seconds[name] += microseconds / 1e6 / steps / len(traces)
+            calls[name] += 1 / steps / len(traces)
+    total = sum(seconds.values())
+    names = sorted(seconds, key=lambda name: -seconds[name])
+    table = [Operator(name, calls[name], seconds[name], seconds[name] / total if total else 0.0) for name in names]
+    return OperatorTable(table[:MOST], sum(calls.values()), total, figures_of_kernels(traces))
+
+
+def own_times(events: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Return each operator with its microseconds, without the operators that it called in its thread."""
+    threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "cpu_op":
+            threads[event.get("tid")].append(event)
+    times: list[tuple[str, float]] = []
+    for thread in threads.values():
+        stack: list[tuple[float, int]] = []  # ends of the open operators, and their places in `times`
+        for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
+            while stack and stack[-1][0] <= event["ts"]:
+                stack.pop()
+            if stack:
+                name, own = times[stack[-1][1]]
+                times[stack[-1][1]] = (name, own - event["dur"])
+            stack.append((event["ts"] + event["dur"], len(times)))
+            times.append((event["name"], event["dur"]))
+    return times
+
+
+def figures_of_kernels(traces: Sequence[tuple[list[dict[str, Any]], int]]) -> dict[str, float]:
+    """Return what kernels tell of the GPU, between 0 and 1: of the time in which any runs, and of that of kernels.
+
+    Empty without kernels. Occupancy and blocks are as Kineto estimates them for each launch.
+    """
+    covered = span = busy = occupied = filled = tensor = 0.0
+    for events, _ in traces:
+        kernels = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
+        if not kernels:
+            continue
+        end = kernels[0]["ts"]
+        for kernel in kernels:
+            last = kernel["ts"] + kernel["dur"]
+            covered += max(0.0, last - max(end, kernel["ts"]))
+            end = max(end, last)
+            arguments = kernel.get("args", {})
+            busy += kernel["dur"]
+            occupied += kernel["dur"] * float(arguments.get("est. achieved occupancy %", 0)) / 100
+            filled += kernel["dur"] * min(1.0, float(arguments.get("blocks per SM", 0)))
+            name = kernel["name"].lower()
+            is_matrix = any(word in name for word in TENSOR_CORE_KERNELS)
+            tensor += kernel["dur"] * (is_matrix and not any(word in name for word in _NOT_ON_THEM))
+        span += end - kernels[0]["ts"]
+    if not busy:
+        return {}
+    utilization = covered / span if span else 0.0
+    return {
+        "utilization": utilization,
+        "sm_efficiency": utilization * filled / busy,
+        "occupancy": occupied / busy,
+        "tensor_cores": tensor / busy,
+    }

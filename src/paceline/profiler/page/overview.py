@@ -1,0 +1,93 @@
+"""The verdict, what to change, and what could not be seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from html import escape
+
+from paceline.explain.scene import counted
+from paceline.profiler.page.elements import Section, meter
+from paceline.profiler.report import BUBBLE, COMMUNICATION, Advice, Report
+from paceline.profiler.wording import (
+    compute_share,
+    figure,
+    figure_name,
+    kind_name,
+    ms,
+    percent,
+    samples_per_second,
+    sentence,
+    share,
+    shares_only,
+    typical_step,
+)
+
+PREDICTED = {"accumulation": "Predicted share of all-reduce, by the micro-batches that are accumulated:"}
+"""What the further figures of advice of a kind are."""
+
+
+def verdict(report: Report) -> Section:
+    """Say it in one sentence, with the figures that it rests on."""
+    step, rate = typical_step(report), samples_per_second(report)
+    tiles = [
+        ("step", ms(step) if step is not None else "–", "median over ranks and steps"),
+        ("computing", percent(compute_share(report)), "forward and backward"),
+        ("communication", percent(share(report, COMMUNICATION)), "exposed: not hidden under backward"),
+        ("bubble", percent(share(report, BUBBLE)), "idle, waiting for a later rank"),
+        ("all-reduce", percent(share(report, "allreduce")), "by the time that it or computing runs"),
+    ]
+    if report.overlap is not None:
+        tiles.append(("overlap", percent(report.overlap), "of the all-reduces' time lies under backward"))
+    if rate is not None:
+        tiles.insert(1, ("samples per second", f"{rate:,.0f}", "all ranks together"))
+    figures = "".join(
+        f"<div><dt>{escape(figure_name(name))}</dt><dd>{escape(value)}</dd><dd class='note'>{escape(note)}</dd></div>"
+        for name, value, note in tiles
+    )
+    body = (
+        f'<p class="program">{escape(report.title)}</p><h1>{escape(report.headline)}</h1>'
+        f'<p class="reading">{escape(_circumstances(report))}</p><dl class="figures">{figures}</dl>'
+    )
+    return Section("verdict", "", "Verdict", body)
+
+
+def _circumstances(report: Report) -> str:
+    hosts, devices = {one.host for one in report.ranks}, Counter(one.device for one in report.ranks)
+    ran_on = ", ".join(f"{number} × {name}" if number > 1 else name for name, number in devices.items())
+    said = [counted(len(report.ranks), "rank"), f"on {counted(len(hosts), 'host')}", f"({ran_on})" if ran_on else ""]
+    steps = f"{counted(len(report.steps), 'step')}"
+    if report.steps:
+        steps += f" ({report.steps[0]}–{report.steps[-1]})"
+    return f"{' '.join(filter(None, said))} · backend {report.backend} · {steps}"
+
+
+def advice(report: Report) -> Section:
+    """Say what to change, the best first."""
+    if not report.advice:
+        nothing = "<p>Nothing was found that would make this run clearly faster.</p>"
+        return Section("advice", "What to change", "Advice", nothing)
+    cards = "".join(map(_card, report.advice))
+    return Section("advice", "What to change", "Advice", f'<ol class="cards">{cards}</ol>')
+
+
+def _card(one: Advice) -> str:
+    as_shares = shares_only(one)
+    predicted = "".join(
+        f"<div><dt>{escape(figure_name(name))}</dt><dd>{figure(value, as_shares)}</dd></div>"
+        for name, value in one.predictions.items()
+    )
+    gain = f'<p class="gain"><b>{percent(one.gain)}</b> less time for a sample, predicted {meter(one.gain)}</p>'
+    what = escape(PREDICTED.get(one.kind, "Predicted:"))
+    more = f'<p class="why">{what}</p><dl class="predicted">{predicted}</dl>' if predicted else ""
+    return (
+        f"<li><h3>{escape(kind_name(one.kind))}</h3>{gain if one.gain > 0 else ''}"
+        f'<p class="do">{escape(sentence(one.text))}</p><p class="why">{escape(sentence(one.reason))}</p>{more}</li>'
+    )
+
+
+def missing(report: Report) -> Section | None:
+    """Say what could not be seen, and why."""
+    if not report.missing:
+        return None
+    items = "".join(f"<li>{escape(sentence(one))}</li>" for one in report.missing)
+    return Section("missing", "What could not be seen", "Missing", f"<ul>{items}</ul>")

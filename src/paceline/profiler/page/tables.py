@@ -1,0 +1,93 @@
+"""Tables: parts per rank, operators, memory, and the figures of the device."""
+
+from __future__ import annotations
+
+from html import escape
+
+from paceline.profiler.page.elements import Section, folded, metered, table
+from paceline.profiler.report import PARTS, Operator, Report
+from paceline.profiler.wording import NAMES, ms, nbytes, percent, rank_parts, share
+
+FIRST_OPERATORS, MOST_OPERATORS = 12, 60
+"""Shown at once, and when asked for; the rest is in report.json."""
+DEVICE = {
+    "utilization": ("GPU utilization", "time in which a kernel ran"),
+    "sm_efficiency": ("SM efficiency", "multiprocessors with work, in the whole time"),
+    "occupancy": ("occupancy", "warps on a multiprocessor, of those that it can hold"),
+    "tensor_cores": ("tensor cores", "kernel time on matrix units"),
+}
+
+
+def parts(report: Report) -> str:
+    """Return the mean step of each rank as figures."""
+    heads = ["rank", "host", "device", "threads", "cores", "step", *(NAMES[part] for part in PARTS)]
+    rows = []
+    for at, info in enumerate(report.ranks):
+        row = rank_parts(report, at)
+        figures = ["no steps", *("–" for _ in PARTS)]
+        if row is not None:
+            total = sum(row.values()) or 1.0
+            figures = [ms(total), *(f"{ms(row[part])}<small>{percent(row[part] / total)}</small>" for part in PARTS)]
+        about = [str(info.rank), escape(info.host), escape(info.device), f"{info.threads}", f"{info.cores}"]
+        rows.append([*about, *figures])
+    return table(heads, rows, "Parts of the step on each rank", words=3)
+
+
+def operators(report: Report) -> Section | None:
+    """List the operators that took most, with the share of all-reduces."""
+    if not report.operators:
+        return None
+    found = sorted(report.operators, key=lambda one: -one.seconds)
+    body = (
+        '<p class="reading">The mean of a step on a rank, without the operators that each one called. '
+        f"All-reduces take <b>{percent(share(report, 'allreduce'))}</b> of the time in which they or computing run.</p>"
+        f"{_operator_table(found[:FIRST_OPERATORS])}"
+    )
+    if len(found) > FIRST_OPERATORS:
+        rest = found[FIRST_OPERATORS:MOST_OPERATORS]
+        body += folded(f"{len(rest)} more of {len(found)} operators", _operator_table(rest))
+    return Section("operators", "Operators", "Operators", body)
+
+
+def _operator_table(found: list[Operator]) -> str:
+    rows = []
+    for one in found:
+        name = f"<code>{escape(one.name)}</code>"
+        rows.append([name, f"{one.calls:,.4g}", ms(one.seconds), metered(percent(one.share), one.share)])
+    return table(["operator", "calls", "time", "share"], rows, "Operators")
+
+
+def memory(report: Report) -> Section | None:
+    """Show what fills the memory of rank 0, and the peak of each rank."""
+    peaks = {one.rank: one.peak_memory for one in report.ranks if one.peak_memory is not None}
+    if not report.memory and not peaks:
+        return None
+    body = ""
+    if report.memory:
+        largest = max(report.memory.values()) or 1
+        rows = [
+            [escape(name.replace("_", " ")), metered(nbytes(size), size / largest)]
+            for name, size in report.memory.items()
+        ]
+        body += '<p class="reading">Rank 0:</p>' + table(["", "bytes"], rows, "Memory of rank 0")
+    if peaks:
+        top, low = max(peaks, key=lambda rank: peaks[rank]), min(peaks, key=lambda rank: peaks[rank])
+        said = f"The peak is {nbytes(peaks[top])} on rank {top}"
+        said += f", and {nbytes(peaks[low])} on rank {low}, where it is lowest." if low != top else "."
+        body += f"<p>{said}</p>"
+        rows = [[f"{rank}", metered(nbytes(size), size / peaks[top])] for rank, size in peaks.items()]
+        body += folded("Each rank's peak", table(["rank", "peak"], rows, "Peak memory of each rank"))
+    return Section("memory", "Memory", "Memory", body)
+
+
+def device(report: Report) -> Section | None:
+    """Show how much of the GPUs was used."""
+    if not report.device_figures:
+        return None
+    rows = []
+    for name, value in report.device_figures.items():
+        title, meaning = DEVICE.get(name, (name.replace("_", " "), ""))
+        rows.append([f"{escape(title)}<small>{escape(meaning)}</small>", metered(percent(value), value)])
+    return Section(
+        "device", "Device", "Device", table(["", "mean of the ranks"], rows, "How much of the device was used")
+    )

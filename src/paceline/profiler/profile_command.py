@@ -1,0 +1,146 @@
+"""The command ``paceline profile``: runs a program on N ranks, records every one, and shows what was seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import UsageError
+from paceline.output_files import write_file
+from paceline.profiler.rank_file import FOLDER
+
+RESULTS = ("summary.json", "report.json", "trace.json", "report.html")
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """How to profile."""
+
+    folder: str
+    """Gets the results."""
+    steps: int | None = None
+    """How many steps to measure; the program ends after them. None: all, and the program ends by itself."""
+    operators: bool = True
+    """Whether torch's profiler watches a few steps."""
+
+    def check(self) -> None:
+        """Refuse what cannot work, before anything runs.
+
+        Raises:
+            UsageError: names the option.
+        """
+        if self.steps is not None and self.steps < 1:
+            raise UsageError(f"--steps must be at least 1, not {self.steps}")
+        prepare(Path(self.folder))
+
+
+def prepare(folder: Path) -> None:
+    """Make `folder`, or take the results of an earlier profile out of it.
+
+    Raises:
+        UsageError: if it cannot be written to.
+    """
+    try:
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        for old in [*(folder / name for name in RESULTS), *(folder / FOLDER).glob("rank-*")]:
+            old.unlink(missing_ok=True)
+        if not os.access(folder / FOLDER, os.W_OK):
+            raise PermissionError(13, "permission denied")
+    except OSError as error:
+        raise UsageError(f"--out {folder} cannot be written to: {error.strerror}; choose another folder") from error
+
+
+def rank_program(settings: ProfileSettings, program: Sequence[str]) -> list[str]:
+    """Return a module and its arguments with which a rank runs `program`, a script or ``-m MODULE``, and records it."""
+    text = json.dumps({"folder": settings.folder, "steps": settings.steps, "operators": settings.operators})
+    return ["paceline.profiler", text, *program]
+
+
+def run_profiled(program: Sequence[str], settings: ProfileSettings, nproc: int) -> int:
+    """Run `program` on `nproc` ranks, write and show the results; returns the exit code.
+
+    Raises:
+        UsageError: for a mistake in `settings`, or if no step was measured.
+    """
+    from paceline.launch import job
+
+    settings.check()
+    code = job.launch(job.Job([sys.executable, "-u", "-m", *rank_program(settings, program)], nproc))
+    show_results(Path(settings.folder), failed=code != 0)
+    return code
+
+
+def show_results(folder: Path, *, failed: bool = False) -> None:
+    """Write the results of the records in `folder`, and show them in the terminal.
+
+    Raises:
+        UsageError: if there is nothing to show, unless the program `failed`, which said why.
+    """
+    from paceline.profiler.results import write_results
+    from paceline.profiler.terminal import print_summary
+
+    try:
+        report = write_results(folder)
+    except UsageError as error:
+        if not failed:
+            raise
+        print(f"no profile: {error}", file=sys.stderr)
+        return
+    print_summary(report)
+    print(f"{folder / 'report.html'}: open it in a browser; {folder / 'trace.json'}: in https://ui.perfetto.dev")
+
+
+def expect_script(name: str) -> None:
+    """Refuse a script that is not there.
+
+    Raises:
+        UsageError: names the file.
+    """
+    if not Path(name).is_file():
+        raise UsageError(f"{name!r} is neither a recipe nor a file; name a recipe, or a Python script")
+
+
+def compare_profiles(first: str, second: str) -> int:
+    """Show two profiles side by side in the terminal, and in ``compare.html`` in the folder of the second one.
+
+    Raises:
+        UsageError: if one of them cannot be read.
+    """
+    from paceline.profiler.page import comparison_page
+    from paceline.profiler.report_file import read_report
+    from paceline.profiler.side_by_side import compare
+    from paceline.profiler.terminal import print_comparison
+
+    reports = read_report(first), read_report(second)
+    comparison = compare(*reports, (first, second))
+    print_comparison(comparison)
+    page = Path(second) / "compare.html" if Path(second).is_dir() else Path("compare.html")
+    write_file("compare", str(page), comparison_page(comparison))
+    print(f"{page}: open it in a browser")
+    return 0
+
+
+def _report(arguments: Sequence[str]) -> int:
+    if len(arguments) != 1:
+        raise UsageError("paceline profile report takes one folder, which --out named")
+    show_results(Path(arguments[0]))
+    return 0
+
+
+def _analyze(arguments: Sequence[str]) -> int:
+    from paceline.profiler.analyze_csv import run_analyze
+
+    files = [argument for argument in arguments if argument != "--json"]
+    if len(files) != 1 or files[0].startswith("-"):
+        raise UsageError(
+            "paceline profile analyze takes one CSV file with the columns step, rank and seconds, and --json"
+        )
+    return run_analyze(files[0], as_json="--json" in arguments)
+
+
+TOOLS: dict[str, Callable[[Sequence[str]], int]] = {"analyze": _analyze, "report": _report}
+"""Words in the place of a program."""

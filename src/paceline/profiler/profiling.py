@@ -1,0 +1,58 @@
+"""Profiles a part of a program that runs on every rank."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from paceline.errors import UsageError
+
+
+@contextmanager
+def profile(folder: str | Path, steps: int | None = None, *, operators: bool = True) -> Iterator[None]:
+    """Profile the block, which every rank runs, and write what was seen into `folder`.
+
+    The first 3 steps are not measured, nor are 3 later ones that torch's profiler watches. A step ends with the
+    optimizer's. When the block ends, rank 0 writes ``report.html``, ``summary.json`` and ``trace.json``, which Perfetto
+    and ``chrome://tracing`` show; each rank's own record is in ``ranks/``. If hosts have no file system in common,
+    bring these together, and run ``paceline profile report FOLDER``. What was recorded before an error is written, too.
+
+    Args:
+        folder: made if it is not there.
+        steps: how many steps to measure; the block goes on after them. All by default, up to 10,000 steps.
+        operators: whether torch's profiler watches 3 steps, for the table of operators and kernels.
+
+    Raises:
+        UsageError: if the folder cannot be written to, or a profile is being recorded already.
+    """
+    from paceline.profiler.session import Session
+
+    path = Path(folder)
+    session = Session(path, steps, operators=operators)
+    try:
+        yield
+    except BaseException as error:
+        session.close(error)
+        _write(path, session.rank)
+        raise
+    session.close()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()  # all records are there
+    _write(path, session.rank)
+
+
+def _write(folder: Path, rank: int) -> None:
+    from paceline.profiler.results import write_results
+
+    if rank != 0:
+        return
+    try:
+        report = write_results(folder)
+    except UsageError as error:  # nothing was measured, which must not end a training
+        print(f"paceline: {error}", file=sys.stderr)
+    else:
+        print(f"paceline: {report.headline} See {folder / 'report.html'}", file=sys.stderr)

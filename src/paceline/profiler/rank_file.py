@@ -1,0 +1,180 @@
+"""The file of one rank's record: a line of JSON about the rank, one for each step, and one for its end.
+
+It grows as the rank goes on, so that a rank that is killed leaves what it has recorded. Times are seconds of that
+rank's ``time.perf_counter``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from paceline.errors import UsageError
+from paceline.profiler.steps import Meeting, Step
+from paceline.tracing import Span
+
+FOLDER = "ranks"
+"""In the profile's folder: holds the files of all ranks."""
+VERSION = 1
+KILLED = "killed"
+"""The end of a rank whose record just stops."""
+MISSING = "missing"
+"""The end of a rank that left no record here."""
+
+
+@dataclass
+class RankRecord:
+    """What one rank recorded."""
+
+    rank: int
+    size: int
+    """Ranks in the world."""
+    local_size: int
+    """Ranks on this host."""
+    title: str
+    """The program."""
+    host: str
+    device: str
+    threads: int
+    cores: int
+    started_ns: int
+    """The time of day, as ``time.time_ns`` has it, at ``perf_counter`` second 0."""
+    steps: list[Step] = field(default_factory=list)
+    backend: str = ""
+    wrapper: str = ""
+    """``paceline``, ``torch``, or empty where no wrapper's forward was seen."""
+    groups: dict[str, list[int]] = field(default_factory=dict)
+    """Ranks of the groups that meetings name."""
+    offsets: list[tuple[float, float, float]] = field(default_factory=list)
+    """Measurements of this rank's clock against rank 0's: when, by how many seconds it is ahead, and their error."""
+    buckets: list[int] = field(default_factory=list)
+    """Bytes of each bucket, in the order of launch, where there is one wrapper."""
+    parameters: list[tuple[str, int]] = field(default_factory=list)
+    """Names and bytes of the wrapped parameters."""
+    embeddings: list[str] = field(default_factory=list)
+    """Names of the parameters that are tables of embeddings with dense gradients."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes: parameters, gradients, optimizer, peak."""
+    loaders_seen: bool = False
+    """Whether a DataLoader gave batches."""
+    ended: str = ""
+    """How it ended: empty for well, else the error, :data:`KILLED` or :data:`MISSING`."""
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """Return the file of `rank`."""
+    return folder / FOLDER / f"rank-{rank:05d}.jsonl"
+
+
+def trace_of(folder: Path, rank: int) -> Path:
+    """Return the file of torch's profiler on `rank`."""
+    return folder / FOLDER / f"rank-{rank:05d}.torch.json"
+
+
+def step_line(step: Step) -> dict[str, Any]:
+    """Return `step` as its line says it; times relative to its start, in seconds."""
+    zero = step.start
+    line: dict[str, Any] = {
+        "step": step.number,
+        "kind": step.kind,
+        "start": step.start,
+        "end": step.end,
+        "seconds": {part: round(seconds, 7) for part, seconds in step.seconds.items()},
+        "meetings": [[m.group, round(m.came - zero, 7), round(m.left - zero, 7)] for m in step.meetings],
+        "rows": step.rows,
+        "batches": step.batches,
+    }
+    if step.norms is not None:
+        line["norms"] = step.norms
+    if step.spans:
+        line["spans"] = [[s.label, round(s.start - zero, 7), round(s.end - zero, 7), s.bucket] for s in step.spans]
+    return line
+
+
+def step_of(line: dict[str, Any]) -> Step:
+    """Return the step that :func:`step_line` wrote."""
+    zero = line["start"]
+    return Step(
+        line["step"],
+        line["kind"],
+        zero,
+        line["end"],
+        line["seconds"],
+        [Meeting(group, zero + came, zero + left) for group, came, left in line["meetings"]],
+        line["rows"],
+        line["batches"],
+        tuple(line["norms"]) if "norms" in line else None,
+        [Span(label, zero + start, zero + end, bucket) for label, start, end, bucket in line.get("spans", ())],
+    )
+
+
+def write_head(file: TextIO, record: RankRecord) -> None:
+    """Write the first line."""
+    _write(file, {"version": VERSION, "rank": _without_steps(record)})
+
+
+def write_steps(file: TextIO, steps: Sequence[Step]) -> None:
+    """Write a line for each of `steps`."""
+    file.writelines(json.dumps(step_line(step)) + "\n" for step in steps)
+    file.flush()
+
+
+def write_end(file: TextIO, record: RankRecord) -> None:
+    """Write the last line: all that became known on the way."""
+    _write(file, {"closed": _without_steps(record)})
+
+
+def _without_steps(record: RankRecord) -> dict[str, Any]:
+    values = vars(record) | {"steps": []}
+    return asdict(RankRecord(**values))
+
+
+def _write(file: TextIO, line: dict[str, Any]) -> None:
+    file.write(json.dumps(line) + "\n")
+    file.flush()
+
+
+def read_ranks(folder: Path) -> list[RankRecord]:
+    """Return the records of all ranks of the profile in `folder`, in their order; at least one.
+
+    Files of ranks that the world does not have are of an earlier run, and left out; for ranks without a file there is
+    a record without steps.
+
+    Raises:
+        UsageError: if there are none, or one cannot be read; names the file.
+    """
+    paths = sorted((folder / FOLDER).glob("rank-*.jsonl"))
+    if not paths:
+        raise UsageError(f"{folder} holds no profile; give the folder that --out named")
+    there = {record.rank: record for record in map(_read, paths)}
+    newest = max(there.values(), key=lambda record: record.started_ns)
+    return [there.get(rank) or replace(newest, rank=rank, steps=[], ended=MISSING) for rank in range(newest.size)]
+
+
+def _read(path: Path) -> RankRecord:
+    try:
+        head, *lines = path.read_text("utf-8").splitlines()
+        first = json.loads(head)
+        if first["version"] != VERSION:
+            raise UsageError(
+                f"{path} is of version {first['version']}, and this Paceline reads {VERSION}; profile again"
+            )
+        end: dict[str, Any] = first["rank"] | {"ended": KILLED}
+        steps = []
+        for number, text in enumerate(lines):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                if number + 1 == len(lines):  # cut off when the rank was killed
+                    break
+                raise
+            if "closed" in line:
+                end = line["closed"]
+            else:
+                steps.append(step_of(line))
+        return RankRecord(**end | {"steps": steps, "offsets": [tuple(one) for one in end["offsets"]]})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no record of a rank ({error!r}); profile again") from error

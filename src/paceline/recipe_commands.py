@@ -1,0 +1,178 @@
+"""The recipes as commands: each one's options are the fields of its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import typer
+from typer.core import TyperGroup
+
+from paceline.errors import UsageError
+from paceline.launch.program import start_program
+from paceline.profiler.profile_command import ProfileSettings, rank_program, show_results
+
+INTERRUPTED = 130
+TIMEOUT_HELP = "How long a collective waits for a rank; 600, which is 10 minutes, by default."
+
+PROFILE_HELP = "Record every rank's steps, and write a report of where the time goes there."
+
+
+class Recipe(NamedTuple):
+    """A recipe that ``paceline train`` knows. Its module is imported only when its command is needed."""
+
+    module: str
+    config: str
+    """Name of the frozen dataclass in `module` whose fields are the recipe's options."""
+    summary: str
+    """One sentence for ``--help``."""
+
+
+RECIPES = {
+    "digits": Recipe(
+        "paceline.recipes.digits",
+        "DigitsConfig",
+        "Train a small classifier of handwritten digits, in seconds, on CPU or GPU.",
+    ),
+    "lm": Recipe(
+        "paceline.recipes.lm",
+        "LmConfig",
+        "Train a language model on a text file: a compact GPT in minutes, or a causal model of Hugging Face.",
+    ),
+    "mnist": Recipe(
+        "paceline.recipes.mnist",
+        "MnistConfig",
+        "Train a network with SyncBatchNorm on MNIST's files, or compare global batches from 32 to 4,096.",
+    ),
+    "mrpc": Recipe(
+        "paceline.recipes.mrpc",
+        "MrpcConfig",
+        "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC.",
+    ),
+}
+
+
+class Recipes(TyperGroup):
+    """The commands of ``paceline train``, each made from its recipe's configuration."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the recipes' names."""
+        return list(RECIPES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the recipe's command.
+
+        Raises:
+            UsageError: if there is no such recipe.
+        """
+        if cmd_name not in RECIPES:
+            raise UsageError(f"unknown recipe {cmd_name!r}; known recipes: {', '.join(RECIPES)}")
+        return recipe_command(cmd_name)
+
+
+def config_class(recipe: str) -> Any:
+    """Import the frozen dataclass that configures `recipe`."""
+    return getattr(importlib.import_module(RECIPES[recipe].module), RECIPES[recipe].config)
+
+
+def recipe_command(recipe: str) -> Any:
+    """Build the command of `recipe`: the options that every recipe has, then one for each field of its configuration.
+
+    Type and default are the field's; :func:`paceline.launch.program.option` has put the help text into its metadata.
+    """
+    config = config_class(recipe)
+
+    def start(nproc: str, timeout: float | None, profile: str | None, **options: Any) -> None:
+        raise typer.Exit(start_recipe(recipe, nproc, options, timeout, profile))
+
+    types = get_type_hints(config)
+    parameters = [
+        _option("nproc", str, "auto", typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")),
+        _option("timeout", float | None, None, typer.Option(metavar="SECONDS", help=TIMEOUT_HELP)),
+        _option("profile", str | None, None, typer.Option(metavar="FOLDER", help=PROFILE_HELP)),
+    ]
+    for field in dataclasses.fields(config):
+        # A switch that is off has no --no-… beside it.
+        names = [f"--{field.name.replace('_', '-')}"] if field.default is False else []
+        option = typer.Option(*names, help=field.metadata.get("help"), metavar=field.metadata.get("metavar"))
+        parameters.append(_option(field.name, types[field.name], field.default, option))
+    start.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    start.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    built = typer.Typer(add_completion=False)
+    built.command(recipe, help=RECIPES[recipe].summary)(start)
+    return untyped_flags(typer.main.get_command(built))
+
+
+def _option(name: str, type_: Any, default: Any, option: Any) -> inspect.Parameter:
+    """Describe an option as typer reads it from a function's signature."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=Annotated[type_, option])
+
+
+def start_recipe(
+    recipe: str, nproc: str, options: dict[str, Any], timeout: float | None = None, profile: str | None = None
+) -> int:
+    """Check the configuration here, once, then run `recipe` on `nproc` ranks; returns the exit code.
+
+    With the folder `profile` its steps are recorded, and the results shown.
+
+    Raises:
+        UsageError: for a mistake in `options`, before any rank is started.
+    """
+    from paceline.launch.job import resolve_nproc, say, timeout_environment
+
+    count, note = resolve_nproc(nproc)
+    environment = timeout_environment(None if timeout is None else f"{timeout:g}")
+    config = config_class(recipe)(**options)
+    config.check()
+    program = ["paceline.recipes", recipe]
+    settings = None if profile is None else ProfileSettings(profile)
+    if settings is not None:
+        settings.check()
+        program = rank_program(settings, ["-m", *program])
+    code = start_program(program, config, count, sys.stdout, note, environment)
+    if settings is not None:
+        show_results(Path(settings.folder), failed=code != 0)
+    folder = options.get("checkpoint_dir")
+    if code == INTERRUPTED and folder:
+        say(f"the checkpoints in {folder} are kept; to continue, give the same command with --resume")
+    return code
+
+
+def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files: bool = False) -> Any:
+    """Return the configuration of `recipe` that its options on the command line of `caller` describe, checked.
+
+    Raises:
+        UsageError: for options that belong to `caller`, and for files of one training unless it `keeps_files`.
+    """
+    command = recipe_command(recipe)
+    given = command.make_context(recipe, list(arguments)).params
+    usual = {"nproc": "auto", "timeout": None, "profile": None, "json": None}
+    callers = usual.keys() - ({"json"} if keeps_files else set())
+    if misplaced := [name for name in usual if name in callers and given[name] != usual[name]]:
+        raise UsageError(
+            f"--{misplaced[0]} belongs before the recipe's name: paceline {caller} --{misplaced[0]} … {recipe}"
+        )
+    del given["nproc"], given["timeout"], given["profile"]
+    for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "sweep"):
+        if given.get(name) is not None and not keeps_files:
+            raise UsageError(
+                f"--{name.replace('_', '-')} keeps files of one training, and {caller} runs many; leave it out"
+            )
+    config = config_class(recipe)(**given)
+    config.check()
+    return config
+
+
+def untyped_flags(command: Any) -> Any:
+    """Take the type out of the help of options that have no value, in `command` and below it; returns `command`."""
+    for parameter in command.get_params(typer.Context(command)):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for below in getattr(command, "commands", {}).values():
+        untyped_flags(below)
+    return command

@@ -1,0 +1,107 @@
+"""Records of ranks as a profile would have them, from a few numbers: for the profiler's pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.profiler.rank_file import RankRecord
+from paceline.profiler.steps import Step, cut
+from paceline.tracing import (
+    BACKWARD,
+    CONTROL,
+    DATA_WAIT,
+    DONE,
+    FORWARD,
+    GRADIENT,
+    LAUNCH,
+    OPTIMIZER,
+    WAIT,
+    Span,
+)
+
+GROUP = "ddp/0"
+Timing = Callable[[int, int], dict[str, float]]
+"""Seconds of what a rank does in a step: ``data``, ``forward``, ``backward``, ``optimizer``, ``gap``."""
+
+
+def usual(_rank: int, _step: int) -> dict[str, float]:
+    return {"data": 0.001, "forward": 0.01, "backward": 0.02, "optimizer": 0.004, "gap": 0.0005}
+
+
+def records(
+    ranks: int = 2,
+    steps: int = 40,
+    timing: Timing = usual,
+    travel: float = 0.003,
+    buckets: Sequence[int] = (1_000_000,),
+    ahead: Sequence[float] | None = None,
+    **fields: Any,
+) -> list[RankRecord]:
+    """Simulate `steps` steps of `ranks` ranks, whose all-reduce of all `buckets` takes `travel` seconds after the last.
+
+    Buckets fill evenly in backward. `ahead` are the ranks' clocks against rank 0's, which their records know.
+    """
+    clocks = list(ahead or [0.0] * ranks)
+    now = [100.0] * ranks
+    found: list[list[Step]] = [[] for _ in range(ranks)]
+    for number in range(steps):
+        times = [usual(rank, number) | timing(rank, number) for rank in range(ranks)]
+        launches, came = [], []
+        for rank, seconds in enumerate(times):
+            begin = now[rank] + seconds["gap"] + seconds["data"] + seconds["forward"]
+            fills = [begin + seconds["backward"] * (place + 1) / len(buckets) for place in range(len(buckets))]
+            launches.append(fills)
+            came.append(fills[-1])
+        done, end = [], 0.0
+        for place in range(len(buckets)):
+            end = max(end, *(fills[place] for fills in launches)) + travel / len(buckets)
+            done.append(end)
+        for rank, seconds in enumerate(times):
+            spans = _spans(now[rank], seconds, launches[rank], came[rank], done)
+            after = done[-1] + seconds["optimizer"]
+            shift = clocks[rank]
+            moved = [Span(s.label, s.start + shift, s.end + shift, s.bucket, s.group) for s in spans]
+            start, stop = now[rank] + shift, after + shift
+            parts, meetings = cut(moved, start, stop)
+            kind = "warm-up" if number < 3 else "detailed" if number < 8 else "plain"
+            found[rank].append(Step(number, kind, start, stop, parts, meetings, 32, 1, None, moved))
+            now[rank] = after
+    common: dict[str, Any] = {
+        "size": ranks,
+        "local_size": ranks,
+        "title": "train.py",
+        "host": "here",
+        "device": "cpu",
+        "threads": 1,
+        "cores": ranks,
+        "started_ns": 10**18,
+        "backend": "gloo",
+        "wrapper": "paceline",
+        "groups": {GROUP: list(range(ranks))},
+        "buckets": list(buckets),
+        "parameters": [(f"layer{place}", nbytes) for place, nbytes in enumerate(buckets)],
+        "memory": {"peak": 10**8},
+        "loaders_seen": True,
+    }
+    return [
+        RankRecord(rank=rank, steps=found[rank], offsets=[(0.0, clocks[rank], 0.0)], **common | fields)
+        for rank in range(ranks)
+    ]
+
+
+def _spans(
+    start: float, seconds: dict[str, float], launches: Sequence[float], came: float, done: Sequence[float]
+) -> list[Span]:
+    data = start + seconds["gap"]
+    forward = data + seconds["data"]
+    backward = forward + seconds["forward"]
+    spans = [Span(DATA_WAIT, data, forward), Span(FORWARD, forward, backward), Span(BACKWARD, backward, done[-1])]
+    for number, when in enumerate(launches):
+        spans += [
+            Span(GRADIENT, when, when, number),
+            Span(LAUNCH, when, when, number),
+            Span(DONE, done[number], done[number], number),
+        ]
+    spans += [Span(CONTROL, came, came), Span(WAIT, came, done[-1], None, GROUP)]
+    return [*spans, Span(OPTIMIZER, done[-1], done[-1] + seconds["optimizer"])]
