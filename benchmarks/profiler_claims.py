@@ -21,7 +21,7 @@ from typing import Any
 from dated_results import save
 
 SCRIPT = """
-import sys, time, torch, paceline
+import random, sys, time, torch, paceline
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -29,14 +29,14 @@ plant, accumulate = sys.argv[1], int(sys.argv[2])
 world = paceline.init()
 torch.manual_seed(0)
 width = {"tiny": 32, "embedding": 64}.get(plant, 512)
-rows = 2 if plant == "tiny" else 64
+rows = {"tiny": 2, "embedding": 64}.get(plant, 512)
 
 class Data(Dataset):
     def __len__(self):
         return rows * 400
     def __getitem__(self, index):
         if plant == "data":
-            time.sleep(0.0005)
+            time.sleep(0.0002)
         return torch.randint(0, 200000, (8,)) if plant == "embedding" else torch.randn(width)
 
 class Net(nn.Module):
@@ -49,12 +49,16 @@ class Net(nn.Module):
         if plant == "sleep" and world.rank == 1:
             time.sleep(0.03)
         if plant == "uneven":
-            time.sleep(0.02 * ((int(time.monotonic() * 1e3) * 7 + world.rank * 3) % 5 == 0))
+            time.sleep(0.05 * random.random())
         return x
 
 if plant == "cores" and world.rank == 1:
-    import os
-    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); torch.set_num_threads(1)
+    import os, subprocess
+    core = min(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, [core])
+    rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # on the same core
+    import atexit
+    atexit.register(rival.kill)
 model = paceline.DistributedDataParallel(Net(), bucket_cap_mb=1)
 if plant == "bucket":
     def hook(state, bucket):

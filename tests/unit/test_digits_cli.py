@@ -147,7 +147,7 @@ def test_a_folder_below_a_regular_file_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_holds_something_else_keeps_it(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("…")
-    done = digits(tmp_path, *SHORT, "--checkpoint-dir", "home")
+    done = digits(tmp_path, *SHORT, "--checkpoint-dir", "home", fork="nothing")  # real commands, as everybody's
     assert done.returncode == 0, done.stderr
     assert sorted(os.listdir(tmp_path / "home")) == ["step-00000012", "thesis.tex"]
 
@@ -167,9 +167,9 @@ def test_a_backend_that_pytorch_lacks_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder of a run of two ranks that has ended, and the run: real commands, as everybody's."""
+    """The folder of a run of two ranks that has ended, and the run."""
     folder = tmp_path_factory.mktemp("finished")
-    done = digits(folder, *SHORT, *KEPT, "--json", "report.json", nproc=2, fork="nothing")
+    done = digits(folder, *SHORT, *KEPT, "--json", "report.json", nproc=2)
     return folder, done
 
 

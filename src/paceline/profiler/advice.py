@@ -76,7 +76,7 @@ def balance(facts: Facts) -> Advice | None:
     uneven = f"; batches have {min(rows):.0f} to {max(rows):.0f} rows" if rows and max(rows) > min(rows) else ""
     return Advice(
         "balance",
-        "Give ranks batches of equal cost: GlobalBatchSampler(…, cost=…) deals samples by length",
+        "Give ranks batches of equal cost: DataLoader(…, cost=len) splits them so. If they are, see what else runs there",
         f"ranks wait for each other for {share:.0%} of the time, and not for one alone: none causes more than "
         f"{most:.0%} of it{uneven}",
         share,

@@ -22,7 +22,9 @@ from paceline.profiler.report import (
     WAITING,
     SlowRank,
 )
+from paceline.profiler.steps import Step
 from paceline.profiler.stragglers import Straggler, find_stragglers
+from paceline.tracing import LAUNCH, REDUCE, Span
 
 _ALWAYS = 0.85
 """Share of the steps in which a rank is the slowest, from which that is no chance in 12 steps or more."""
@@ -48,6 +50,14 @@ def always_last(busy: Sequence[Sequence[float]], length: float) -> Straggler | N
     slowdown = median(row[rank] / other for row, other in zip(whole, others, strict=True) if other > 0)
     seconds = math.fsum(lost)
     return Straggler(rank, None, 0, len(busy) - 1, slowdown, "persistent", len(whole), seconds)
+
+
+_ADD = 1.5
+"""To add a gradient to one that is there moves three times its bytes, a copy into a bucket two."""
+
+
+def _is_in_launch(inner: Span, step: Step) -> bool:
+    return any(span.label == LAUNCH and span.start <= inner.start and inner.end <= span.end for span in step.spans)
 
 
 @dataclass(frozen=True)
@@ -113,11 +123,25 @@ class Facts:
     def all_reduce_share(self, times: float = 1.0) -> float:
         """Return all-reduce's share of the work, if `times` as many batches were accumulated between all-reduces.
 
-        Work is forward, backward, optimizer and all-reduce, without waiting for other ranks and for data.
+        Work is forward, backward, optimizer and all-reduce, without waiting for other ranks and for data; and adding up
+        gradients, which a batch that is accumulated costs beside its forward and backward.
         """
         mean = self.accounts.mean
-        work = times * (mean(FORWARD) + mean(BACKWARD)) + mean(OPTIMIZER) + self.all_reduce
+        adding = (times - 1) * self.batches * _ADD * self.copying
+        work = times * (mean(FORWARD) + mean(BACKWARD)) + adding + mean(OPTIMIZER) + self.all_reduce
         return self.all_reduce / work if work else 0.0
+
+    @cached_property
+    def copying(self) -> float:
+        """Median seconds of a step in which gradients are copied into buckets."""
+        times = []
+        for steps in self.detailed:
+            for step in steps:
+                reduces = math.fsum(
+                    span.seconds for span in step.spans if span.label == REDUCE and _is_in_launch(span, step)
+                )
+                times.append(math.fsum(span.seconds for span in step.spans if span.label == LAUNCH) - reduces)
+        return max(0.0, median(times)) if times else 0.0
 
     @cached_property
     def stragglers(self) -> list[SlowRank]:

@@ -67,7 +67,11 @@ def _two_groups(values: Tensor, least: float) -> tuple[float, float] | None:
     normal, slow = ordered[:split], ordered[split:]
     distance = float(slow.median() - normal.median())
     within = 1.4826 * torch.cat([normal - normal.median(), slow - slow.median()]).abs().median().item()
-    if distance < (3 + 8 / size**0.5) * within or distance <= 0 or normal.median() > max(least, float(slow.median()) / 4):
+    if (
+        distance < (3 + 8 / size**0.5) * within
+        or distance <= 0
+        or normal.median() > max(least, float(slow.median()) / 4)
+    ):
         return None
     return float(slow.median() + normal.median()) / 2, float(slow.median())
 
