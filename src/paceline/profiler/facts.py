@@ -52,6 +52,8 @@ def always_last(busy: Sequence[Sequence[float]], length: float) -> Straggler | N
     return Straggler(rank, None, 0, len(busy) - 1, slowdown, "persistent", len(whole), seconds)
 
 
+_NOTABLE = 0.03
+"""Share of the time that others have to wait for a straggler."""
 _ADD = 1.5
 """To add a gradient to one that is there moves three times its bytes, a copy into a bucket two."""
 
@@ -150,15 +152,15 @@ class Facts:
         if len(self.records) < 2 or not accounts.steps:
             return []
         busy = accounts.busy()
-        found = [one for one in find_stragglers(busy) if self._is_waited_for(one)]
+        found = [one for one in find_stragglers(busy, min_slowdown=1.05) if self._is_waited_for(one)]
         if not found and (last := always_last(busy, self.length)) is not None:
             found = [last]
         return [self._describe(straggler) for straggler in found]
 
     def _is_waited_for(self, straggler: Straggler) -> bool:
-        """Whether others spent at least 1 % of the time waiting for it."""
+        """Whether others spent so much of the time waiting for it that it is worth a look."""
         caused = math.fsum(row[straggler.rank] for row in self.accounts.waited_for) / max(1, len(self.records) - 1)
-        return caused > 0.01 * self.length
+        return caused > _NOTABLE * self.length
 
     def _describe(self, straggler: Straggler) -> SlowRank:
         accounts = self.accounts
