@@ -221,7 +221,7 @@ def _nothing() -> None:
 
 
 def open_box(environment: Mapping[str, str] = os.environ) -> BlackBox | None:
-    """Return this process's box; None if no launcher made one, or it is another process's, such as a rank's parent's."""
+    """Return this process's box; None if no launcher made one, or it is another's, such as that of the rank above."""
     folder = environment.get(FOLDER)
     if not folder or multiprocessing.parent_process() is not None:
         return None

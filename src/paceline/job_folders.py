@@ -135,7 +135,7 @@ def read_note(folder: Path) -> JobNote | None:
 
 
 def _base() -> Path:
-    shared = Path("/dev/shm")  # noqa: S108
+    shared = Path("/dev/shm")
     default = str(shared) if shared.is_dir() and os.access(shared, os.W_OK) else tempfile.gettempdir()
     return Path(os.environ.get(PARENT) or default) / f"paceline-{os.getuid()}"
 

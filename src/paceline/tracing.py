@@ -65,7 +65,10 @@ class Span:
 
 @dataclass
 class Recorder:
-    """Collects spans while ``on``. While off, without a torch profiler and a box, a span costs three attribute look-ups."""
+    """Collects spans while ``on``. While off, and without a torch profiler, a span costs three attribute look-ups.
+
+    With a box it costs a microsecond or two, at its start and its end together.
+    """
 
     on: bool = False
     detailed: bool = False
