@@ -126,6 +126,8 @@ def describe(standings: Sequence[Standing]) -> str:
     if ended:
         names = ", ".join(str(standing.rank) for standing in ended)
         return f"rank {names} has ended" if len(ended) == 1 else f"ranks {names} have ended"
+    if all(standing.state == STARTING for standing in standings):
+        return "nothing is known yet: ranks tell from the first forward of Paceline's DistributedDataParallel on"
     straggler = find_straggler(standings)
     return "" if straggler is None else str(straggler)
 

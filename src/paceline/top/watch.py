@@ -67,7 +67,7 @@ def _own_view() -> JobView | None:
 
 def _screen() -> RenderableType:
     view = _own_view()
-    return Text("the ranks are starting") if view is None else screen(view)
+    return Text("") if view is None else screen(view)  # before the job, and after it
 
 
 def _print_lines(done: threading.Event) -> None:
