@@ -73,8 +73,8 @@ bench-mpi: $(VENV)/.dev  ## the same for all-reduce, beside Open MPI, which it i
 	$(PIP) mpi4py
 	$(BIN)/paceline run --nproc 2 benchmarks/collectives.py $(ARGS)
 
-pictures: $(VENV)/.digits  ## draw the pictures of docs/collectives.md again
-	for what in ring tree halving-doubling broadcast bucket-overlap; do \
+pictures: $(VENV)/.digits  ## draw the pictures of the docs again
+	for what in ring tree halving-doubling broadcast bucket-overlap workflow bubble reduce; do \
 		$(BIN)/paceline explain $$what --ranks 4 --out docs/pictures/$$what.svg || exit 1; done
 
 clean:  ## remove .venv and caches

@@ -1,18 +1,24 @@
-"""Waiting that sentences of uneven length cause, with batches split by count and by cost, in turns.
+"""What sentences of uneven length cost several ranks, with batches split by count and by cost, in turns.
 
     paceline run --nproc 2 benchmarks/balance.py DIR/msr_paraphrase_train.txt
 
-A network reads the words of each rank's sentences one after the other, without padding, so that its time is in
-proportion to their number. What counts is how long ranks wait for the one with the most words: by the words alone, for
-2, 4 and 8 ranks, and measured on the ranks that run, where the waiting for communication itself is part of both.
+A network reads the words of each rank's sentences, whose time is in proportion to their number: first one after the
+other, without padding; then in batches that are padded to their longest sentence. Without padding, what counts is how
+long ranks wait for the one with the most words; with padding, how long a step takes, which is the time of the rank with
+the most padded words. Both by the words alone, for 2, 4 and 8 ranks, and measured on the ranks that run, where the
+waiting for communication itself is part of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,38 +26,49 @@ from torch import Tensor, nn
 
 import paceline
 from dated_results import save
+from paceline.bench.turns import median_ratio, take_turns
 from paceline.data import DataLoader, GlobalBatchSampler
 
-BATCH, WIDTH, ROUNDS, STEPS = 32, 384, 7, 30
+BATCH, WIDTH, ROUNDS, STEPS = 32, 384, 5, 20
 
 
-def by_words(lengths: list[int], ranks: int, *, balanced: bool) -> float:
+def parts_of(lengths: list[int], ranks: int, **split: Any) -> Iterator[tuple[list[int], ...]]:
+    """Yield the lengths in every rank's slice of each global batch."""
+    for parts in zip(
+        *(GlobalBatchSampler(len(lengths), BATCH, rank=rank, world_size=ranks, **split) for rank in range(ranks)),
+        strict=True,
+    ):
+        yield tuple([lengths[index] for index in part] for part in parts)
+
+
+def waiting_by_words(lengths: list[int], ranks: int, **split: Any) -> float:
     """Return the share of all ranks' time that is waiting, if a word takes the same time everywhere."""
-    cost = lengths if balanced else None
-    samplers = [
-        GlobalBatchSampler(len(lengths), BATCH, cost=cost, rank=rank, world_size=ranks) for rank in range(ranks)
-    ]
-    waiting = total = 0
-    for parts in zip(*samplers, strict=True):
-        loads = [sum(lengths[index] for index in part) for part in parts]
-        waiting += sum(max(loads) - load for load in loads)
-        total += ranks * max(loads)
-    return waiting / total
+    loads = [[sum(part) for part in parts] for parts in parts_of(lengths, ranks, **split)]
+    return 1 - sum(map(sum, loads)) / (ranks * sum(map(max, loads)))
 
 
-def measured(model: paceline.DistributedDataParallel, sentences: list[Tensor], *, balanced: bool) -> float:
-    """Return the share of the ranks' time that was waiting, over some steps."""
-    loader = DataLoader(sentences, BATCH, shuffle=True, cost=len if balanced else None, collate_fn=torch.cat)
+def padded_words(lengths: list[int], ranks: int, **split: Any) -> int:
+    """Return the words, padding included, of the rank that has most of them, summed over the steps."""
+    return sum(max(len(part) * max(part, default=0) for part in parts) for parts in parts_of(lengths, ranks, **split))
+
+
+def measured(
+    model: paceline.DistributedDataParallel,
+    sentences: list[Tensor],
+    collate: Callable[[list[Tensor]], Tensor],
+    **split: Any,
+) -> tuple[float, float]:
+    """Return the share of the ranks' time that was waiting, and the seconds of a step."""
+    loader = DataLoader(sentences, BATCH, shuffle=True, collate_fn=collate, **split)
+    dist.barrier()
     before, start = model.exposed_seconds, time.perf_counter()
-    for step, words in enumerate(loader):
-        if step == STEPS:
-            break
+    for words in islice(loader, STEPS):
         with model.weight(len(words)):
             model(words).square().sum().backward()
         model.zero_grad()
     figures = torch.tensor([model.exposed_seconds - before, time.perf_counter() - start])
     dist.all_reduce(figures)
-    return float(figures[0] / figures[1])
+    return float(figures[0] / figures[1]), float(figures[1]) / dist.get_world_size() / STEPS
 
 
 def main() -> None:
@@ -64,18 +81,33 @@ def main() -> None:
         layers = [nn.Embedding(1000, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(6))]
         model = paceline.DistributedDataParallel(nn.Sequential(*layers))
         sentences = [torch.randint(1000, (length,)) for length in lengths]
-        turns = [
-            [measured(model, sentences, balanced=balanced) for balanced in (False, True)] for _ in range(ROUNDS + 1)
-        ][1:]
+        pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+        variants = {
+            "count": partial(measured, model, sentences, torch.cat),
+            "cost": partial(measured, model, sentences, torch.cat, cost=lengths),
+            "padded, count": partial(measured, model, sentences, pad),
+            "padded, cost": partial(measured, model, sentences, pad, cost=lengths, padded=True),
+        }
+        turns = take_turns(variants, ROUNDS)
         if world.is_main:
-            results = {}
+            results: dict[str, Any] = {}
             for ranks in (2, 4, 8):
-                shares = [by_words(lengths, ranks, balanced=balanced) for balanced in (False, True)]
-                results[f"{ranks} ranks, by words"] = shares
-            results[f"{world.size} ranks, measured"] = [median(turn[at] for turn in turns) for at in (0, 1)]
+                shares = [waiting_by_words(lengths, ranks), waiting_by_words(lengths, ranks, cost=lengths)]
+                results[f"{ranks} ranks, waiting by words"] = shares
+            results[f"{world.size} ranks, waiting measured"] = [
+                median(waiting for waiting, _ in turns[name]) for name in ("count", "cost")
+            ]
             for name, (count, cost) in results.items():
-                print(f"{name:<22} waiting by count {count:6.2%}, by cost {cost:6.2%}: {1 - cost / count:.0%} is gone")
-            save("balance", results)
+                print(f"{name:<28} by count {count:6.2%}, by cost {cost:6.2%}: {1 - cost / count:.0%} is gone")
+            padded = {}
+            for ranks in (2, 4, 8):
+                work = [padded_words(lengths, ranks, **split) for split in ({}, {"cost": lengths, "padded": True})]
+                padded[f"{ranks} ranks, padded words"] = work[1] / work[0] - 1
+            by_count, by_cost = ([seconds for _, seconds in turns[f"padded, {name}"]] for name in ("count", "cost"))
+            padded[f"{world.size} ranks, padded, seconds measured"] = median_ratio(by_cost, by_count) - 1
+            for name, change in padded.items():
+                print(f"{name:<36} {change:+.1%}")
+            save("balance", results | padded)
 
 
 if __name__ == "__main__":

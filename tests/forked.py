@@ -5,12 +5,13 @@
     call(function, argument)                                 a function's result, from a process of its own
 
 Code, arguments, environment, streams, signals and exit code are those of a command of its own. What differs is how the
-interpreter starts and ends: tests of that, and of each kind of command one, start real ones.
+interpreter starts, and unless :data:`REAL_END` is set, how it ends; of each kind of command some tests start real ones.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import runpy
 import signal
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
@@ -29,6 +31,8 @@ import torch
 from ranks import _context, plain_start_method
 
 TIMEOUT_S = 300.0
+REAL_END = "FORKED_HAS_A_REAL_END"
+"""In a command's environment: it and its ranks take the interpreter down as others do, rather than leave at once."""
 
 
 class Forked:
@@ -117,10 +121,14 @@ def _command(
 
 
 def _rank(handler: Any, command: tuple[str, ...], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """In the launcher: start a rank as a copy of this process; ``python -I -S child.py PID python -u …``."""
-    child, launcher, *rank = command[3:]
-    assert command[:3] == (sys.executable, "-I", "-S"), command
-    assert rank[:2] == [sys.executable, "-u"], rank
+    """In the launcher: start a rank as a copy of this process; ``python -I -S child.py PID python -u …``.
+
+    torchrun's are ``python -u …`` alone.
+    """
+    rank, child, launcher = list(command), "", ""
+    if rank[1:3] == ["-I", "-S"]:
+        _, _, _, child, launcher, *rank = rank
+    assert rank[:2] == [sys.executable, "-u"], command
     out = handler._stdout.fileno() if handler._stdout else 1
     err = handler._stderr.fileno() if handler._stderr else 2
     pid = os.fork()
@@ -128,13 +136,15 @@ def _rank(handler: Any, command: tuple[str, ...], environment: dict[str, str]) -
         return _Child(pid)
     try:
         os.setsid()
-        runpy.run_path(child)["die_with"](int(launcher))
+        if child:
+            runpy.run_path(child)["die_with"](int(launcher))
         _become(environment, out, err)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the launcher's
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
         sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
-        sys.modules.pop("sitecustomize", None)
-        __import__("sitecustomize")  # our hook, which removes itself from the path
+        if child:
+            sys.modules.pop("sitecustomize", None)
+            __import__("sitecustomize")  # our hook, which removes itself from the path
         _run(rank[2:])
     except BaseException:
         traceback.print_exc()
@@ -160,6 +170,8 @@ def _become(environment: Mapping[str, str], out: int, err: int) -> None:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit._clear()
+    if REAL_END in environment:
+        atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # as the first finalizer had
     util._finalizer_registry.clear()  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(environment)
@@ -201,6 +213,8 @@ def _end(program: Callable[[], Any]) -> None:
     except BaseException as error:
         sys.excepthook(type(error), error, _own(error.__traceback__))
         code = 1
+    if REAL_END in os.environ:
+        ctypes.pythonapi.Py_Exit(code or 0)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -59,7 +59,7 @@ class Running:
         self.process: Forked | subprocess.Popen[bytes]
         if fork == "all" or (fork == "launcher" and not program):
             command = [*(program or ("-m", "paceline")), *arguments]
-            self.process = Forked(command, folder, clean, *files, ranks=fork == "all" and not program)
+            self.process = Forked(command, folder, clean, *files, ranks=fork == "all")
             return
         with files[0].open("a") as out, files[1].open("a") as err:
             self.process = subprocess.Popen(

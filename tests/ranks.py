@@ -38,13 +38,7 @@ _context = multiprocessing.get_context("forkserver")
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "paceline", "paceline.train", "hypothesis", "pytest"]
 _PRELOADED += ["torch._inductor.compile_fx", "torch._dynamo.backends.inductor"]  # which torch.compile loads
 _PRELOADED += ["paceline.cli", "paceline.launch.agent", "paceline.recipes.digits", "sklearn.datasets"]  # for forked.py
-_context.set_forkserver_preload(_PRELOADED)
-
-
-def preload(*modules: str) -> None:
-    """Have the fork server load `modules`, too, once for all ranks; for a test file that is being imported."""
-    _PRELOADED.extend(modules)
-    _context.set_forkserver_preload(_PRELOADED)
+_context.set_forkserver_preload([*_PRELOADED, "frozen"])
 
 
 class RankFailed(AssertionError):

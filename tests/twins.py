@@ -222,7 +222,16 @@ def same_weights(ours: nn.Module, twins: nn.Module, rtol: float = 1e-9, where: s
 
 def same_tensor(mine: Tensor, other: Tensor, rtol: float, what: str) -> None:
     scale = float(other.abs().max()) if other.numel() else 0.0
-    torch.testing.assert_close(mine, other, rtol=rtol, atol=rtol * max(scale, 1e-6), msg=lambda m: f"{what}: {m}")
+    atol = rtol * max(scale, 1e-6)
+    if is_plain_pair(mine, other) and torch.allclose(mine, other, rtol=rtol, atol=atol):
+        return  # as below, in a tenth of the time
+    torch.testing.assert_close(mine, other, rtol=rtol, atol=atol, msg=lambda m: f"{what}: {m}")
+
+
+def is_plain_pair(mine: Tensor, other: Tensor) -> bool:
+    """Whether the tensors are dense and alike in all but their values."""
+    kinds = [(one.dtype, one.shape, one.device, one.layout) for one in (mine, other)]
+    return kinds[0] == kinds[1] and mine.layout == torch.strided
 
 
 def train_beside_twin(

@@ -72,7 +72,10 @@ def compare(
         typer.Option(metavar="LIST", help=f"Some of {', '.join(MODES)}, with commas; all that can run by default."),
     ] = None,
     nproc: Annotated[str, typer.Option(metavar="N", help="Devices: a number, gpu, cpu, or auto.")] = "auto",
-    steps: Annotated[int, typer.Option(help="Optimizer steps to time in each mode, after a warm-up of 3.")] = 20,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to time in each mode, after a warm-up of 3.")] = 40,
+    one_by_one: Annotated[
+        bool, typer.Option("--one-by-one", help="End each mode before the next starts, for want of memory.")
+    ] = False,
     json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw them there (.svg).")] = None,
 ) -> None:
@@ -92,7 +95,7 @@ def compare(
         program = Target(target, parse_recipe(target, context.args, "compare"))
     else:
         program = Target(target, None, context.args)
-    raise typer.Exit(run_comparison(program, Comparison(modes, steps, json, plot), count))
+    raise typer.Exit(run_comparison(program, Comparison(modes, steps, json, plot, one_by_one), count))
 
 
 @app.command("profile", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
@@ -117,9 +120,9 @@ def profile(
         bool,
         typer.Option(
             "--watch",
-            help="Show the ranks live on stderr: step, phase, waiting, and who is slow. On a terminal the ranks' output "
-            "goes through files and appears above the view, line by line, with the rank in front, so ranks see no "
-            "terminal; elsewhere it goes where it always does, and the view is a line every 10 seconds.",
+            help="Show the ranks live on stderr: step, phase, waiting, and who is slow. On a terminal the ranks' "
+            "output goes through files and appears above the view, line by line, with the rank in front, so ranks "
+            "see no terminal; elsewhere it goes where it always does, and the view is a line every 10 seconds.",
         ),
     ] = False,
     compare: Annotated[

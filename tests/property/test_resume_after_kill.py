@@ -28,8 +28,6 @@ class Job:
     batch_size: int
     epochs: int
     kills: int
-    fork: str
-    """What of the commands is forked rather than started; see :mod:`processes`."""
 
     @property
     def steps(self) -> int:
@@ -44,19 +42,18 @@ class Job:
         return ["train", "digits", *(str(word) for pair in chosen.items() for word in pair), "--json", "j", *more]
 
 
-JOBS = [Job(1, 16, 3, kills=1, fork="nothing"), Job(2, 16, 3, kills=2, fork="all"), Job(4, 32, 3, kills=1, fork="all")]
+JOBS = [Job(1, 16, 3, kills=1), Job(2, 16, 3, kills=2), Job(4, 32, 3, kills=1)]
 
 
 def report_of(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "j").read_text()))
 
 
-def finished(folder: Path, arguments: list[str], fork: str) -> dict[str, Any]:
+def finished(folder: Path, arguments: list[str]) -> dict[str, Any]:
     """Run the command to its end; its report."""
     folder.mkdir()
-    done = paceline(
-        folder, *arguments, fork=fork, OMP_NUM_THREADS="1"
-    )  # more wait for each other on a machine that is busy
+    # More threads would wait for each other on a machine that is busy.
+    done = paceline(folder, *arguments, fork="all", OMP_NUM_THREADS="1")
     assert (done.returncode, [line for line in done.stderr.splitlines() if not line.startswith("note:")]) == (0, [])
     return report_of(folder)
 
@@ -67,10 +64,10 @@ def newest(points: Path) -> int:
     return max((int(name.removeprefix("step-")) for name in names if name.startswith("step-")), default=0)
 
 
-def killed(folder: Path, arguments: list[str], fork: str, points: Path, behind: int) -> int:
+def killed(folder: Path, arguments: list[str], points: Path, behind: int) -> int:
     """Kill the launcher some steps after a checkpoint later than `behind`; the newest checkpoint's step."""
     folder.mkdir()
-    with Running(folder, *arguments, fork=fork, OMP_NUM_THREADS="1") as job:
+    with Running(folder, *arguments, fork="all", OMP_NUM_THREADS="1") as job:
         deadline = time.monotonic() + TIMEOUT_S
         while newest(points) <= behind:
             assert job.process.poll() is None, job.stderr
@@ -88,16 +85,16 @@ def killed(folder: Path, arguments: list[str], fork: str, points: Path, behind: 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.ranks}-ranks-killed-{job.kills}-times")
 def test_the_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path, job: Job) -> None:
-    undisturbed = finished(tmp_path / "undisturbed", job.arguments(), "all")
+    undisturbed = finished(tmp_path / "undisturbed", job.arguments())
     assert (undisturbed["steps"], undisturbed["resumed_from_step"]) == (job.steps, None)
     points = tmp_path / "points"
     arguments = job.arguments("--checkpoint-dir", str(points), "--checkpoint-every", str(EVERY))
     step = 0
     for kill in range(job.kills):
-        step = killed(tmp_path / f"killed-{kill}", arguments + ["--resume"] * bool(kill), job.fork, points, behind=step)
+        step = killed(tmp_path / f"killed-{kill}", arguments + ["--resume"] * bool(kill), points, behind=step)
         assert 0 < step < job.steps
         assert step % job.steps_per_epoch, "killed at an epoch's end"
-    resumed = finished(tmp_path / "resumed", [*arguments, "--resume"], job.fork)
+    resumed = finished(tmp_path / "resumed", [*arguments, "--resume"])
     assert resumed["resumed_from_step"] == step
     assert resumed["steps"] == job.steps
     assert resumed["replica_sha256"] == undisturbed["replica_sha256"] == [undisturbed["replica_sha256"][0]] * job.ranks

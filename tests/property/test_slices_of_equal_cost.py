@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from paceline.data import DataLoader, GlobalBatchSampler
-from paceline.data.balance import split_by_cost
+from paceline.data.balance import split_by_cost, split_by_padded_cost
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import DesyncError, UsageError
 from paceline.world import World
@@ -22,39 +22,75 @@ from twins import Pools
 costs_of_a_batch = st.lists(st.one_of(st.integers(0, 50), st.floats(0, 50)), max_size=24)
 
 
+def padded_cost(costs: list[float], share: list[int]) -> float:
+    return len(share) * max((costs[place] for place in share), default=0.0)
+
+
+def summed_cost(costs: list[float], share: list[int]) -> float:
+    return sum(costs[place] for place in share)
+
+
+SPLITS = {"summed": (split_by_cost, summed_cost), "padded": (split_by_padded_cost, padded_cost)}
+splits = pytest.mark.parametrize(("split", "cost_of"), SPLITS.values(), ids=SPLITS)
+
+
+@splits
 @given(costs_of_a_batch, st.integers(1, 6), st.integers(0, 3))
 def test_every_sample_is_in_one_share_and_none_is_empty_while_there_are_enough(
-    costs: list[float], ranks: int, seed: int
+    split: Any, cost_of: Any, costs: list[float], ranks: int, seed: int
 ) -> None:
     before = torch.rand(ranks, generator=torch.Generator().manual_seed(seed)).mul(100).tolist() if seed else None
-    shares, loads = split_by_cost(costs, ranks, before)
+    shares, loads = split(costs, ranks, before)
     assert sorted(place for share in shares for place in share) == list(range(len(costs)))
     assert all(share == sorted(share) for share in shares)
     assert all(shares) or len(costs) < ranks
     begun = before or [0.0] * ranks
-    expected = [load + sum(costs[place] for place in share) for load, share in zip(begun, shares, strict=True)]
+    expected = [load + cost_of(costs, share) for load, share in zip(begun, shares, strict=True)]
     assert loads == pytest.approx(expected)
+
+
+def best_load(costs: list[float], ranks: int, cost_of: Any) -> float:
+    """The largest load of the best of all splits."""
+    return min(
+        max(cost_of(costs, [place for place, its in enumerate(owners) if its == rank]) for rank in range(ranks))
+        for owners in product(range(ranks), repeat=len(costs))
+    )
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=7), st.integers(1, 3))
 def test_the_largest_load_keeps_grahams_bound(costs: list[float], ranks: int) -> None:
     _, loads = split_by_cost(costs, ranks)
-    best = min(
-        max(sum(cost for cost, place in zip(costs, places, strict=True) if place == rank) for rank in range(ranks))
-        for places in product(range(ranks), repeat=len(costs))
-    )
+    best = best_load(costs, ranks, summed_cost)
     assert max(loads) <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
 
 
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.booleans())
-def test_global_batches_stay_what_they_are(size: int, batch: int, ranks: int, window: int, drop_last: bool) -> None:
+@given(st.lists(st.one_of(st.integers(0, 20), st.floats(0.01, 20)), min_size=1, max_size=7), st.integers(1, 3))
+def test_no_split_pads_less_on_the_rank_that_has_most(costs: list[float], ranks: int) -> None:
+    _, loads = split_by_padded_cost(costs, ranks)
+    assert max(loads) == pytest.approx(best_load(costs, ranks, padded_cost), rel=1e-9)
+
+
+@given(st.lists(st.integers(1, 20), max_size=12), st.lists(st.integers(0, 60), min_size=1, max_size=4))
+def test_a_rank_that_is_far_ahead_takes_no_more_than_it_must(costs: list[float], loads: list[float]) -> None:
+    """In a window's later micro-batches: whoever is ahead of all that is left keeps to one sample."""
+    far = max(loads) + sum(costs) + 21 * len(costs)
+    shares, _ = split_by_padded_cost(costs, len(loads) + 1, [*loads, far])
+    assert len(shares[-1]) <= 1
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.booleans())
+def test_global_batches_stay_what_they_are(
+    size: int, batch: int, ranks: int, window: int, drop_last: bool, padded: bool
+) -> None:
     if drop_last and size < batch:
         return
     costs = [(7 * index) % 11 for index in range(size)]
     options: dict[str, Any] = {"drop_last": drop_last, "seed": 3}
     plain = list(GlobalBatchSampler(size, batch, rank=0, world_size=1, **options))
     samplers = [
-        GlobalBatchSampler(size, batch, cost=costs, accumulate=window, rank=rank, world_size=ranks, **options)
+        GlobalBatchSampler(
+            size, batch, cost=costs, padded=padded, accumulate=window, rank=rank, world_size=ranks, **options
+        )
         for rank in range(ranks)
     ]
     for whole, *slices in zip(plain, *samplers, strict=True):
@@ -62,11 +98,12 @@ def test_global_batches_stay_what_they_are(size: int, batch: int, ranks: int, wi
         assert all([index for index in whole if index in part] == part for part in slices), "the order of the batch"
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("consumed", range(1, 7))
-def test_a_pass_that_goes_on_within_a_window_splits_as_the_whole_pass_does(consumed: int) -> None:
+def test_a_pass_that_goes_on_within_a_window_splits_as_the_whole_pass_does(consumed: int, padded: bool) -> None:
     def sampler() -> GlobalBatchSampler:
         costs = torch.arange(40) % 7
-        return GlobalBatchSampler(40, 6, cost=costs, accumulate=3, rank=1, world_size=3)
+        return GlobalBatchSampler(40, 6, cost=costs, padded=padded, accumulate=3, rank=1, world_size=3)
 
     whole, resumed = sampler(), sampler()
     batches = list(whole)
@@ -108,6 +145,25 @@ def test_most_of_the_waiting_for_uneven_sentences_goes(ranks: int, batch: int, w
     assert balanced <= 0.3 * even, f"{1 - balanced / even:.0%} is gone"
 
 
+@pytest.mark.parametrize(("ranks", "batch", "window"), [(2, 16, 1), (4, 16, 1), (4, 32, 1), (2, 8, 4), (4, 8, 4)])
+def test_padded_to_their_longest_the_ranks_have_less_to_compute(ranks: int, batch: int, window: int) -> None:
+    """The step takes as long as the rank with most padded words; by their sum alone, nothing of that would go."""
+    lengths = mrpc_lengths()
+    work = []
+    for options in ({}, {"cost": lengths, "padded": True, "accumulate": window}):
+        total, loads = 0.0, [0.0] * ranks
+        samplers = [
+            GlobalBatchSampler(lengths, batch, rank=rank, world_size=ranks, **options)  # type: ignore[arg-type]
+            for rank in range(ranks)
+        ]
+        for number, parts in enumerate(zip(*samplers, strict=True), 1):
+            loads = [load + padded_cost(lengths, part) for load, part in zip(loads, parts, strict=True)]
+            if number % window == 0:
+                total, loads = total + max(loads), [0.0] * ranks
+        work.append(total)
+    assert work[1] <= 0.9 * work[0], f"{work[1] / work[0]:.3f}"
+
+
 def samples(count: int = 37) -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(1 + 5 * index % 9, 4, dtype=torch.float64, generator=generator) for index in range(count)]
@@ -117,11 +173,11 @@ def sum_of_losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return torch.stack([model(sample).square().mean() for sample in batch]).sum()
 
 
-def train(world: World, window: int) -> tuple[list[Tensor], list[int]]:
+def train(world: World, window: int, padded: bool) -> tuple[list[Tensor], list[int]]:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    loader = DataLoader(samples(), 8, shuffle=True, cost=len, accumulate=window, collate_fn=list)
+    loader = DataLoader(samples(), 8, shuffle=True, cost=len, padded=padded, accumulate=window, collate_fn=list)
     counts = []
     for batch in accumulate(model, loader, window):
         count = 0 if batch is None else len(batch)
@@ -137,11 +193,12 @@ def train(world: World, window: int) -> tuple[list[Tensor], list[int]]:
     return [parameter.detach().clone() for parameter in model.parameters()], counts
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_training_equals_one_process(pools: Pools, ranks: int, window: int) -> None:
-    expected, _ = pools.run(1, train, window)[0]
-    results = pools.run(ranks, train, window)
+def test_training_equals_one_process(pools: Pools, ranks: int, window: int, padded: bool) -> None:
+    expected, _ = pools.run(1, train, window, padded)[0]
+    results = pools.run(ranks, train, window, padded)
     assert len({tuple(counts) for _, counts in results}) > 1, "slices differ in length"
     for parameters, _ in results:
         torch.testing.assert_close(parameters, expected, rtol=1e-12, atol=1e-14)
@@ -159,8 +216,20 @@ def other_costs(world: World) -> str:
     return ""
 
 
-def test_ranks_with_other_costs_are_told_before_a_step_is_taken(pools: Pools) -> None:
-    assert all("order" in message for message in pools.run(2, other_costs))
+def padded_on_one_rank(world: World) -> str:
+    model = DistributedDataParallel(nn.Linear(4, 1).double())
+    try:
+        for batch in DataLoader(samples(), 8, cost=len, padded=world.rank == 0, collate_fn=list):
+            with model.weight(len(batch)):
+                sum_of_losses(model, batch).backward()
+    except DesyncError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("program", [other_costs, padded_on_one_rank])
+def test_ranks_with_other_costs_are_told_before_a_step_is_taken(pools: Pools, program: Any) -> None:
+    assert all("order" in message for message in pools.run(2, program))
 
 
 @pytest.mark.parametrize(
@@ -186,6 +255,10 @@ def test_costs_need_a_data_set_to_be_taken_from_and_a_window_needs_costs() -> No
         GlobalBatchSampler(3, 2, cost=len)
     with pytest.raises(UsageError, match="give cost, or leave it out"):
         GlobalBatchSampler(3, 2, accumulate=2)
+    with pytest.raises(UsageError, match="padded is for slices of equal cost"):
+        DataLoader([1, 2], 2, padded=True)
+    with pytest.raises(UsageError, match="go with batch_size"):
+        DataLoader([1, 2], batch_sampler=GlobalBatchSampler(2, 1), padded=True)
     with pytest.raises(UsageError, match="go with batch_size"):
         DataLoader([1, 2], batch_sampler=GlobalBatchSampler(2, 1), cost=[1, 2])
 

@@ -229,7 +229,7 @@ def test_the_configuration_travels_to_the_ranks() -> None:
 
 def measured(folder: Path, ranks: int, *options: str) -> tuple[str, list[dict[str, object]]]:
     arguments = ("bench", "collectives", "--nproc", str(ranks), "--json", "found.json", *options)
-    done = paceline(folder, *arguments, fork="all")
+    done = paceline(folder, *arguments, fork="all", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads((folder / "found.json").read_text())["rows"]
 
@@ -265,12 +265,13 @@ def test_one_rank_is_no_error_and_only_the_backends_asked_for_run(tmp_path: Path
 
 
 def test_ctrl_c_ends_it_and_its_ranks(tmp_path: Path) -> None:
-    with Running(tmp_path, "bench", "collectives", "--nproc", "2", "--sizes", "4,4M", "--rounds", "100000") as job:
+    options = ("--nproc", "2", "--sizes", "4,4M", "--rounds", "100000")
+    with Running(tmp_path, "bench", "collectives", *options, fork="all") as job:
         deadline = time.monotonic() + 60
         while len(family := job.family()) < 3:
             assert time.monotonic() < deadline
-            time.sleep(0.1)
-        time.sleep(2)
+            time.sleep(0.02)
+        time.sleep(1)
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 130
         assert job.stderr.splitlines()[-1] == "interrupted"

@@ -139,7 +139,7 @@ def test_a_damaged_box_and_one_of_another_version_are_said_so(path: Path) -> Non
     with pytest.raises(ValueError, match="version 99"):
         read_box(path)
     path.write_bytes(b"")
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match="greater than file size"):
         read_box(path)
 
 
@@ -177,10 +177,8 @@ def test_waits_inside_other_phases_give_way_to_them_again(path: Path) -> None:
     with log.span("backward"), log.span("launch", 3):
         look()
     look()
-    expected = "collective forward bucket_wait:0 bucket_wait:1 collective wait backward loop".split()
-    assert [f"{phase}:{bucket}" if bucket is not None else phase for phase, bucket in seen] == [
-        entry.replace("_", " ") for entry in expected
-    ]
+    expected = ["collective", "forward", "bucket wait:0", "bucket wait:1", "collective", "wait", "backward", "loop"]
+    assert [phase if bucket is None else f"{phase}:{bucket}" for phase, bucket in seen] == expected
 
 
 def test_a_phase_that_raised_does_not_come_back(path: Path) -> None:

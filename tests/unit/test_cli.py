@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import paceline
-from paceline import cli
+from paceline import cli, recipe_commands
 from paceline.errors import UsageError
 from paceline.launch import job as launching
 from paceline.launch.program import option
@@ -48,7 +48,7 @@ class Config:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[launching.Job]:
     """The jobs that would have been launched."""
     jobs: list[launching.Job] = []
-    monkeypatch.setattr(cli, "config_class", lambda recipe: Config)
+    monkeypatch.setattr(recipe_commands, "config_class", lambda recipe: Config)
     monkeypatch.setattr(launching, "launch", lambda job: jobs.append(job) or 0)
     return jobs
 
@@ -121,7 +121,7 @@ def test_a_recipes_options_are_the_fields_of_its_configuration(
     started: list[launching.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # They stood in cli.py by hand, so that a new field of a configuration was no option.
-    monkeypatch.setattr(cli, "config_class", lambda recipe: Grown)
+    monkeypatch.setattr(recipe_commands, "config_class", lambda recipe: Grown)
     assert run(monkeypatch, "train", "digits", "--help") == 0
     out = capsys.readouterr().out
     for text in ("--width", "FEATURES", "Features a layer. [default: 3]", "--no-shuffle", "--quiet"):
@@ -162,7 +162,10 @@ HELP = {
     "top": ([], ["run", "train", "--version"]),
     "train": (["train"], ["digits"]),
     "digits": (["train", "digits", "--help"], ["--batch-size", "--checkpoint-dir", "--nproc", "0.125"]),
-    "explain": (["explain", "--help"], ["ring", "halving-doubling", "bucket-overlap", "--ranks", "--out", ".svg"]),
+    "explain": (
+        ["explain", "--help"],
+        ["ring", "halving-doubling", "bucket-overlap", "workflow", "bubble", "reduce", "--ranks", "--out", ".svg"],
+    ),
     "run": (["run", "--help"], ["--nproc", "--timeout", "10 minutes", "--max-restarts", "--rdzv-endpoint", "loopback"]),
 }
 

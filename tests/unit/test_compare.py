@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from paceline.compare.bars import draw
 from paceline.compare.comparison import Row, compare_weights, figures, table_of
 from paceline.compare.modes import MODES, choose_modes, devices_of, ranks_of
+from paceline.compare.turn_taking import TURN, Place, Turns
 from paceline.errors import UsageError
 from processes import Running, paceline, script
 
@@ -50,7 +52,8 @@ def record(seconds: list[list[float]], rows: int = 8, batches: int = 1, **change
         }
         for rank, times in enumerate(seconds)
     ]
-    return {"ranks": ranks, "all_reduce_seconds": 0.5, **changes}
+    turns = -(-len(seconds[0]) // TURN)
+    return {"ranks": ranks, "all_reduce_seconds": [0.5] * turns, "wrappers": 1, **changes}
 
 
 def test_figures_are_those_of_the_slowest_rank_and_relative_to_one_device() -> None:
@@ -60,11 +63,54 @@ def test_figures_are_those_of_the_slowest_rank_and_relative_to_one_device() -> N
     assert (single.speedup, single.efficiency, single.all_reduce_share, single.waiting_share) == (1, 1, None, None)
     assert (row.seconds, row.seconds_per_batch, row.rows_per_batch) == (5, 2, 16)
     assert row.samples_per_second == 16 / 2
-    assert row.speedup == 1
-    assert row.efficiency == 0.5
-    assert row.all_reduce_share == pytest.approx(0.5 / 2)
+    assert row.turns == (1.5, 2), "of two steps each, by their slowest rank"
+    assert row.speedup == pytest.approx((2 / 1.5 + 4 / 2) / 2)
+    assert row.efficiency == pytest.approx(row.speedup / 2)
+    assert row.all_reduce_share == pytest.approx((0.5 / 1.5 + 0.5 / 2) / 2)
     assert row.waiting_share == pytest.approx(0.1 / 5), "of the rank that waits least: the others wait for it"
     assert (row.memory_bytes, row.replicas_identical) == (2000, True)
+
+
+def test_load_that_comes_and_goes_changes_no_ratio() -> None:
+    """The modes have it alike, in each round: here rounds take 1, 3 and 9 times as long."""
+    load = [slowness for slowness in (1.0, 9.0, 3.0) for _ in range(TURN)]
+    single = figures("single", record([load], rows=16), 2, None, "reference")
+    alone = [0.1 * slowness for slowness in (1.0, 9.0, 3.0)]
+    halved = [slowness / 2 for slowness in load]
+    row = figures("ddp", record([halved] * 2, all_reduce_seconds=alone), 2, single, "equal")
+    assert (single.turns, row.turns) == ((1, 9, 3), (0.5, 4.5, 1.5))
+    assert (row.speedup, row.efficiency) == (2, 1)
+    assert row.all_reduce_share == pytest.approx(0.2)
+    # Even where a mode's own median is of another round than that of the mode single.
+    disturbed = [1.0] * TURN + halved[TURN:]
+    assert figures("ddp", record([disturbed] * 2), 2, single, "equal").speedup == 2
+
+
+def test_turns_of_modes_follow_each_other_and_their_ranks_share_them(tmp_path: Path) -> None:
+    file = tmp_path / "turns"
+    file.touch()
+    counts, rounds = [1, 3, 2], 3
+    events: list[tuple[str, int]] = []
+
+    def rank(mode: int) -> None:
+        turns = Turns(Place(str(file), sum(counts[:mode]), sum(counts)))
+        events.append(("warm", mode))
+        turns.end()
+        for _ in range(rounds):
+            turns.take()
+            events.append(("take", mode))
+            events.append(("end", mode))
+            turns.end()
+
+    threads = [threading.Thread(target=rank, args=(mode,)) for mode, count in enumerate(counts) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    warm_up = sum(counts)
+    assert sorted(events[:warm_up]) == [("warm", mode) for mode, count in enumerate(counts) for _ in range(count)]
+    of_a_round = [mode for mode, count in enumerate(counts) for _ in range(2 * count)]
+    assert [mode for _, mode in events[warm_up:]] == rounds * of_a_round
 
 
 def test_accumulation_halves_the_share_of_the_all_reduce() -> None:
@@ -145,7 +191,7 @@ def test_mistakes_are_one_line_before_anything_runs(tmp_path: Path, arguments: l
 def test_a_script_is_compared_in_all_its_modes_with_equal_weights(tmp_path: Path) -> None:
     name = script(tmp_path, SCRIPT)
     options = ["--nproc", "2", "--steps", "4", "--json", "out.json", "--plot", "out.svg"]
-    done = paceline(tmp_path, "compare", *options, name, "8", fork="all")
+    done = paceline(tmp_path, "compare", *options, name, "8", fork="all", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     outcome = json.loads((tmp_path / "out.json").read_text())
     modes = {row["mode"]: row for row in outcome["modes"]}
@@ -176,6 +222,105 @@ def test_a_program_that_takes_too_few_steps_says_how_many(tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr
 
 
+GAN = """
+import os, sys
+import torch
+from torch import nn
+import paceline
+from paceline import DistributedDataParallel
+
+with paceline.init() as world:
+    torch.manual_seed(int(os.environ.get("SEED", "0")) * world.size)
+    generator = DistributedDataParallel(nn.Linear(3, 4).double())
+    torch.manual_seed(1)
+    critic = DistributedDataParallel(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double())
+    makers = torch.optim.SGD(generator.parameters(), lr=0.1)
+    critics = torch.optim.SGD(critic.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(200, 4).double(), torch.randn(200, 3).double())
+    every, limit = int(sys.argv[1]), int(sys.argv[2])
+    for number, (real, noise) in enumerate(paceline.data.DataLoader(data, batch_size=8)):
+        if number == limit:
+            break
+        (critic(generator(noise).detach()) - critic(real)).mean().backward()
+        critics.step()
+        critics.zero_grad()
+        if number % every == every - 1:
+            (-critic(generator(noise))).mean().backward()
+            makers.step()
+            makers.zero_grad()
+            critics.zero_grad()
+"""
+
+
+def test_two_wrapped_models_are_measured_together_and_both_compared(tmp_path: Path) -> None:
+    """The figures were those of the model whose forward came last."""
+    options = ["--nproc", "2", "--steps", "5", "--json", "out.json"]
+    done = paceline(tmp_path, "compare", *options, script(tmp_path, GAN), "1", "20", fork="all")
+    assert done.returncode == 0, done.stderr
+    assert "wraps 2 models" in done.stdout
+    modes = {row["mode"]: row for row in json.loads((tmp_path / "out.json").read_text())["modes"]}
+    assert {row["wrappers"] for row in modes.values()} == {2}
+    assert {row["rows_per_batch"] for row in modes.values()} == {8}
+    assert all(row["replicas_identical"] for row in modes.values())
+    for row in list(modes.values())[1:]:
+        assert row["weights"] == "equal" or float(row["weights"].removeprefix("differ by ")) < 1e-12
+
+
+def test_a_difference_of_the_model_that_was_wrapped_first_is_seen(tmp_path: Path) -> None:
+    options = ["--nproc", "2", "--steps", "2", "--modes", "single,ddp", "--json", "out.json"]
+    done = paceline(tmp_path, "compare", *options, script(tmp_path, GAN), "1", "20", fork="all", SEED="7")
+    assert done.returncode == 0, done.stderr
+    said = json.loads((tmp_path / "out.json").read_text())["modes"][1]["weights"]
+    assert float(said.removeprefix("differ by ")) > 1e-3
+
+
+def test_a_step_is_one_of_the_optimizer_that_came_last(tmp_path: Path) -> None:
+    """So it holds all optimizers' work, where one of them steps every second time: nine batches hold four such steps,
+    before the first of which two of the other optimizer were counted."""
+    options = ["--nproc", "2", "--steps", "4", "--modes", "ddp"]
+    done = paceline(tmp_path, "compare", *options, script(tmp_path, GAN), "2", "9", fork="all")
+    assert done.returncode == 2
+    assert "took 6 optimizer steps" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("raise RuntimeError('no luck')", 1, "RuntimeError: no luck"),
+        ("sys.exit(3)", 1, "exit code 3"),
+        ("sys.exit(0)", 2, "took 2 optimizer steps"),
+        ("import os; os._exit(0)", 1, "mode ddp ended with exit code 1"),
+    ],
+)
+def test_a_mode_that_fails_ends_those_that_wait_for_their_turns(
+    tmp_path: Path, line: str, code: int, message: str
+) -> None:
+    text = SCRIPT.replace(
+        "for x, y in paceline.data.DataLoader", "for step, (x, y) in enumerate(paceline.data.DataLoader"
+    )
+    text = text.replace("1])):", "1]))):").replace(
+        "        with model.weight", f"        if world.size == 2 and step == 2: {line}\n        with model.weight"
+    )
+    name = script(tmp_path, text)
+    done = paceline(tmp_path, "compare", "--nproc", "2", "--modes", "single,ddp", "--steps", "4", name, "8", fork="all")
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert f"mode ddp ended with exit code {code}; to compare the others, give --modes single" in done.stderr
+    assert "interrupted" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_one_by_one_modes_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    text = SCRIPT.replace("    torch.manual_seed(0)", "    print(world.size, file=open('order', 'a'))")
+    options = ["--nproc", "2", "--steps", "2", "--modes", "ddp,single", "--one-by-one", "--json", "out.json"]
+    done = paceline(tmp_path, "compare", *options, script(tmp_path, text), "8", fork="all")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "order").read_text().split() == ["2", "2", "1"]
+    rows = json.loads((tmp_path / "out.json").read_text())["modes"]
+    assert [row["mode"] for row in rows] == ["ddp", "single"]
+    assert rows[0]["speedup"] > 0, "also where the mode single is not the first"
+
+
 def test_a_batch_without_samples_for_a_rank_is_a_step_of_it_too(tmp_path: Path) -> None:
     old = SCRIPT[SCRIPT.index("    for x, y in") : SCRIPT.index("        optimizer.step")]
     new = """
@@ -196,7 +341,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
     text = SCRIPT.replace(
         "    for x, y in", "    open('ready', 'w').close(); import time; time.sleep(100)\n    for x, y in"
     )
-    arguments = ["--nproc", "2", "--modes", "ddp", script(tmp_path, text), "8"]
+    arguments = ["--nproc", "2", "--modes", "single,ddp", script(tmp_path, text), "8"]
     with Running(tmp_path, "compare", *arguments, fork="all") as job:
         job.wait_for("ready")
         job.process.send_signal(signal.SIGINT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from forked import REAL_END
 from processes import paceline, script
 
 SHORT = """
@@ -31,7 +32,7 @@ dist.destroy_process_group()
 
 def test_threads_of_the_wrappers_own_gloo_group_end_before_the_interpreter_does(tmp_path: Path) -> None:
     """One that let go of a tensor while the interpreter ended aborted the rank, after a training that went well."""
-    ended = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, SHORT))
+    ended = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, SHORT), fork="all", **{REAL_END: "1"})
     assert ended.returncode == 0, ended.stderr
     for rank in range(2):
         before, at_exit = map(int, (tmp_path / f"runners-{rank}").read_text().split())

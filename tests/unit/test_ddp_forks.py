@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from forked import REAL_END
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CommunicationError
 from paceline.world import World
@@ -238,5 +239,5 @@ if not ended[0]:
 assert ended == (child, 0), ended
 model(torch.ones(2, 3)).sum().backward()
 """
-    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, text))
+    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, text), fork="all", **{REAL_END: "1"})
     assert done.returncode == 0, done.stderr

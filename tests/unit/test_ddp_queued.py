@@ -111,9 +111,10 @@ class Log:
                 self.notes.append(("wait", self._launched.pop(id(launched))))
             wait(this, launched, what)
 
-        def scales(this: Any, bucket: Any, notes: Any) -> None:
-            self.note("scale", bucket.flat)
-            scale(this, bucket, notes)
+        def scales(this: Any, buckets: Any, notes: Any) -> None:
+            for bucket in buckets:
+                self.note("scale", bucket.flat)
+            scale(this, buckets, notes)
 
         def publishes(this: Any, *arguments: Any) -> None:
             self.notes += [("publish", at) for at in self.buckets.values()]
@@ -182,9 +183,9 @@ def passes(world: World, weighted: bool) -> list[Any]:
     factors: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         Log().record(patch)
-        plain_copy, plain_multiply = backward.copy_scaled, Tensor.mul_
+        plain_copy, plain_multiply = backward.copy_scaled, finisher.multiply_each
         patch.setattr(backward, "copy_scaled", lambda t, s, f: factors.append(("copy", f)) or plain_copy(t, s, f))
-        patch.setattr(Tensor, "mul_", lambda t, f: factors.append(("pass", f)) or plain_multiply(t, f))
+        patch.setattr(finisher, "multiply_each", lambda t, f: factors.append(("pass", f)) or plain_multiply(t, f))
         with model.weight(2.0) if weighted else nullcontext():
             model(torch.ones(2, 20)).sum().backward()
     return factors

@@ -173,7 +173,7 @@ def test_words_stay_as_large_as_they_are_drawn_in_any_window(
     width: int, ranks: int, scrolls: bool, tmp_path: Path
 ) -> None:
     # The picture shrank with the window: 16 ranks on a phone had words of two pixels.
-    [seen] = run_in_page(page(scenes("ring", ranks)), LEGIBLE, tmp_path, f"--window-size={width},900")
+    [seen] = run_in_page(page(scenes("ring", ranks)), LEGIBLE, tmp_path, f"--window-size={width},900", milliseconds=500)
     assert seen.pop("smallest") >= 12
     assert seen == {"overlapping": 0, "whole": True, "scrolls": scrolls}
 

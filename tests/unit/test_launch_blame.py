@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import REAL_END
 from paceline.launch import agent
 from paceline.launch.job import Job, launch
 from processes import Running, paceline, script
@@ -59,8 +60,9 @@ DEATHS = {
 def test_the_dead_rank_is_named_last_and_at_most_one_traceback_is_shown(
     case: tuple[str, str, str], headline: str, tmp_path: Path
 ) -> None:
-    fork = "launcher" if case[2] == "exit0" else "all"  # where the interpreter ends as it should, it is a real one
-    done = paceline(tmp_path, "run", "--nproc", "3", "--timeout", "60", script(tmp_path, DYING), *case, fork=fork)
+    ending = {REAL_END: "1"} if case[2] == "exit0" else {}
+    arguments = ("--nproc", "3", "--timeout", "60", script(tmp_path, DYING), *case)
+    done = paceline(tmp_path, "run", *arguments, fork="all", **ending)
     lines = done.stderr.splitlines()
     assert done.returncode == 1
     assert lines[-1].startswith(f"error: {headline}"), done.stderr

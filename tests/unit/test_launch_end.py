@@ -51,7 +51,7 @@ def listening(pids: list[int]) -> list[str]:
 
 def test_nothing_listens_beyond_loopback_and_sigkill_of_the_launcher_ends_blocked_ranks(tmp_path: Path) -> None:
     name = script(tmp_path, BLOCKED)
-    with Running(tmp_path, "run", "--nproc", "2", name, fork="nothing") as job:
+    with Running(tmp_path, "run", "--nproc", "2", name, fork="all") as job:
         job.wait_for(*READY)
         family = job.family()
         assert len(family) == 3
@@ -73,6 +73,15 @@ def test_ctrl_c_ends_stubborn_ranks_within_two_seconds_with_code_130(tmp_path: P
         assert gone_after(ranks, 10) < 2 + SLACK_S
         assert job.wait() == 130
         assert job.stderr == "interrupted\n"
+
+
+def test_sigkill_of_the_launcher_ends_ranks_that_heed_no_other_signal(tmp_path: Path) -> None:
+    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, STUBBORN)) as job:
+        job.wait_for(*READY)
+        ranks = job.family()[1:]
+        assert len(ranks) == 2
+        job.process.kill()
+        gone_after(ranks, 5 + SLACK_S)
 
 
 def test_sigterm_is_passed_on_and_waited_for_and_a_second_one_forces(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_usage_error_on_one_rank_ends_the_others_at_once(tmp_path: Path) -> No
 
 def test_a_rank_without_launcher_prints_its_own_error(tmp_path: Path) -> None:
     name = script(tmp_path, SCRIPT)
-    done = paceline(tmp_path, "usage", "0", program=(name,))
+    done = paceline(tmp_path, "usage", "0", program=(name,), fork="all")
     assert (done.returncode, done.stderr) == (2, "error: lr=-1.0 is negative; give a positive number\n")
     done = paceline(tmp_path, "exit", program=(name,), fork="all")
     assert (done.returncode, done.stderr) == (1, "enough\n")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -70,22 +68,17 @@ def test_the_users_own_settings_win(tmp_path: Path) -> None:
 def test_a_plain_script_runs_under_paceline_and_torchrun_alike(tmp_path: Path, launcher: str) -> None:
     name = script(tmp_path, ALL_REDUCE)
     if launcher == "paceline":
-        done = paceline(tmp_path, "run", "--nproc_per_node=2", name)
-        assert done.returncode == 0, done.stderr
+        done = paceline(tmp_path, "run", "--nproc_per_node=2", name, fork="all")
     else:
-        subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", name],
-            cwd=tmp_path,
-            env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
-            timeout=90,
-            check=True,
-        )
+        program = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+        done = paceline(tmp_path, name, program=program, fork="all", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["[3.0, 3.0, 3.0, 3.0]"] * 2
 
 
 def test_the_cause_is_named_with_its_traceback_not_the_peer_that_lost_its_connection(tmp_path: Path) -> None:
     name = script(tmp_path, ALL_REDUCE)
-    done = paceline(tmp_path, "run", "--nproc", "2", name, "fail")
+    done = paceline(tmp_path, "run", "--nproc", "2", name, "fail", fork="all")
     assert done.returncode == 1
     shown, _, head = done.stderr.partition("error: ")
     # Without an exit code if the rank was still on its way out when the launcher ended it, on a busy machine.
@@ -127,7 +120,7 @@ def test_a_restart_gets_a_fresh_store_and_can_succeed(tmp_path: Path) -> None:
         "store.set('mark', 'set')\n"
         "sys.exit(3 if life == '0' else 0)\n",
     )
-    done = paceline(tmp_path, "run", "--max-restarts", "2", name)
+    done = paceline(tmp_path, "run", "--max-restarts", "2", name, fork="all")
     assert done.returncode == 0
     assert done.stderr == "rank 0 failed first (exit code 3); starting all ranks again (restart 1 of 2)\n"
     (port, had), (new_port, has) = ((tmp_path / f"life-{life}").read_text().split() for life in range(2))

@@ -241,9 +241,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     return folder
 
 
-def test_a_model_of_hugging_face_trains_and_writes_with_its_own_tokenizer(pools: Pools, text: Path, llama: str) -> None:
-    options = {"epochs": 3, "batch_size": 8, "context": 16, "warmup_steps": 0, "sample": 0}
-    config = LmConfig(data=str(text), model=llama, model_lr=0.02, **options)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_of_hugging_face_trains_and_writes_with_its_own_tokenizer(
+    pools: Pools, text: Path, llama: str, dtype: str
+) -> None:
+    options: dict[str, Any] = {"epochs": 3, "batch_size": 8, "context": 16, "warmup_steps": 0, "sample": 0}
+    config = LmConfig(data=str(text), model=llama, model_lr=0.02, model_dtype=dtype, **options)
     config.check()
     (report, sample), _ = pools.run(2, trained, config)
     assert report["replicas_identical"]

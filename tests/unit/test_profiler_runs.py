@@ -92,7 +92,7 @@ def test_parts_add_up_to_the_measured_steps(tmp_path: Path) -> None:
     for record in read_ranks(tmp_path):
         for step in record.steps:
             assert sum(step.seconds.values()) == pytest.approx(step.length, rel=0.01)
-        assert record.loaders_seen and record.wrapper == "paceline" and not record.ended
+        assert (record.loaders_seen, record.wrapper, record.ended) == (True, "paceline", "")
         assert [step.number for step in record.steps] == list(range(30))
         assert record.memory["optimizer"] > record.memory["parameters"]
 
@@ -114,7 +114,7 @@ def alone(world: World, folder: Path) -> None:
 def test_a_world_of_one_has_steps_and_nobody_to_wait_for(tmp_path: Path) -> None:
     run_ranks(1, alone, tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == 5 and summary["bubble_share"] == 0 and summary["straggler_rank"] is None
+    assert (summary["steps"], summary["bubble_share"], summary["straggler_rank"]) == (5, 0, None)
 
 
 def accumulating(world: World, folder: Path) -> None:

@@ -84,14 +84,18 @@ def stay_away(world: World, prepare: Callable[..., Callable[[], Any]], folder: s
     """Rank 2 does not come; what the others are told, and it comes in time."""
     call = prepare(impatient(), folder)
     dist.barrier()
+    told = [Path(folder, f"told-{rank}") for rank in range(world.size) if rank != ABSENT]
     if world.rank == ABSENT:
-        time.sleep(PATIENCE_S + 1.5)  # alive, and elsewhere
+        deadline = time.monotonic() + PATIENCE_S + 10
+        while not all(file.exists() for file in told) and time.monotonic() < deadline:
+            time.sleep(0.02)  # alive, and elsewhere
         return ""
     start = time.monotonic()
     with pytest.raises(CommunicationError) as caught:
         call()
     assert time.monotonic() - start < PATIENCE_S + 8, "later than the timeout, also for a machine that is busy"
     assert caught.value.blamed == (ABSENT,)
+    told[world.rank].touch()
     return str(caught.value)
 
 

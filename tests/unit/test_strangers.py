@@ -290,7 +290,7 @@ BOGUS = {
 
 @needs_root
 def test_a_stranger_who_writes_every_key_of_the_store_changes_nothing_under_our_launcher(tmp_path: Path) -> None:
-    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAINING)) as job:
+    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAINING), fork="all") as job:
         job.wait_for("port-0", "port-1")
         with Stranger(store_write, int((tmp_path / "port-0").read_text()), BOGUS, True) as stranger:
             assert stranger.hear()

@@ -644,6 +644,13 @@ def _() -> None:
 # -- optimizers, modules, data ----------------------------------------------------------------------------------------
 
 
+@contract("torch.utils.data.dataloader._BaseDataLoaderIter")
+def _() -> None:
+    iterator = iter(DataLoader([1, 2]))
+    assert isinstance(iterator, data.BatchIterator)
+    assert type(iterator).__next__ is data.BatchIterator.__next__
+
+
 @contract("GradScaler._per_optimizer_states")
 def _() -> None:
     parameter = nn.Parameter(torch.ones(2))

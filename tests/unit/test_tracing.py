@@ -51,7 +51,8 @@ def recorded(world: World, folder: Path) -> tuple[list[Span], int]:
 def test_a_step_is_recorded_from_its_batch_to_its_checkpoint(tmp_path: Path) -> None:
     for spans, off in run_ranks(2, recorded, tmp_path):
         assert off == 0
-        one = [span for span in spans if span.label != "data wait"]
+        # A wait, and a bucket's own sum, are inside the spans of its steps.
+        one = [span for span in spans if span.label not in ("data wait", "collective", "reduce")]
         labels = [span.label for span in sorted(one, key=lambda span: span.start)]
         step = [
             "forward",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import resource
-import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from paceline.errors import UsageError
 from paceline.nn import SyncBatchNorm
 from paceline.train.memory_fit import find_accumulation, is_out_of_memory, next_divisor
 from paceline.world import World
+from processes import paceline
 from twins import Pools
 
 
@@ -93,22 +94,24 @@ REAL = """
 import resource, torch
 from paceline.train.memory_fit import find_accumulation
 from torch import nn
-model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU())
-model(torch.zeros(1, 1024)).sum().backward()
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+model(torch.zeros(1, 64)).sum().backward()
 limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + 400 * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 loss = lambda model, x: (model(x).square().sum(), len(x))
-print(find_accumulation(model, loss, lambda rows: torch.ones(rows, 1024), 2**18))
+print(find_accumulation(model, loss, lambda rows: torch.ones(rows, 64), 2**22))
 """
 
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS") or sys.platform != "linux", reason="needs a limit of memory")
-def test_a_cpu_that_really_has_no_memory_left_is_recognised() -> None:
-    done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, timeout=120, check=False)
+def test_a_cpu_that_really_has_no_memory_left_is_recognised(tmp_path: Path) -> None:
+    done = paceline(tmp_path, program=("-c", REAL), fork="all", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     *notes, found = done.stdout.splitlines()
     assert int(found) >= 8, "a layer's output of the whole batch alone takes 1 GiB"
-    assert notes[0].startswith("out of memory on rank 0 with 262144 samples; the global batch of 262144 is cut into 2")
+    assert notes[0].startswith(
+        "out of memory on rank 0 with 4194304 samples; the global batch of 4194304 is cut into 2"
+    )
 
 
 def test_only_errors_of_memory_count() -> None:

@@ -82,14 +82,15 @@ def test_a_line_of_metrics_after_a_resume_is_that_of_the_undisturbed_run(
     pools: Pools, tmp_path: Path, size: int
 ) -> None:
     # The first line after a resume averaged only what came since, and so did the epoch's mean.
-    run = Run(config(tmp_path / "whole", metrics_file=str(tmp_path / "whole" / "m"), log_every=4), dropout=0.2)
+    options: dict[str, Any] = {"epochs": 2, "log_every": 4}
+    run = Run(config(tmp_path / "whole", metrics_file=str(tmp_path / "whole" / "m"), **options), dropout=0.2)
     pools.run(size, train, run)
     for step in (3, 5, STEPS, STEPS + 1):
         folder = tmp_path / str(step)
         interrupted(
             pools,
             size,
-            replace(run, config=config(folder, metrics_file=str(folder / "metrics.jsonl"), log_every=4)),
+            replace(run, config=config(folder, metrics_file=str(folder / "metrics.jsonl"), **options)),
             step,
         )
         assert (folder / "metrics.jsonl").read_text() == (tmp_path / "whole" / "m").read_text()

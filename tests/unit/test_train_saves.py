@@ -82,7 +82,7 @@ def test_a_recipe_whose_end_is_not_saved_reports_its_result_and_fails(tmp_path: 
     options = ("--epochs", "1", "--checkpoint-dir", "runs", "--checkpoint-every", "20", "--json", "report.json")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "step-00000045").write_text("in the way")
-    done = paceline(tmp_path, "train", "digits", "--nproc", "1", *options, fork="all")
+    done = paceline(tmp_path, "train", "digits", "--nproc", "1", *options, fork="all", OMP_NUM_THREADS="1")
     assert done.returncode == 1, done.stderr
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 45
     assert "training has ended at step 45, but that step is not saved in runs" in done.stderr

@@ -8,7 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from paceline.errors import WorldError
+from forked import call
+from paceline.errors import UsageError, WorldError
 from paceline.world import World, current, init
 from ranks import run_ranks
 
@@ -70,15 +71,14 @@ world.close()
     assert (done.returncode, done.stdout) == (0, "0 1 0 1 0 cpu True\n"), done.stderr
 
 
+def refused(backend: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        init(backend)
+    return str(caught.value)
+
+
 def test_an_unknown_backend_is_a_world_error() -> None:
-    code = """
-import paceline
-try:
-    paceline.init("carrier-pigeon")
-except paceline.UsageError as error:
-    print(error)
-"""
-    assert python(code).stdout.startswith("backend 'carrier-pigeon' ")
+    assert call(refused, "carrier-pigeon").startswith("backend 'carrier-pigeon' ")
 
 
 def seen(world: World) -> tuple[World, str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,9 @@ class Encoder:
             return {kind.__name__: self._dict(value, name, path, depth)}
         return _plain(value, path)
 
-    def _all(self, values: Iterable[Any], name: str, path: str, depth: int) -> list[Any]:
+    def _all(self, values: Sequence[Any], name: str, path: str, depth: int) -> list[Any]:
+        if depth < DEPTH and all(type(value) is int and value.bit_length() < 64 for value in values):
+            return list(values)  # a generator's state has hundreds, in every save
         return [
             self._encode(value, _join(name, index), f"{path}[{index}]", depth + 1) for index, value in enumerate(values)
         ]

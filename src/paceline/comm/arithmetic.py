@@ -21,6 +21,7 @@ _COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
+_CODES = {op: code for code, op in enumerate(_COMBINE)}
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 """torch adds and multiplies bool as Gloo does: or, and."""
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -39,7 +40,7 @@ def supports(op: ReduceOp.RedOpType, dtype: torch.dtype) -> bool:
 
 def code_of(op: ReduceOp.RedOpType) -> int:
     """Return a number for the reduction, the same on every rank."""
-    return list(_COMBINE).index(op)
+    return _CODES[op]
 
 
 def name_of(code: int) -> str:
@@ -55,23 +56,37 @@ def reduce_into(
 
     All are flat, of one dtype and length; results may be the parts themselves.
     """
-    combine = _COMBINE[op]
     count, dtype = parts[0].numel(), parts[0].dtype
     length = max(1, PIECE_BYTES // dtype.itemsize)
-    scratch = torch.empty(min(length, count) if len(parts) > 2 else 0, dtype=dtype, device="cpu")
+    scratch = torch.empty(min(length, count), dtype=dtype, device="cpu") if len(parts) > 2 else None
+    if count <= length:  # one piece, to be had without a slice of every tensor
+        _reduce_piece(results, parts, scratch, op, scale)
+        return
     for start in range(0, count, length):
         piece = slice(start, min(start + length, count))
-        target = results[0][piece]  # may be one of the parts, so it is written to when all have been read
-        if len(parts) == 1:
-            target.copy_(parts[0][piece])
-        total = parts[0][piece]
-        for number, part in enumerate(parts[1:], start=2):
-            out = target if number == len(parts) else scratch[: piece.stop - start]
-            total = combine(total, part[piece], out=out)
-        if scale is not None:
-            target.mul_(scale)
-        for result in results[1:]:
-            result[piece].copy_(target)
+        out = scratch[: piece.stop - start] if scratch is not None else None
+        _reduce_piece([result[piece] for result in results], [part[piece] for part in parts], out, op, scale)
+
+
+def _reduce_piece(
+    results: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    scratch: Tensor | None,
+    op: ReduceOp.RedOpType,
+    scale: float | None,
+) -> None:
+    combine, target = _COMBINE[op], results[0]
+    if len(parts) == 1:
+        target.copy_(parts[0])
+    total = parts[0]
+    for part in parts[1:-1]:
+        total = combine(total, part, out=scratch)
+    if len(parts) > 1:  # the target may be one of the parts, so it is written to when all have been read
+        combine(total, parts[-1], out=target)
+    if scale is not None:
+        target.mul_(scale)
+    for result in results[1:]:
+        result.copy_(target)
 
 
 def share(count: int, place: int, places: int, align: int = 16) -> slice:

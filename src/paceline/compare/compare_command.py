@@ -1,4 +1,4 @@
-"""``paceline compare``: runs a program in several ways, one after the other, and lays the figures side by side."""
+"""``paceline compare``: runs a program in several ways that take turns, and lays the figures side by side."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 
 from rich.console import Console
 from safetensors.torch import load_file
+from torch import Tensor
 
 from paceline.compare.bars import draw
 from paceline.compare.comparison import Row, as_json, compare_weights, figures, table_of
 from paceline.compare.modes import MODES, Mode, Run, choose_modes, devices_of, ranks_of
+from paceline.compare.turn_taking import Place
 from paceline.errors import UsageError
 from paceline.launch.program import ProgramConfig
 from paceline.output_files import check_file, write_file
@@ -60,6 +62,8 @@ class Comparison:
     steps: int
     json: str | None
     plot: str | None
+    one_by_one: bool = False
+    """Whether each mode ends before the next one starts."""
 
     def check(self, target: Target, nproc: int) -> list[str]:
         """Return the names of the modes.
@@ -80,7 +84,7 @@ class Comparison:
 
 
 def compare(target: Target, settings: Comparison, nproc: int) -> int:
-    """Run every mode, print the table and write the files; returns the exit code of a mode that failed, or 0.
+    """Run all modes, print the table and write the files; returns the exit code of the mode that failed first, or 0.
 
     Raises:
         UsageError: for a mistake in `settings` or `target`.
@@ -89,46 +93,63 @@ def compare(target: Target, settings: Comparison, nproc: int) -> int:
 
     names = settings.check(target, nproc)
     threads = max(1, cores() // nproc)
-    rows: list[Row] = []
-    code = 0
+    records: list[dict[str, Any]] = []
+    weights: list[dict[str, Tensor]] = []
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="paceline-compare-") as folder:
-        reference: dict[str, Any] | None = None
-        for number, name in enumerate(names):
-            record = Path(folder) / f"{name}.json"
-            console.print(f"{number + 1}/{len(names)} {name}: {MODES[name].summary} …", highlight=False)
-            if code := _run_mode(target, name, settings.steps, nproc, threads, record):
-                print(f"mode {name} ended with exit code {code}", file=sys.stderr)
-                break
-            weights = load_file(f"{record}.safetensors")
-            Path(f"{record}.safetensors").unlink()
-            same_steps = MODES[name].accumulate == MODES[names[0]].accumulate
-            said = compare_weights(reference or weights, weights) if same_steps else "fewer steps"
-            if number == 0:
-                reference, said = weights, "reference"
-            single = next((row for row in rows if row.mode == "single"), None)
-            rows.append(figures(name, json.loads(record.read_text("utf-8")), nproc, single, said))
-    if not rows:
-        return code
+        for together in [[name] for name in names] if settings.one_by_one else [names]:
+            for name in together:
+                console.print(f"{names.index(name) + 1}/{len(names)} {name}: {MODES[name].summary}", highlight=False)
+            if code := _run_modes(target, together, settings.steps, nproc, threads, Path(folder)):
+                return code
+            for name in together:
+                records.append(json.loads((Path(folder) / f"{name}.json").read_text("utf-8")))
+                weights.append(load_file(Path(folder) / f"{name}.json.safetensors"))
+    rows = _rows(names, records, weights, nproc)
     title = Path(target.name).name
     print_table(table_of(rows, title, threads))
     outcome = {"target": title, "threads": threads, "modes": as_json(rows)}
     write_file("--json", settings.json, json.dumps(outcome, indent=2) + "\n")
     write_file("--plot", settings.plot, draw(rows, title))
-    return code
+    return 0
 
 
-def _run_mode(target: Target, name: str, steps: int, nproc: int, threads: int, record: Path) -> int:
-    """Run the program in one mode; returns the exit code."""
-    from paceline.launch import job
+def _rows(names: list[str], records: list[dict[str, Any]], weights: list[dict[str, Tensor]], nproc: int) -> list[Row]:
+    """Return the rows of all modes; weights are compared with those of the first one."""
+    rows: dict[str, Row] = {}
+    # First of all the one that speed-ups are relative to.
+    for name in sorted(names, key=lambda name: name != "single"):
+        said, at = "reference", names.index(name)
+        if at > 0:
+            is_alike = MODES[name].accumulate == MODES[names[0]].accumulate
+            said = compare_weights(weights[0], weights[at]) if is_alike else "fewer steps"
+        rows[name] = figures(name, records[at], nproc, rows.get("single"), said)
+    return [rows[name] for name in names]
 
-    mode = MODES[name]
+
+def _run_modes(target: Target, names: list[str], steps: int, nproc: int, threads: int, folder: Path) -> int:
+    """Run the program in several modes that take turns; returns the exit code of the first to fail, or 0."""
+    from paceline.launch.job import Job
+    from paceline.launch.launch_together import launch_together
+
+    turns = folder / "turns"
+    turns.write_bytes(b"")
+    counts = [ranks_of(MODES[name], nproc) for name in names]
     recipe = None if target.config is None else target.name
-    run = Run(mode.wrapper, devices_of(name, nproc), steps, str(record), recipe, target.arguments_for(mode))
-    command = [sys.executable, "-u", "-m", "paceline.compare", run.to_json()]
-    environment = {"OMP_NUM_THREADS": str(threads)}  # a device has as many in every mode
-    code = job.launch(job.Job(command, ranks_of(mode, nproc), env=environment))
-    if code == 0 and not record.is_file():
-        print(f"mode {name} measured nothing: the program ended its process by itself", file=sys.stderr)
-        return 1
+    jobs = {}
+    for number, name in enumerate(names):
+        mode = MODES[name]
+        place = Place(str(turns), sum(counts[:number]), sum(counts))
+        record, arguments = str(folder / f"{name}.json"), target.arguments_for(mode)
+        run = Run(mode.wrapper, devices_of(name, nproc), steps, record, recipe, arguments, place)
+        command = [sys.executable, "-u", "-m", "paceline.compare", run.to_json()]
+        # A device has as many threads in every mode.
+        jobs[name] = Job(command, counts[number], env={"OMP_NUM_THREADS": str(threads)})
+    code, failed = launch_together(jobs, lambda name: (folder / f"{name}.json").is_file())
+    if failed:
+        others = ",".join(name for name in names if name != failed)
+        remedy = f"; to compare the others, give --modes {others}" if others else ""
+        if others and code == 1:
+            remedy += "; if memory ran out, give --one-by-one"
+        print(f"mode {failed} ended with exit code {code}{remedy}", file=sys.stderr)
     return code

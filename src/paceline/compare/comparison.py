@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from paceline.compare.modes import MODES, devices_of
+from paceline.compare.turn_taking import TURN
 from paceline.explain.scene import counted
 
 
@@ -26,17 +27,20 @@ class Row:
     seconds: float
     """Time of all timed steps together."""
     seconds_per_batch: float
-    """Median; a batch is the loader's global batch."""
+    """Median; a batch is the loader's global batch, and a whole step where a program has several wrapped models."""
+    turns: tuple[float, ...]
+    """The same for each turn."""
     samples_per_second: float | None
     """Over all devices; None where the model's inputs hold no tensor."""
     rows_per_batch: float | None
     """Samples of a batch, over all devices."""
     speedup: float | None
-    """Throughput relative to the mode ``single``; None where that did not run."""
+    """Throughput relative to the mode ``single``, median over the turns; None where that did not run."""
     efficiency: float | None
     """Throughput divided by that of ``single`` and by the devices."""
     all_reduce_share: float | None
-    """Time that all-reducing the gradients takes by itself, per step, divided by the time of a step."""
+    """Time that all-reducing the gradients takes by itself, per step, divided by the time of a step; median over the
+    turns."""
     waiting_share: float | None
     """Time that the rank which waits least waits for communication, divided by the time of a step; None where nobody
     counts it."""
@@ -46,6 +50,8 @@ class Row:
     """Whether all ranks ended with the same bits."""
     weights: str
     """How the weights compare with those of the first mode."""
+    wrappers: int
+    """Models that the program wraps."""
 
 
 def figures(name: str, record: Mapping[str, Any], nproc: int, single: Row | None, weights: str) -> Row:
@@ -61,33 +67,42 @@ def figures(name: str, record: Mapping[str, Any], nproc: int, single: Row | None
     ranks, mode = record["ranks"], MODES[name]
     steps = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
     batches = [max(counts) for counts in zip(*(rank["batches"] for rank in ranks), strict=True)]
+    # By medians, as an evaluation or a checkpoint may lie between two steps.
+    in_turns = median_of_turns(time / count for time, count in zip(steps, batches, strict=True))
     per_batch = median(time / count for time, count in zip(steps, batches, strict=True))
-    rows = sum(sum(rank["rows"]) for rank in ranks)
-    # By the median, as an evaluation or a checkpoint may lie between two steps.
-    rate = rows / sum(batches) / per_batch if rows else None
+    rows = sum(sum(rank["rows"]) for rank in ranks) / sum(batches) or None
     devices = devices_of(name, nproc)
     waits = mode.wrapper == "paceline" and len(ranks) > 1
-    # Of batches, where rows are not known: then all modes' batches are taken for equal.
     gain = None
     if single is not None:
-        known = rate is not None and single.samples_per_second
-        gain = rate / single.samples_per_second if known else single.seconds_per_batch / per_batch  # type: ignore[operator]
+        # Of batches, where rows are not known: then all modes' batches are taken for equal.
+        more = rows / single.rows_per_batch if rows and single.rows_per_batch else 1.0
+        gain = more * median(one / this for one, this in zip(single.turns, in_turns, strict=True))
+    reductions = zip(record["all_reduce_seconds"], median_of_turns(steps), strict=True)
     return Row(
         name,
         devices,
         len(ranks),
         seconds=sum(steps),
         seconds_per_batch=per_batch,
-        samples_per_second=rate,
-        rows_per_batch=rows / sum(batches) if rows else None,
+        turns=tuple(in_turns),
+        samples_per_second=rows / per_batch if rows else None,
+        rows_per_batch=rows,
         speedup=1.0 if name == "single" else gain,
         efficiency=1.0 if name == "single" else None if gain is None else gain / devices,
-        all_reduce_share=record["all_reduce_seconds"] / median(steps) if len(ranks) > 1 else None,
+        all_reduce_share=median(alone / step for alone, step in reductions) if len(ranks) > 1 else None,
         waiting_share=min(rank["waited"] for rank in ranks) / sum(steps) if waits else None,
         memory_bytes=max(rank["memory"] for rank in ranks),
         replicas_identical=len({rank["sha256"] for rank in ranks}) == 1,
         weights=weights,
+        wrappers=record["wrappers"],
     )
+
+
+def median_of_turns(values: Iterable[float]) -> list[float]:
+    """Return the median of each turn's steps, given a value for every step."""
+    listed = list(values)
+    return [median(listed[start : start + TURN]) for start in range(0, len(listed), TURN)]
 
 
 def compare_weights(reference: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> str:
@@ -133,7 +148,7 @@ def table_of(rows: Sequence[Row], target: str, threads: int) -> Table:
             str(row.devices),
             f"{row.seconds:.2f}",
             f"{1e3 * row.seconds_per_batch:,.1f}",
-            _shown(row.samples_per_second, ",.0f"),
+            _shown(row.samples_per_second, ",.0f" if (row.samples_per_second or 0) >= 10 else ".2g"),
             _shown(row.speedup, ".2f"),
             _shown(row.efficiency, ".2f"),
             _shown(row.all_reduce_share, ".1%"),
@@ -153,6 +168,11 @@ def _notes(rows: Sequence[Row], threads: int) -> list[str]:
         "it backward could not hide.",
         f"Weights are compared with those of {rows[0].mode}.",
     ]
+    if rows[0].wrappers > 1:
+        notes.append(
+            f"The program wraps {rows[0].wrappers} models: a batch is a step of all their optimizers; all-reduce, "
+            "waiting and weights are those of all models together."
+        )
     if _rows_differ([row.rows_per_batch for row in rows]):
         notes.append(
             "Batches differ in size, so the modes did different work: take them from paceline.data.DataLoader, whose "

@@ -10,9 +10,10 @@ import resource
 import runpy
 import sys
 import time
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from paceline.compare.gradient_reduction import AllReduce
 from paceline.compare.modes import Run
 from paceline.compare.stand_ins import substitute
+from paceline.compare.turn_taking import TURN, Turns
 from paceline.data_parallel import nested_tensors
 from paceline.digests import tensor_digest
 from paceline.errors import UsageError
@@ -31,8 +34,6 @@ WARM_UP = 3
 """Steps that are not timed: in the first ones buckets find their order and memory is allocated."""
 SAMPLED = 2**16
 """Elements of each parameter that are kept for comparing the modes' weights."""
-BUCKET = 25 * 2**20
-"""Bytes of an all-reduce, where its time alone is measured."""
 
 
 def main(text: str) -> None:
@@ -55,10 +56,13 @@ def main(text: str) -> None:
             runpy.run_path(run.arguments[0], run_name="__main__")
     except Enough:
         return
+    except SystemExit as stop:  # such as sys.exit(main())
+        if stop.code not in (None, 0):
+            raise
     raise UsageError(
-        f"the program took {len(meter.ends)} optimizer steps over a model in DistributedDataParallel, and a comparison "
-        f"needs {WARM_UP + run.steps}: {WARM_UP} to warm up, and --steps {run.steps}; let it train longer, or give a "
-        "smaller --steps"
+        f"the program took {len(meter.steps)} optimizer steps over a model in DistributedDataParallel, and a "
+        f"comparison needs {WARM_UP + run.steps}: {WARM_UP} to warm up, and --steps {run.steps}; let it train longer, "
+        "or give a smaller --steps"
     )
 
 
@@ -66,73 +70,107 @@ class Enough(SystemExit):
     """Ends the program: it has taken as many steps as are measured."""
 
 
+class Step(NamedTuple):
+    """The measurements of one step on this rank."""
+
+    seconds: float
+    waited: float
+    """For communication, in seconds."""
+    batches: int
+    """Forwards, or 1 where several wrapped models have theirs."""
+    rows: int
+    """Rows of these."""
+
+
 class Meter:
-    """Counts and times the steps of a program."""
+    """Counts and times the steps of a program.
+
+    A step ends when the optimizer steps that was first seen last, so that it holds one step of every optimizer where
+    several take turns, as for a generator and a discriminator.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.wrapper: Any = None
-        """The wrapper whose forward ran last."""
-        self.ends: list[float] = []
-        """When each step ended."""
-        self.waits: list[float] = []
-        """The wrapper's waiting for communication, in seconds, up to each of them."""
-        self.batches: list[int] = []
-        """Forwards of each step."""
-        self.rows: list[int] = []
-        """Rows of these forwards on this rank."""
-        self._forwards = self._rows = 0  # since the last step
+        self.wrappers: list[Any] = []
+        """In the order in which their forwards ran first."""
+        self.steps: list[Step] = []
+        """Those that have ended, from the first one on, the warm-up's included."""
+        self.all_reduce_seconds: list[float] = []
+        """What all-reducing the gradients of a step takes by itself, at the end of each turn."""
+        self._all_reduce = AllReduce()
+        self._turns = Turns(run.place)
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._last: torch.optim.Optimizer | None = None  # of these, the one that was seen first after all others
+        self._rows: list[int] = []  # of each forward since the last step, on this rank
+        self._start = time.perf_counter()  # of the present step
+        self._waited = 0.0  # by all wrappers, until the last step
 
     def seen(self, wrapper: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a forward that a backward may follow."""
         if wrapper.training and torch.is_grad_enabled():
-            self.wrapper = wrapper
-            self._forwards += 1
-            self._rows += next((len(tensor) for tensor in nested_tensors((inputs, kwargs)) if tensor.dim()), 0)
+            if all(wrapper is not other for other in self.wrappers):
+                self.wrappers.append(wrapper)
+            self._rows.append(next((len(each) for each in nested_tensors((inputs, kwargs)) if each.dim()), 0))
 
-    def stepped(self, *_: Any) -> None:
-        """Take the time of an optimizer step; further optimizers of the same batch belong to it.
+    def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Take the time of a step, and wait for the next turn where one is over.
 
         Raises:
             Enough: after the last one.
         """
-        if not self._forwards:
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._last = optimizer
+        if optimizer is not self._last or not self._rows:
             return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
-        self.waits.append(self.wrapper.exposed_seconds)
-        self.batches.append(self._forwards)
-        self.rows.append(self._rows)
-        self._forwards = self._rows = 0
-        if len(self.ends) == WARM_UP + self.run.steps:
-            self._end()
+        seconds = time.perf_counter() - self._start
+        waited = sum(wrapper.exposed_seconds for wrapper in self.wrappers)
+        several = len(self.wrappers) > 1  # then nobody knows which of the forwards are of one batch
+        batches, rows = (1, self._rows[0]) if several else (len(self._rows), sum(self._rows))
+        self.steps.append(Step(seconds, waited - self._waited, batches, rows))
+        self._rows, self._waited = [], waited
+        timed = len(self.steps) - WARM_UP
+        if timed >= 0 and (timed % TURN == 0 or timed == self.run.steps):
+            self._end_turn(is_last=timed == self.run.steps)
+        self._start = time.perf_counter()
 
-    def _end(self) -> NoReturn:
-        """Write the record and end the program, on all ranks after the same step."""
+    def _end_turn(self, *, is_last: bool) -> None:
+        """Let the other modes have their turns, and wait for the next one of this mode."""
+        self.all_reduce_seconds.append(self._all_reduce.seconds(self.wrappers))
+        if is_last:
+            self._write()
+        self._turns.end()
+        if is_last:
+            raise Enough(0)
+        self._turns.take()
+        dist.barrier()  # ranks see that it is their turn up to a nap apart
+
+    def _write(self) -> None:
+        """Write the record, on rank 0; on all ranks after the same step."""
+        timed = self.steps[WARM_UP:]
         mine = {
-            "seconds": [end - start for start, end in zip(self.ends[WARM_UP - 1 :], self.ends[WARM_UP:], strict=False)],
-            "waited": self.waits[-1] - self.waits[WARM_UP - 1],
-            "batches": self.batches[WARM_UP:],
-            "rows": self.rows[WARM_UP:],
+            "seconds": [step.seconds for step in timed],
+            "waited": sum(step.waited for step in timed),
+            "batches": [step.batches for step in timed],
+            "rows": [step.rows for step in timed],
             "memory": _peak_memory(),
-            "sha256": _sha256(self.wrapper),
+            "sha256": _sha256(self.wrappers),
         }
-        group = self.wrapper.process_group
-        ranks: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(ranks, mine, group=group)
-        alone = _all_reduce_alone(self.wrapper) if len(ranks) > 1 else 0.0
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
         if dist.get_rank() == 0:
-            record = {"ranks": ranks, "all_reduce_seconds": alone, "threads": torch.get_num_threads()}
+            seconds = self.all_reduce_seconds[1:]  # but for the warm-up's
+            record = {"ranks": ranks, "all_reduce_seconds": seconds, "wrappers": len(self.wrappers)}
             Path(self.run.record).write_text(json.dumps(record), "utf-8")
-            save_file(_sampled_weights(self.wrapper), f"{self.run.record}.safetensors")
-        dist.barrier(group=group)
-        raise Enough(0)
+            save_file(_sampled_weights(self.wrappers), f"{self.run.record}.safetensors")
+        dist.barrier()
 
 
-def _sha256(model: nn.Module) -> str:
+def _sha256(wrappers: Sequence[nn.Module]) -> str:
     """Return a digest of all parameters; torch's wrapper lets buffers differ."""
-    digests = (tensor_digest(parameter) for parameter in model.parameters())
+    digests = (tensor_digest(parameter) for wrapper in wrappers for parameter in wrapper.parameters())
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
@@ -144,36 +182,11 @@ def _peak_memory() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-def _all_reduce_alone(wrapper: Any, repeats: int = 5) -> float:
-    """Return the median time in which this rank all-reduces all gradients of a step while nothing else runs."""
-    group, device = wrapper.process_group, next(wrapper.parameters()).device
-    total = int(wrapper.gradient_bytes_per_step)
-    sizes = [BUCKET // 4] * (total // BUCKET) + ([total % BUCKET // 4] if total % BUCKET else [])
-    buckets = [_allocate(group, size, device) for size in sizes]
-    seconds = []
-    for _ in range(repeats):
-        dist.barrier(group=group)
-        start = time.perf_counter()
-        for bucket in buckets:
-            dist.all_reduce(bucket, group=group)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
-
-
-def _allocate(group: Any, numel: int, device: torch.device) -> Tensor:
-    """Return float32 zeros, in the group's shared memory if it has any, as the wrapper's buckets are."""
-    if device.type == "cpu" and getattr(group, "native", False):
-        shared: Tensor = group.allocate(numel, torch.float32)
-        return shared
-    return torch.zeros(numel, device=device)
-
-
-def _sampled_weights(model: nn.Module) -> dict[str, Tensor]:
+def _sampled_weights(wrappers: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Return up to :data:`SAMPLED` elements of each parameter, evenly spread."""
     weights = {}
-    for name, parameter in unwrap(model).named_parameters():
-        flat = parameter.detach().flatten()
-        weights[name] = flat[:: max(1, -(-flat.numel() // SAMPLED))].cpu().contiguous()
+    for number, wrapper in enumerate(wrappers):
+        for name, parameter in unwrap(wrapper).named_parameters():
+            flat = parameter.detach().flatten()
+            weights[f"{number}.{name}"] = flat[:: max(1, -(-flat.numel() // SAMPLED))].cpu().contiguous()
     return weights

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from paceline.compare.turn_taking import Place
 from paceline.errors import UsageError
 
 Wrapper = Literal["paceline", "threads", "torch"]
@@ -49,6 +50,8 @@ class Run:
     """Name of a recipe, whose configuration is the only argument; None for a script."""
     arguments: tuple[str, ...]
     """The recipe's configuration as JSON, or a script and its arguments."""
+    place: Place
+    """Among the modes that take turns."""
 
     def to_json(self) -> str:
         """Return it as one argument of a command."""
@@ -58,7 +61,8 @@ class Run:
     def from_json(cls, text: str) -> Run:
         """Return what :meth:`to_json` wrote."""
         values = json.loads(text)
-        return cls(**{**values, "arguments": tuple(values["arguments"])})
+        arguments, place = tuple(values["arguments"]), Place(**values["place"])
+        return cls(**{**values, "arguments": arguments, "place": place})
 
 
 def choose_modes(names: str | None, *, is_recipe: bool) -> list[str]:

@@ -43,6 +43,61 @@ def split_by_cost(
     return [sorted(share) for share in shares], totals
 
 
+def split_by_padded_cost(
+    costs: Sequence[float], world_size: int, loads: Sequence[float] | None = None
+) -> tuple[list[list[int]], list[float]]:
+    """Split samples among ranks where a rank's batch is padded: it costs its number of samples times its dearest one.
+
+    The samples are sorted, dearest first, and cut into one contiguous group for each rank; no other split can do
+    better, since exchanging samples until groups are contiguous makes no group dearer. Where to cut is found by
+    bisection of the largest load: each rank takes as many of the remaining samples as stay below that. From empty loads
+    the largest load is the smallest possible one. Ranks that have loads already take their groups in ascending order of
+    these, for which no such bound holds. Every rank gets a sample as long as there are enough, whatever its load.
+
+    Arguments and result are those of :func:`split_by_cost`, but that loads are padded ones.
+    """
+    totals = list(loads) if loads is not None else [0.0] * world_size
+    order = sorted(range(len(costs)), key=lambda place: (-costs[place], place))
+    ranks = sorted(range(world_size), key=lambda rank: (totals[rank], rank))
+    descending = [costs[place] for place in order]
+    begun = [totals[rank] for rank in ranks]
+    ends = _cuts(descending, begun)
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    for rank, start, end in zip(ranks, [0, *ends], ends, strict=False):
+        shares[rank] = sorted(order[start:end])
+        totals[rank] += (end - start) * costs[order[start]] if end > start else 0.0
+    return shares, totals
+
+
+def _cuts(descending: Sequence[float], loads: Sequence[float]) -> list[int]:
+    """Return where each group of samples ends, so that the largest load is small; the groups lie one behind another."""
+    count = len(descending)
+    low = max(loads)
+    high = low + (count + 1) * max(descending, default=0.0)  # below which any rank could take all
+    best = _groups_below(high, descending, loads)
+    for _ in range(60):  # until the limits are neighbours, but for rounding
+        middle = (low + high) / 2
+        groups = _groups_below(middle, descending, loads)
+        if groups[-1] == count:
+            best, high = groups, middle
+        else:
+            low = middle
+    return best
+
+
+def _groups_below(limit: float, descending: Sequence[float], loads: Sequence[float]) -> list[int]:
+    """Return where groups end that keep loads below `limit`; every rank takes a sample if it can, even so."""
+    ends, taken = [], 0
+    for later, load in zip(range(len(loads) - 1, -1, -1), loads, strict=True):
+        left = len(descending) - taken
+        if left:
+            each = descending[taken]
+            fitting = left if each <= 0 else int(min((limit - load) / each, left))
+            taken += min(max(fitting, 1), max(left - later, 1))
+        ends.append(taken)
+    return ends
+
+
 def costs_of(cost: Cost, dataset: Any, size: int) -> torch.Tensor:
     """Return each sample's cost, shape (size,), float64; a function is called once for each sample of `dataset`.
 

@@ -66,7 +66,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         batch_sampler: a :class:`GlobalBatchSampler`.
         drop_last: whether a short last batch is left out; with `batch_size` only.
         seed: decides order and random streams; with `batch_size` only.
-        cost, accumulate: for slices of equal cost, see :class:`GlobalBatchSampler`; with `batch_size` only.
+        cost, padded, accumulate: for slices of equal cost, see :class:`GlobalBatchSampler`; with `batch_size` only.
         collate_fn: as in torch; it runs with the same seeds as the fetch.
         options: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers`` and what else
             torch's DataLoader takes.
@@ -87,6 +87,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         drop_last: bool = False,
         seed: int = 0,
         cost: Cost | None = None,
+        padded: bool = False,
         accumulate: int = 1,
         collate_fn: Collate | None = None,
         **options: Any,
@@ -95,13 +96,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise UsageError(f"paceline.data.DataLoader takes no {name}=: {REFUSED[name]}")
         collate = collate_fn or default_collate
         if batch_size is None:
-            if shuffle or drop_last or seed or cost is not None or accumulate != 1:
-                raise UsageError("shuffle, drop_last, seed, cost, accumulate go with batch_size, else to the sampler")
+            if shuffle or drop_last or seed or cost is not None or padded or accumulate != 1:
+                raise UsageError("shuffle, drop_last, seed, cost, padded, accumulate go with batch_size or the sampler")
             self.progress = _given(dataset, batch_sampler)
         else:
             if batch_sampler is not None or isinstance(dataset, GlobalBatchStream):
                 raise UsageError("batch_size is the sampler's or the stream's; give it there only")
-            balance = {"cost": cost, "accumulate": accumulate}
+            balance = {"cost": cost, "padded": padded, "accumulate": accumulate}
             self.progress = _made(dataset, batch_size, shuffle, {"seed": seed, "drop_last": drop_last}, balance)
         self.progress.describe(dataset)
         fetch: Fetch | Reader
@@ -113,8 +114,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             fetch = Fetch(dataset, collate, sampler.seed, sampler.rank)
             super().__init__(dataset, batch_sampler=sampler, collate_fn=collate, **options)
         # torch would show a sampler that it does not use, and no batch size; it refuses to set them any more.
-        shown = {"sampler": self.progress, "batch_size": self.progress.batch_size, "drop_last": self.progress.drop_last}
-        vars(self).update(shown)
+        vars(self).update(sampler=self.progress, batch_size=self.progress.batch_size, drop_last=self.progress.drop_last)
         self._at_last = False
         # torch draws a seed for its workers; from here rather than from the rank's global generator.
         self._worker_seed = torch.Generator()
@@ -290,7 +290,7 @@ def _made(
         )
     if shuffle:
         raise UsageError(f"{name} is an IterableDataset, which has no order to shuffle; leave shuffle out")
-    if balance["cost"] is not None:
+    if balance["cost"] is not None or balance["padded"]:
         raise UsageError(f"{name} is an IterableDataset, whose samples' costs are not known before; leave cost out")
     return GlobalBatchStream(dataset, batch_size, **options)
 

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from paceline import sources
 from paceline.data.arguments import at_least, size_of
-from paceline.data.balance import Cost, costs_of, split_by_cost
+from paceline.data.balance import Cost, costs_of, split_by_cost, split_by_padded_cost
 from paceline.data.partition import batch_bounds, batch_count, slice_bounds
 from paceline.data.position import Position
 from paceline.digests import quick_digest
@@ -63,6 +63,8 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             count: one number for each sample, the same on every rank, or a function of a sample, which is called once
             for each of them when the sampler is made. The global batches, their order and the exact mean stay what
             they are; slices differ in length, so that losses have to be weighed with ``model.weight(len(batch))``.
+        padded: with `cost`, whether batches are padded to their longest sample. Then a slice costs its number of
+            samples times its dearest one, and samples of about equal length go to the same rank.
         accumulate: with `cost`, the micro-batches of a step: ranks get about equal shares of all of them together, as
             they meet only in the last.
         rank: this rank; by default the process group's, or 0 without one.
@@ -82,6 +84,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
         cost: Cost | None = None,
+        padded: bool = False,
         accumulate: int = 1,
         rank: int | None = None,
         world_size: int | None = None,
@@ -90,8 +93,10 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         self.size = size_of(dataset)
         self._costs = None if cost is None else costs_of(cost, dataset, self.size)
         self._window = at_least("accumulate", accumulate, 1)
-        if cost is None and self._window > 1:
-            raise UsageError("accumulate is for slices of equal cost; give cost, or leave it out")
+        self._split = split_by_padded_cost if padded else split_by_cost
+        if cost is None and (padded or self._window > 1):
+            name = "padded" if padded else "accumulate"
+            raise UsageError(f"{name} is for slices of equal cost; give cost, or leave it out")
         if not isinstance(dataset, int):
             self.describe(dataset)
         self.shuffle = shuffle
@@ -150,7 +155,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
                 own = batch[low:high]
             else:
                 before = loads if number % self._window else None
-                shares, loads = split_by_cost(self._costs[batch].tolist(), self.world_size, before)
+                shares, loads = self._split(self._costs[batch].tolist(), self.world_size, before)
                 own = batch[shares[self.rank]]
             if number >= start:
                 yield Slice(own.tolist(), epoch, number)
@@ -222,7 +227,8 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     def _order_digest(self, epoch: int) -> int:
         order = int(self.shuffle) if self._order is None else int(quick_digest(self._order_of(epoch)))
         if self._costs is not None:  # ranks with other costs would take samples that are another's, too
-            return sources.short(derive_seed("cost", order, int(quick_digest(self._costs)), self._window))
+            kind = "cost" if self._split is split_by_cost else "padded cost"
+            return sources.short(derive_seed(kind, order, int(quick_digest(self._costs)), self._window))
         return order if self._order is None else sources.short(order)
 
     def _identity(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +11,12 @@ from rich.table import Table
 
 from paceline.comm.algorithms import build
 from paceline.errors import UsageError
+from paceline.explain import bubble, devices, timeline, workflow
 from paceline.explain import ring_exchange as exchange
-from paceline.explain import timeline
 from paceline.explain.page import page
 from paceline.explain.scene import MOST_RANKS, Scene
 from paceline.explain.sheet import sheet
+from paceline.explain.step_tables import bubble_tables, way_tables, workflow_table
 from paceline.explain.terminal import overlap_table, schedule_table
 from paceline.output_files import write_file
 from paceline.output_tables import print_table
@@ -25,8 +27,14 @@ SCHEDULES = {
     "halving-doubling": ("halving_doubling_all_reduce",),
     "broadcast": ("linear_broadcast", "tree_broadcast", "scatter_all_gather_broadcast"),
 }
-OVERLAP = "bucket-overlap"
-KNOWN = (*SCHEDULES, OVERLAP)
+OTHERS: dict[str, tuple[Callable[[int], list[Scene]], Callable[[int], list[Table]]]] = {
+    "bucket-overlap": (lambda ranks: [timeline.scene(ranks)], lambda ranks: [overlap_table(ranks)]),
+    "workflow": (lambda ranks: [workflow.scene(ranks)], lambda ranks: [workflow_table(ranks)]),
+    "bubble": (bubble.scenes, bubble_tables),
+    "reduce": (devices.scenes, way_tables),
+}
+"""What is no schedule: how its scenes and its tables are made for a number of ranks."""
+KNOWN = (*SCHEDULES, *OTHERS)
 WRITERS = {".svg": sheet, ".html": page}
 EXAMPLES = """Examples:
 
@@ -35,6 +43,12 @@ paceline explain ring  (a table in the terminal)
 paceline explain ring --ranks 6 --out ring.html  (a page that plays it)
 
 paceline explain broadcast --out broadcast.svg  (all steps in one picture)
+
+paceline explain workflow  (one training step, and where its ranks meet)
+
+paceline explain bubble --out bubble.html  (why ranks wait for each other)
+
+paceline explain reduce  (DataParallel against DistributedDataParallel, in bytes)
 """
 
 
@@ -45,7 +59,7 @@ def explain(
         str | None, typer.Option(metavar="FILE", help="Write a picture (.svg) or a page that plays it (.html).")
     ] = None,
 ) -> None:
-    """Show, step by step, who sends what to whom and who holds what then."""
+    """Show, step by step, who sends what to whom, who holds what then, and who waits."""
     if what not in KNOWN:
         raise UsageError(f"there is nothing to explain about {what!r}; choose one of {', '.join(KNOWN)}")
     size = _ranks(ranks)
@@ -62,15 +76,15 @@ def explain(
 
 def scenes(what: str, ranks: int) -> list[Scene]:
     """Make the scenes of `what`, which is known."""
-    if what == OVERLAP:
-        return [timeline.scene(ranks)]
+    if what in OTHERS:
+        return OTHERS[what][0](ranks)
     return [exchange.scene(build(name, ranks)) for name in SCHEDULES[what]]
 
 
 def tables(what: str, ranks: int) -> list[Table]:
     """Make the tables of `what`, which is known."""
-    if what == OVERLAP:
-        return [overlap_table(ranks)]
+    if what in OTHERS:
+        return OTHERS[what][1](ranks)
     return [schedule_table(build(name, ranks)) for name in SCHEDULES[what]]
 
 

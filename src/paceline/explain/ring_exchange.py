@@ -11,22 +11,13 @@ from string import ascii_uppercase
 
 from paceline.comm.algorithms import Schedule, Step, Transfer, holdings
 from paceline.comm.algorithms.schedule import Terms
+from paceline.explain.cells import NUMBERED, Cells
 from paceline.explain.hints import hint
-from paceline.explain.scene import Frame, Scene, box, counted, text
+from paceline.explain.scene import Frame, Scene, counted, text
 
 LEFT, TOP = 22.0, 24.0
-CELL, TALL_CELL = 18.0, 24.0
-"""Heights of a cell: with a number in each slot, and with a band of slots below one number."""
-BAND = 8.0
-"""Height of that band."""
-NUMBERED = 8
-"""Ranks that may be in a picture whose slots have a number each."""
 LANE = 5.0
 """Between the ways that run above a cell on their way to another one."""
-GAP, NARROW_GAP = 34.0, 24.0
-"""Between two ranks; the narrow one where they are many, so that 16 of them fit a window of 1200 pixels."""
-NARROWEST = 44.0
-"""A rank's column, which has its name above it."""
 
 
 def scene(schedule: Schedule) -> Scene:
@@ -47,7 +38,7 @@ def scene(schedule: Schedule) -> Scene:
         board.width,
         board.height,
         tuple(frames),
-        board.shared,
+        board.cells.shared,
         hint=hint(schedule),
     )
 
@@ -112,14 +103,20 @@ def cost(schedule: Schedule) -> str:
     """Steps, and the most that a rank sends and receives, in tensors."""
     if not schedule.steps:
         return "One rank has nothing to send."
-    sent, received = [0.0] * schedule.size, [0.0] * schedule.size
-    for transfer in (transfer for step in schedule.steps for transfer in step):
-        sent[transfer.src] += len(transfer.chunks) / schedule.chunks
-        received[transfer.dst] += len(transfer.chunks) / schedule.chunks
+    sent, received = traffic(schedule)
     steps = counted(len(schedule.steps), "step")
     if max(sent) - min(sent) < 1e-9 and max(received) - min(received) < 1e-9:
         return f"{steps}; every rank sends and receives {sent[0]:.4g} times the tensor."
     return f"{steps}; a rank sends up to {max(sent):.4g} and receives up to {max(received):.4g} times the tensor."
+
+
+def traffic(schedule: Schedule) -> tuple[list[float], list[float]]:
+    """Return how much each rank sends, and how much it receives, in tensors."""
+    sent, received = [0.0] * schedule.size, [0.0] * schedule.size
+    for transfer in (transfer for step in schedule.steps for transfer in step):
+        sent[transfer.src] += len(transfer.chunks) / schedule.chunks
+        received[transfer.dst] += len(transfer.chunks) / schedule.chunks
+    return sent, received
 
 
 def used_later(schedule: Schedule) -> list[list[list[bool]]]:
@@ -151,31 +148,24 @@ class Board:
 
     def __init__(self, schedule: Schedule) -> None:
         self.size, self.chunks = schedule.size, schedule.chunks
-        self.shared: dict[str, str] = {}
-        """What cells look like, by the name that drawings refer to."""
-        self.numbered = self.size <= NUMBERED
-        self.sums = schedule.result != "broadcast"
-        self.slot, self.cell, self.gap = (13.0, CELL, GAP) if self.numbered else (2.75, TALL_CELL, NARROW_GAP)
-        self.column = max(NARROWEST, self.size * self.slot)
-        self.width = LEFT + self.size * (self.column + self.gap) - self.gap + 6
+        self.cells = Cells(self.size, sums=schedule.result != "broadcast")
+        self.width = LEFT + self.cells.across + 6
         deepest = max((lane for step in schedule.steps for lane in lanes(step).values()), default=0)
-        self.row = self.cell + 12 + deepest * LANE
+        self.row = self.cells.height + 12 + deepest * LANE
         self.height = TOP + self.chunks * self.row
 
     def at(self, rank: int, chunk: int) -> tuple[float, float]:
         """Return the upper left corner of a cell."""
-        inset = (self.column - self.size * self.slot) / 2
-        return LEFT + rank * (self.column + self.gap) + inset, TOP + (chunk + 1) * self.row - self.cell - 2
+        return LEFT + self.cells.x(rank), TOP + (chunk + 1) * self.row - self.cells.height - 2
 
     def draw(self, held: list[list[Terms]], needed: list[list[bool]], step: Step = ()) -> str:
         """Draw all cells, and the ways of `step`, which led here."""
         came = {(transfer.dst, chunk) for transfer in step for chunk in transfer.chunks}
         names = [
-            text(LEFT + rank * (self.column + self.gap) + self.column / 2, 14, f"rank {rank}", "heading", "middle")
-            for rank in range(self.size)
+            text(LEFT + self.cells.middle(rank), 14, f"rank {rank}", "heading", "middle") for rank in range(self.size)
         ]
         letters = [
-            text(4, self.at(0, chunk)[1] + self.cell / 2 + 4, chunk_name(chunk), "heading")
+            text(4, self.at(0, chunk)[1] + self.cells.height / 2 + 4, chunk_name(chunk), "heading")
             for chunk in range(self.chunks if self.chunks > 1 else 0)
         ]
         cells = [
@@ -193,35 +183,16 @@ class Board:
         return f'<g class="flight" style="--dx: {distance:g}px">{"".join(cells)}</g>'
 
     def _cell(self, rank: int, chunk: int, terms: Terms, needed: bool, came: bool) -> str:
-        x, y = self.at(rank, chunk)
-        name = f"c{self.size}-{'.'.join(map(str, terms))}"
-        if name not in self.shared:
-            self.shared[name] = f'<g id="{name}">{self._sum(terms)}</g>'
-        frame = box(x - 1, y - 1, self.size * self.slot + 2, self.cell + 2, "came") if came else ""
-        return f'<use href="#{name}" x="{x:g}" y="{y:g}" class="{"held" if needed else "idle"}"/>{frame}'
-
-    def _sum(self, terms: Terms) -> str:
-        parts = [box(-1, -1, self.size * self.slot + 2, self.cell + 2, "cell")]
-        top, high = (0.5, self.cell - 1) if self.numbered else (self.cell - BAND, BAND - 0.5)
-        for other in sorted(set(terms)):
-            left = other * self.slot
-            inset = 0.5 if self.numbered else 0.0  # a band is not striped
-            parts.append(box(left + inset, top, self.slot - 2 * inset, high, f"k{other}"))
-            if self.numbered:
-                parts.append(text(left + self.slot / 2, 12.5, str(other), "digit", "middle"))
-        if not self.numbered:
-            said = len(terms) if self.sums else terms[0]
-            parts.append(text(self.size * self.slot / 2, 12, str(said), "label", "middle"))
-        return "".join(parts)
+        return self.cells.draw(*self.at(rank, chunk), terms, needed, came)
 
     def _way(self, transfer: Transfer, chunk: int, lane: int) -> str:
         """Draw an arrow from cell to cell; over the cells between, where there are any."""
         src, dst = transfer.src, transfer.dst
-        wide = self.size * self.slot
+        wide = self.cells.width
         (start, y), (end, _) = self.at(src, chunk), self.at(dst, chunk)
         sign = 1 if dst > src else -1
         x0, x1 = (start + wide + 2, end - 3) if dst > src else (start - 2, end + wide + 3)
-        middle, above = y + self.cell / 2, y - 5 - lane * LANE
+        middle, above = y + self.cells.height / 2, y - 5 - lane * LANE
         tip = f"{x1:g},{middle:g} {x1 - sign * 6:g},{middle - 3.5:g} {x1 - sign * 6:g},{middle + 3.5:g}"
         path = (
             f"M{x0:g},{middle:g} H{x1 - sign * 5:g}"

@@ -42,6 +42,8 @@ class Scene:
     """SVG elements that drawings refer to by their id."""
     still: str | None = None
     """What a sheet shows instead of the frames, where one drawing says it all."""
+    still_size: tuple[float, float] | None = None
+    """Its width and height, where they are not those of the frames."""
     hint: str = ""
     """What to watch while the frames are played, for someone who sees this for the first time."""
 
@@ -99,6 +101,9 @@ svg { font: 12px system-ui, "DejaVu Sans", sans-serif; }
 .way { fill: none; stroke: #1a1d21; stroke-width: 1.4; }
 .tip { fill: #1a1d21; }
 .idle { opacity: 0.45; }
+.bubble { fill: #e3897c; stroke: #c0392b; }
+.wait { fill: #b9bec4; }
+.elsewhere { fill: none; stroke: #1a1d21; stroke-dasharray: 4 3; }
 .ghost { fill: none; stroke: #b9bec4; stroke-dasharray: 3 3; }
 .axis { stroke: #b9bec4; }
 .now { stroke: #c0392b; stroke-width: 1.5; }
@@ -112,7 +117,7 @@ svg { font: 12px system-ui, "DejaVu Sans", sans-serif; }
   .label, .number { fill: #b4bac1; }
   .cell { fill: #2b3036; }
   .cell, .ghost, .axis { stroke: #596069; }
-  .came, .way { stroke: #eef0f2; }
+  .came, .way, .elsewhere { stroke: #eef0f2; }
   .tip { fill: #eef0f2; }
   .dot { fill: #16191d; }
 }

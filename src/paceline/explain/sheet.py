@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 from paceline.explain.scene import STYLE, Frame, Scene, colours, shared, text
 
 MARGIN = 20.0
-HEAD = 70.0
-"""Title, summary and reading of a scene."""
+HEAD = 34.0
+"""Title of a scene, and the space below its summary and reading."""
+LINE = 18.0
+"""Height of a line of these."""
 CAPTION = 40.0
 """Title and caption of a frame."""
 BESIDE = 44.0
@@ -37,21 +40,23 @@ def sheet(scenes: Sequence[Scene]) -> str:
 
 def _scene(scene: Scene, top: float) -> tuple[str, float, float]:
     """Return the scene's part of the sheet, its right edge and its lower one."""
-    said = (scene.summary, scene.reading)
+    said = [line for words in (scene.summary, scene.reading) for line in wrap(words, int(WIDEST / LETTER))]
     parts = [text(MARGIN, top + 16, scene.title, "big")]
-    parts += [text(MARGIN, top + 36 + 18 * number, line) for number, line in enumerate(said)]
+    parts += [text(MARGIN, top + 36 + LINE * number, line) for number, line in enumerate(said)]
+    top += HEAD + LINE * len(said)
     frames = scene.frames if scene.still is None else [Frame("", "", scene.still)]
-    column = max([scene.width, *(LETTER * len(line) for frame in frames for line in (frame.title, frame.caption))])
+    width, height = scene.still_size or (scene.width, scene.height)
+    column = max([width, *(LETTER * len(line) for frame in frames for line in (frame.title, frame.caption))])
     across = max(1, int((WIDEST + BESIDE) // (column + BESIDE)))
     caption = CAPTION if scene.still is None else 0.0
-    row = caption + scene.height + 14
+    row = caption + height + 14
     for number, frame in enumerate(frames):
         x = MARGIN + number % across * (column + BESIDE)
-        y = top + HEAD + number // across * row
+        y = top + number // across * row
         words = text(0, 14, frame.title, "heading") + text(0, 31, frame.caption) if caption else ""
         parts.append(f'<g transform="translate({x:g},{y:g})">{words}')
         parts.append(f'<g transform="translate(0,{caption:g})">{frame.drawing}</g></g>')
     columns, rows = min(across, len(frames)), -(-len(frames) // across)
     said_width = max(10 * len(scene.title), *(LETTER * len(line) for line in said))
     right = MARGIN + max(columns * (column + BESIDE) - BESIDE, said_width)
-    return "\n".join(parts), right, top + HEAD + rows * row
+    return "\n".join(parts), right, top + rows * row

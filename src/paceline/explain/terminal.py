@@ -7,9 +7,10 @@ from rich.text import Text
 
 from paceline.comm.algorithms import Schedule, Step, holdings
 from paceline.comm.algorithms.schedule import Terms
+from paceline.explain.axis import ms
 from paceline.explain.ring_exchange import chunk_name, cost, title_of, used_later, verb
 from paceline.explain.scene import counted
-from paceline.explain.timeline import SIZES, assumption, example, ms, outcome
+from paceline.explain.timeline import SIZES, assumption, example, outcome
 
 SPELLED_OUT = 6
 """With more ranks a cell says how many contributions are in it, not whose."""

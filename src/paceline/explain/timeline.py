@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, MIB, Overlap, overlap
 from paceline.comm.algorithms import build
 from paceline.comm.algorithms.cost import Model
+from paceline.explain.axis import BELOW, Axis, ms, number
 from paceline.explain.scene import Frame, Scene, box, counted, text
 
 SIZES = (FIRST_CAPACITY, CAPACITY, CAPACITY, CAPACITY, CAPACITY)
@@ -22,6 +23,7 @@ LATENCY = 50e-6
 """Seconds that a message takes however short it is."""
 BANDWIDTH = 1.25e9
 """Bytes in a second between two ranks: 10 Gbit/s."""
+LINK = Model(LATENCY, 1 / BANDWIDTH)
 
 LEFT, WIDE = 200.0, 600.0
 """Where time 0 is, beyond all headings, and the length of the time axis."""
@@ -59,7 +61,7 @@ def example(ranks: int) -> Example:
     """With the numbers above."""
     backward = tuple(BACKWARD * size / sum(SIZES) for size in SIZES)
     ring = build("ring_all_reduce", ranks)
-    reduce = tuple(Model(LATENCY, 1 / BANDWIDTH).seconds(ring, size) for size in SIZES)
+    reduce = tuple(LINK.seconds(ring, size) for size in SIZES)
     return Example(ranks, backward, reduce, overlap(backward, reduce, False), overlap(backward, reduce))
 
 
@@ -91,23 +93,13 @@ def hint(of: Example) -> str:
     )
 
 
-def number(seconds: float) -> str:
-    """``31.8``, in milliseconds."""
-    return f"{1000 * seconds:.1f}"
-
-
-def ms(seconds: float) -> str:
-    """``31.8 ms``."""
-    return f"{1000 * seconds:.1f} ms"
-
-
 def scene(ranks: int) -> Scene:
     """Draw one frame for every moment at which a bucket is full or reduced."""
     of = example(ranks)
     chart = Chart(of)
     frames = tuple(_frame(chart, moment) for moment in moments(of))
     title = f"buckets and overlap, {counted(ranks, 'rank')}"
-    width, height = LEFT + WIDE + RESULTS, BOTTOM + 38
+    width, height = LEFT + WIDE + RESULTS, BOTTOM + BELOW
     reading = f"{assumption()} A number at a bar is a bucket."
     still = chart.draw(math.inf)
     return Scene(title, outcome(of), reading, width, height, frames, still=still, hint=hint(of))
@@ -162,16 +154,12 @@ class Chart:
 
     def __init__(self, of: Example) -> None:
         self.of = of
-        self.end = of.at_the_end.end[-1]
+        self.axis = Axis(LEFT, WIDE, BOTTOM, of.at_the_end.end[-1], TICK, "time since backward began (ms)")
         self.bars = [bar for top, _, way in self._ways() for bar in self._bars(way, top)]
-
-    def x(self, seconds: float) -> float:
-        """Return the place of a time on the axis."""
-        return LEFT + WIDE * seconds / self.end
 
     def draw(self, moment: float) -> str:
         """Draw all but the cursor, as far as things are at `moment`."""
-        parts = [*self._axis(), *(bar.draw(self.x(moment)) for bar in self.bars)]
+        parts = [*self.axis.draw(), *(bar.draw(self.axis.x(moment)) for bar in self.bars)]
         for top, name, way in self._ways():
             parts.append(text(4, top + 4, f"all-reduce {name}", "heading"))
             parts += [text(4, top + row * ROW + ABOVE + 15 + 4, label) for row, label in enumerate(ROWS)]
@@ -183,12 +171,7 @@ class Chart:
 
     def cursor(self, moment: float) -> str:
         """Draw a line at `moment`, with its time above; it leaves room for the numbers of buckets that it meets."""
-        x = self.x(moment)
-        numbers = sorted(y for middle, y in (bar.middle for bar in self.bars) if abs(middle - x) < 7)
-        edges = [TOP - 6, *(edge for y in numbers for edge in (y - 11, y + 3)), BOTTOM]
-        pieces = zip(edges[::2], edges[1::2], strict=True)
-        path = " ".join(f"M{x:g},{top:g} V{bottom:g}" for top, bottom in pieces if bottom > top)
-        return f'<path d="{path}" class="now"/>' + text(x, 10, ms(moment), "heading", "middle")
+        return self.axis.cursor(moment, [(TOP - 6, BOTTOM)], [bar.middle for bar in self.bars])
 
     def _ways(self) -> tuple[tuple[float, str, Overlap], ...]:
         return (TOP, AFTER, self.of.at_the_end), (TOP + WAY, DURING, self.of.when_full)
@@ -197,13 +180,5 @@ class Chart:
         rows = (zip((0.0, *way.full), way.full, strict=False), zip(way.begin, way.end, strict=True))
         for row, spans in enumerate(rows[: 1 if self.of.ranks == 1 else 2]):
             for bucket, (begin, end) in enumerate(spans):
-                left = self.x(begin)
-                yield Bar(bucket, left, top + row * ROW + ABOVE + 4, self.x(end) - left)
-
-    def _axis(self) -> Iterator[str]:
-        yield f'<path d="M{LEFT:g},{BOTTOM:g} H{LEFT + WIDE:g}" class="axis"/>'
-        for mark in range(int(self.end / TICK + 1e-9) + 1):
-            x = self.x(mark * TICK)
-            yield f'<path d="M{x:g},{BOTTOM:g} v5" class="axis"/>'
-            yield text(x, BOTTOM + 18, f"{1000 * mark * TICK:g}", anchor="middle")
-        yield text(LEFT + WIDE / 2, BOTTOM + 34, "time since backward began (ms)", anchor="middle")
+                left = self.axis.x(begin)
+                yield Bar(bucket, left, top + row * ROW + ABOVE + 4, self.axis.x(end) - left)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -38,6 +39,7 @@ FAILURE_GRACE_S = 3.0  # after a failure the others have to be gone within 5 s
 SETTLE_S = 0.3  # how long other ranks may still fail by themselves
 CAUSE_S = 1.0  # the same, while only consequences have been seen
 LEAVE_S = 2.0  # the same, while a rank is on its way out, which may be the cause
+_STARTING = threading.Lock()  # os.environ is every thread's, and jobs may start side by side
 SLOW_S = 5.0  # a rank that raised and has not ended for so long is shown at once
 
 
@@ -149,15 +151,16 @@ class Agent(LocalElasticAgent):
         self._close_watched()
         self.ends, self._signalled, self._shown = {}, set(), set()
         name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-        before = os.environ.get(name)
-        os.environ[name] = SPARE.name
-        try:
-            pids: dict[int, Any] = super()._start_workers(worker_group)
-        finally:
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before
+        with _STARTING:
+            before = os.environ.get(name)
+            os.environ[name] = SPARE.name
+            try:
+                pids: dict[int, Any] = super()._start_workers(worker_group)
+            finally:
+                if before is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = before
         if hasattr(os, "pidfd_open"):
             with suppress(OSError):  # an old kernel: then the ranks are looked at in turns
                 for rank, pid in pids.items():

@@ -81,6 +81,19 @@ def launch(job: Job) -> int:
         0 if every rank succeeded, 2 if a rank reported a :class:`UsageError` through ``rank_main``, 130 after
         Ctrl-C, 128 + n after another signal n, else 1.
     """
+    with Caught(job.signals) as caught:
+        try:
+            return run(job, caught)
+        except Stopped as stop:
+            return farewell(stop.number)
+
+
+def run(job: Job, caught: Caught) -> int:
+    """Do what :func:`launch` does, in any thread, while somebody else catches the signals.
+
+    Raises:
+        Stopped: after a signal, when the ranks have ended.
+    """
     if sys.platform != "linux":
         say(f"note: on {sys.platform} ranks outlive a launcher that is killed with SIGKILL; on Linux they end")
     run_id = job.run_id or uuid.uuid4().hex
@@ -93,17 +106,17 @@ def launch(job: Job) -> int:
         max_restarts=job.max_restarts,
         monitor_interval=0.001,  # torchelastic's sleep between two looks; our looks wait by themselves
     )
-    with Caught(job.signals) as caught, RankFiles(job.logs) as files, ExitStack() as stack:
+    with RankFiles(job.logs) as files, ExitStack() as stack:
         if (boxes := black_boxes(run_id, job.command, job.nproc)) is not None:
             stack.enter_context(boxes)
         agent = Agent(spec, files, caught, rank_environment(job), say, boxes)
         agent.grace, agent.interval = job.grace, job.interval
         try:
             result = agent.run()
-        except Stopped as stop:
+        except Stopped:
             if raised := failure.raised(agent.outcome()):
                 say("\n".join(raised))
-            return farewell(stop.number)
+            raise
         ends = agent.outcome()
     if not result.is_failed():
         return 0

@@ -29,16 +29,18 @@ LEAST = 0.02
 _SHORT_OPERATOR = 15e-6
 """Seconds of an operator below which calling it costs more than what it computes."""
 _ACCUMULATED = (2, 4, 8)
+_CAUSES, _NOTABLE = ("straggler", "slow-bucket"), 0.05
+"""Kinds of advice that remove a cause, and the gain from which they come first."""
 
 Rule = Callable[[Facts], Advice | None]
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """Return all advice that applies, the greatest gain first."""
+    """Return all advice that applies, the greatest gain first, but what removes a cause ahead of what eases it."""
     if not facts.accounts.steps:
         return []
     found = [advice for rule in RULES if (advice := rule(facts)) is not None and advice.gain >= LEAST]
-    return sorted(found, key=lambda advice: -advice.gain)
+    return sorted(found, key=lambda advice: (advice.kind not in _CAUSES or advice.gain < _NOTABLE, -advice.gain))
 
 
 def straggler(facts: Facts) -> Advice | None:
@@ -76,7 +78,7 @@ def balance(facts: Facts) -> Advice | None:
     uneven = f"; batches have {min(rows):.0f} to {max(rows):.0f} rows" if rows and max(rows) > min(rows) else ""
     return Advice(
         "balance",
-        "Give ranks batches of equal cost: GlobalBatchSampler(…, cost=…) deals samples by length",
+        "Give ranks batches of equal cost: DataLoader(…, cost=len) does so. If they are, see what else runs",
         f"ranks wait for each other for {share:.0%} of the time, and not for one alone: none causes more than "
         f"{most:.0%} of it{uneven}",
         share,
@@ -101,7 +103,7 @@ def accumulation(facts: Facts) -> Advice | None:
     share = facts.shares[COMMUNICATION]
     if len(facts.records) < 2 or share < 0.05:
         return None
-    predictions = {f"allreduce_share_{times}": facts.all_reduce_share(times) for times in _ACCUMULATED}
+    predictions = {str(times): facts.all_reduce_share(times) for times in _ACCUMULATED}
     now = facts.all_reduce_share()
     then = ", ".join(f"{facts.all_reduce_share(times):.0%} at {times}" for times in _ACCUMULATED)
     saved = (share + facts.shares[OPTIMIZER]) * (1 - 1 / 4)

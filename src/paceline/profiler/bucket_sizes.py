@@ -8,6 +8,8 @@ from statistics import median
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, MIB, arrival_order, assign, overlap
 from paceline.profiler.buckets_seen import bucket_times, gradient_times
 from paceline.profiler.facts import Facts
+from paceline.profiler.report import COMMUNICATION
+from paceline.tracing import LAUNCH
 
 CANDIDATES = (0.25, 1, 2, 5, 10, 50, 100, 400)
 """MiB that are tried."""
@@ -83,7 +85,7 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
 
 def slow_bucket(facts: Facts) -> tuple[int, float, float, int] | None:
     """Return a bucket that takes far longer than its size explains: number, seconds, expected seconds, bytes."""
-    times = all_reduce_times(facts)
+    times = hook_times(facts) or all_reduce_times(facts)
     for number, (nbytes, seconds) in sorted(enumerate(times), key=lambda item: -item[1][1]):
         others = [time for place, time in enumerate(times) if place != number]
         if len(others) < 2:
@@ -93,3 +95,18 @@ def slow_bucket(facts: Facts) -> tuple[int, float, float, int] | None:
         if seconds > 3 * expected and seconds - expected > 0.05 * facts.length:
             return number, seconds, expected, nbytes
     return None
+
+
+def hook_times(facts: Facts) -> list[tuple[int, float]]:
+    """Return bytes and median seconds of each bucket's launch, if launches are most of communication, as with hooks."""
+    sizes = facts.records[0].buckets
+    seen: list[list[float]] = [[] for _ in sizes]
+    for steps in facts.detailed:
+        for step in steps:
+            for span in step.spans:
+                if span.label == LAUNCH and span.bucket is not None and span.bucket < len(sizes):
+                    seen[span.bucket].append(span.seconds)
+    if not sizes or not all(seen):
+        return []
+    times = [(nbytes, median(seconds)) for nbytes, seconds in zip(sizes, seen, strict=True)]
+    return times if sum(seconds for _, seconds in times) > facts.accounts.mean(COMMUNICATION) / 2 else []

@@ -22,7 +22,44 @@ from paceline.profiler.report import (
     WAITING,
     SlowRank,
 )
+from paceline.profiler.steps import Step
 from paceline.profiler.stragglers import Straggler, find_stragglers
+from paceline.tracing import LAUNCH, REDUCE, Span
+
+_ALWAYS = 0.85
+"""Share of the steps in which a rank is the slowest, from which that is no chance in 12 steps or more."""
+_FEWEST, _SHORTEST = 12, 0.05
+"""Steps that this takes, and by what share of a step it has to be slower."""
+
+
+def always_last(busy: Sequence[Sequence[float]], length: float) -> Straggler | None:
+    """Return the rank that computes longest in nearly all steps, by a good part of a step; None if there is none.
+
+    Where all times are noisy that is seen before :func:`find_stragglers` sees it, which asks for more than one rank's
+    order.
+    """
+    whole = [row for row in busy if not any(map(math.isnan, row))]
+    if len(whole) < _FEWEST:
+        return None
+    slowest = [row.index(max(row)) for row in whole]
+    rank = max(set(slowest), key=slowest.count)
+    others = [median([time for place, time in enumerate(row) if place != rank]) for row in whole]
+    lost = [row[rank] - other for row, other in zip(whole, others, strict=True)]
+    if slowest.count(rank) < _ALWAYS * len(whole) or median(lost) < _SHORTEST * length:
+        return None
+    slowdown = median(row[rank] / other for row, other in zip(whole, others, strict=True) if other > 0)
+    seconds = math.fsum(lost)
+    return Straggler(rank, None, 0, len(busy) - 1, slowdown, "persistent", len(whole), seconds)
+
+
+_NOTABLE = 0.03
+"""Share of the time that others have to wait for a straggler."""
+_ADD = 1.5
+"""To add a gradient to one that is there moves three times its bytes, a copy into a bucket two."""
+
+
+def _is_in_launch(inner: Span, step: Step) -> bool:
+    return any(span.label == LAUNCH and span.start <= inner.start and inner.end <= span.end for span in step.spans)
 
 
 @dataclass(frozen=True)
@@ -88,11 +125,25 @@ class Facts:
     def all_reduce_share(self, times: float = 1.0) -> float:
         """Return all-reduce's share of the work, if `times` as many batches were accumulated between all-reduces.
 
-        Work is forward, backward, optimizer and all-reduce, without waiting for other ranks and for data.
+        Work is forward, backward, optimizer and all-reduce, without waiting for other ranks and for data; and adding up
+        gradients, which a batch that is accumulated costs beside its forward and backward.
         """
         mean = self.accounts.mean
-        work = times * (mean(FORWARD) + mean(BACKWARD)) + mean(OPTIMIZER) + self.all_reduce
+        adding = (times - 1) * self.batches * _ADD * self.copying
+        work = times * (mean(FORWARD) + mean(BACKWARD)) + adding + mean(OPTIMIZER) + self.all_reduce
         return self.all_reduce / work if work else 0.0
+
+    @cached_property
+    def copying(self) -> float:
+        """Median seconds of a step in which gradients are copied into buckets."""
+        times = []
+        for steps in self.detailed:
+            for step in steps:
+                reduces = math.fsum(
+                    span.seconds for span in step.spans if span.label == REDUCE and _is_in_launch(span, step)
+                )
+                times.append(math.fsum(span.seconds for span in step.spans if span.label == LAUNCH) - reduces)
+        return max(0.0, median(times)) if times else 0.0
 
     @cached_property
     def stragglers(self) -> list[SlowRank]:
@@ -100,13 +151,16 @@ class Facts:
         accounts = self.accounts
         if len(self.records) < 2 or not accounts.steps:
             return []
-        found = find_stragglers(accounts.busy())
-        return [self._describe(straggler) for straggler in found if self._is_waited_for(straggler)]
+        busy = accounts.busy()
+        found = [one for one in find_stragglers(busy, min_slowdown=1.05) if self._is_waited_for(one)]
+        if not found and (last := always_last(busy, self.length)) is not None:
+            found = [last]
+        return [self._describe(straggler) for straggler in found]
 
     def _is_waited_for(self, straggler: Straggler) -> bool:
-        """Whether others spent at least 1 % of the time waiting for it."""
+        """Whether others spent so much of the time waiting for it that it is worth a look."""
         caused = math.fsum(row[straggler.rank] for row in self.accounts.waited_for) / max(1, len(self.records) - 1)
-        return caused > 0.01 * self.length
+        return caused > _NOTABLE * self.length
 
     def _describe(self, straggler: Straggler) -> SlowRank:
         accounts = self.accounts

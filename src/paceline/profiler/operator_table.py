@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,9 +25,9 @@ class OperatorTable:
 
     operators: list[Operator] = field(default_factory=list)
     calls: float = 0.0
-    """Of operators, in a step of a rank."""
+    """Of ATen's operators, or of kernels, in a step of a rank."""
     seconds: float = 0.0
-    """Of operators or kernels, in a step of a rank."""
+    """Of these."""
     device_figures: dict[str, float] = field(default_factory=dict)
 
 
@@ -65,7 +66,10 @@ def tabulate(traces: Sequence[tuple[list[dict[str, Any]], int]]) -> OperatorTabl
     total = sum(seconds.values())
     names = sorted(seconds, key=lambda name: -seconds[name])
     table = [Operator(name, calls[name], seconds[name], seconds[name] / total if total else 0.0) for name in names]
-    return OperatorTable(table[:MOST], sum(calls.values()), total, figures_of_kernels(traces))
+    figures = figures_of_kernels(traces)
+    plain = [name for name in names if figures or name.startswith("aten::")]
+    called, spent = (math.fsum(values[name] for name in plain) for values in (calls, seconds))
+    return OperatorTable(table[:MOST], called, spent, figures)
 
 
 def own_times(events: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:

@@ -148,7 +148,7 @@ def _analyze(arguments: Sequence[str]) -> int:
         raise UsageError(
             "paceline profile analyze takes one CSV file with the columns step, rank and seconds, and --json"
         )
-    return run_analyze(files[0], json="--json" in arguments)
+    return run_analyze(files[0], as_json="--json" in arguments)
 
 
 TOOLS: dict[str, Callable[[Sequence[str]], int]] = {"analyze": _analyze, "report": _report}

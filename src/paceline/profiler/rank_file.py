@@ -175,6 +175,6 @@ def _read(path: Path) -> RankRecord:
                 end = line["closed"]
             else:
                 steps.append(step_of(line))
+        return RankRecord(**end | {"steps": steps, "offsets": [tuple(one) for one in end["offsets"]]})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is no record of a rank ({error!r}); profile again") from error
-    return RankRecord(**end | {"steps": steps, "offsets": [tuple(one) for one in end["offsets"]]})

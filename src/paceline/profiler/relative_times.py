@@ -35,21 +35,26 @@ def median_of_others(seconds: Tensor, peers: Tensor) -> Tensor:
         peers: True where a time counts as a peer's; the same shape.
     """
     rows = torch.where(peers, seconds, torch.nan).T.contiguous()
-    ordered, order = rows.sort(dim=1)  # NaN comes last
-    place = torch.empty_like(order).scatter_(1, order, torch.arange(rows.shape[1]).expand_as(order))
-    is_peer = ~rows.isnan()
-    others = is_peer.sum(1, keepdim=True) - is_peer.long()
-    middle = torch.zeros_like(rows)
-    for index in ((others - 1).clamp(min=0) // 2, others // 2):
-        # Without the rank itself, those behind it move up by one place.
-        behind = index + (is_peer & (place <= index)).long()
-        middle += ordered.gather(1, behind.clamp(max=rows.shape[1] - 1)) / 2
-    return torch.where(others > 0, middle, torch.nan).T.contiguous()
+    ordered = rows.sort(dim=1).values  # NaN comes last
+    peers_there = (~ordered.isnan()).sum(1, keepdim=True)
+    without = torch.zeros_like(rows)
+    for index in ((peers_there - 2) // 2, (peers_there - 1) // 2):
+        # Without the rank itself, the times that are not below its own move up by one place.
+        here, behind = (ordered.gather(1, place.clamp(0, rows.shape[1] - 1)) for place in (index, index + 1))
+        without += torch.where(rows <= here, behind, here) / 2
+    of_all = sum(
+        ordered.gather(1, index.clamp(min=0)) / 2
+        for index in ((peers_there - 1) // 2, (peers_there // 2).clamp(max=len(ordered[0]) - 1))
+    )
+    without = torch.where(peers_there > 1, without, torch.nan)
+    return torch.where(rows.isnan(), of_all, without).T.contiguous()
 
 
 def compare(seconds: Tensor, reference: Tensor) -> RelativeTimes:
     """Return the times relative to `reference`, the times of the others; both have the shape (ranks, steps)."""
-    log_ratio = torch.log(seconds / reference).nan_to_num(torch.nan, torch.nan, -10.0)  # 0 seconds: below the clock
+    log_ratio = (
+        torch.log(seconds / reference).float().nan_to_num(torch.nan, torch.nan, -10.0)
+    )  # 0 seconds: below the clock
     ordered = log_ratio.sort(dim=1).values
     known = (~ordered.isnan()).sum(1)
     own = _own_scale(log_ratio, ordered, known)
@@ -57,9 +62,9 @@ def compare(seconds: Tensor, reference: Tensor) -> RelativeTimes:
     natural = _natural_difference(_quantile(ordered, known, 0.5), by_rank / known.clamp(min=1).sqrt())
     log_ratio = log_ratio - natural[:, None]
     scale = by_rank[:, None]
-    if len(own) > 2:  # in some steps all ranks differ more, as while they warm up
-        by_step = _DEVIATION * (log_ratio - log_ratio.nanmedian(0).values).abs().nanmedian(0).values
-        scale = torch.maximum(scale, by_step.nan_to_num(0.0)[None, :])
+    if len(own) > 2:  # in some steps all ranks differ more than usual, as while they warm up
+        by_step = log_ratio.abs().nanmedian(0).values
+        scale = scale * (by_step / (2 * by_step.nanmedian())).nan_to_num(1.0, 1.0).clamp(min=1.0)
     return RelativeTimes(log_ratio, scale.expand_as(log_ratio))
 
 

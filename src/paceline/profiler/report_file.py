@@ -1,4 +1,4 @@
-"""Reports from files: ``summary.json`` is checked value by value, as someone may have edited or cut it."""
+"""Reports from files: ``report.json`` is checked value by value, as someone may have edited or cut it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paceline.documents import shown, unique
 from paceline.errors import UsageError
 from paceline.profiler.report import PARTS, Report
 
-NAME = "summary.json"
+NAME = "report.json"
 """The file in the folder of a profile."""
 
 
 def read_report(place: str | Path) -> Report:
-    """Return the report in `place`: the folder of a profile, or its ``summary.json``.
+    """Return the report in `place`: the folder of a profile, or its ``report.json``.
 
     Raises:
         UsageError: names the file, and what is wrong with it.

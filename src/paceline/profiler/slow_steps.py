@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 _SWITCH = 6.0  # evidence that a change from slow to normal or back needs, as a logarithm of likelihoods
 _MOST = 2.5  # evidence that one step can give, so that two spikes in a row change nothing
-_APART = 4.0  # distance of two groups of steps, in standard deviations of each, that makes them two
-_FEWEST, _MANY = 0.2, 0.85  # share of slow steps in a window that makes a rank fluctuating
+_FEWEST, _MOSTLY = 0.2, 0.85  # share of slow steps that makes a rank fluctuating, and that makes it slow all the time
 
 
 def slow_steps(log_ratio: Tensor, scale: Tensor, window: tuple[int, int], least: float, persistence: float) -> Tensor:
@@ -23,37 +24,64 @@ def slow_steps(log_ratio: Tensor, scale: Tensor, window: tuple[int, int], least:
     """
     first, end = window
     inside = log_ratio[first:end]
-    border = _border(inside)
-    if border is not None:
-        slow = torch.zeros_like(log_ratio, dtype=torch.bool)
-        slow[first:end] = inside > border
-        return slow
-    level = float(inside.median())
+    groups = _two_groups(inside, least) or _two_groups(log_ratio, least)
+    level = float(inside.median()) if groups is None else groups[1]
     if level < least:
         return torch.zeros_like(log_ratio, dtype=torch.bool)
-    outside = torch.cat([log_ratio[:first], log_ratio[end:]])
-    if len(outside) and least <= float(outside.median()) < level:
-        level = float(outside.median())  # it was slow there, too, only less
+    if groups is None:
+        level = _lesser_level(level, torch.cat([log_ratio[:first], log_ratio[end:]]), scale, least, persistence)
     evidence = (log_ratio - level / 2) * level / scale.clamp(min=least / 2) ** 2
-    return _two_states(evidence.clamp(-_MOST, _MOST), _SWITCH * persistence)
+    in_a_row = _two_states(evidence.clamp(-_MOST, _MOST), _SWITCH * persistence)
+    if groups is None:
+        return in_a_row
+    here_and_there = _fluctuating(log_ratio > groups[0], inside > groups[0])
+    slow = log_ratio > groups[0]
+    if (in_a_row & slow).sum() >= _MOSTLY * max(in_a_row.sum(), (here_and_there & slow).sum()) > 0:
+        return in_a_row
+    return here_and_there & slow
 
 
-def _border(values: Tensor) -> float | None:
-    """Return the value between slow and normal steps if `values` fall in two groups, else None (Otsu's threshold)."""
+def _lesser_level(level: float, outside: Tensor, scale: Tensor, least: float, persistence: float) -> float:
+    """Return the level `outside` the window if the rank was slow there, too, only less; else `level`."""
+    if not len(outside):
+        return level
+    lesser = float(outside.median())
+    uncertainty = 1.25 * float(scale.median()) * (persistence / len(outside)) ** 0.5
+    return lesser if least + 4 * uncertainty <= lesser < level else level
+
+
+def _two_groups(values: Tensor, least: float) -> tuple[float, float] | None:
+    """Return the border between normal and slow steps and the median of the slow ones, None if all are alike.
+
+    The border is Otsu's. The halves of a normal distribution that is cut in two are 2.3 standard deviations of each
+    apart, those of a uniform one 2.7.
+    """
     ordered = values.sort().values
     size = len(ordered)
     ordered = ordered.clamp(float(ordered[size // 20]), float(ordered[size - 1 - size // 20]))
-    sums = ordered.cumsum(0)
-    below = torch.arange(1, size, dtype=values.dtype)
+    sums = ordered.double().cumsum(0)
+    below = torch.arange(1, size)
     between = below * (size - below) * (sums[:-1] / below - (sums[-1] - sums[:-1]) / (size - below)) ** 2
-    if size < 2 or not _FEWEST <= 1 - (split := int(between.argmax()) + 1) / size <= _MANY:
+    if size < 2 or not _FEWEST <= 1 - (split := int(between.argmax()) + 1) / size <= _MOSTLY:
         return None
     normal, slow = ordered[:split], ordered[split:]
-    distance = slow.median() - normal.median()
-    within = 1.4826 * torch.cat([normal - normal.median(), slow - slow.median()]).abs().median()
-    if distance < _APART * within or distance <= 0 or normal.median() > slow.median() / 2:
+    distance = float(slow.median() - normal.median())
+    within = 1.4826 * torch.cat([normal - normal.median(), slow - slow.median()]).abs().median().item()
+    if (
+        distance < (3 + 8 / size**0.5) * within
+        or distance <= 0
+        or normal.median() > max(least, float(slow.median()) / 4)
+    ):
         return None
-    return float(slow.median() + normal.median()) / 2
+    return float(slow.median() + normal.median()) / 2, float(slow.median())
+
+
+def _fluctuating(slow: Tensor, inside: Tensor) -> Tensor:
+    """Return the steps from first to last among which `slow` ones are as frequent as `inside` the window."""
+    share = min(float(inside.float().mean()), max(float(slow.float().mean()), _FEWEST), 0.95)
+    chance = min((float(slow.sum() - inside.sum()) + 1) / (len(slow) - len(inside) + 50), share / 8)
+    evidence = torch.where(slow, math.log(share / chance), math.log((1 - share) / (1 - chance)))
+    return _two_states(evidence.clamp(max=_MOST), _SWITCH)
 
 
 def _two_states(evidence: Tensor, switch: float) -> Tensor:

@@ -1,6 +1,6 @@
 """Windows of steps in which a rank was slow: a scan over all lengths and positions, for all ranks at once.
 
-A step's evidence is the rank's logarithmic ratio in standard deviations, clipped, so that a spike counts as one slow step.
+A step's evidence is the rank's logarithmic ratio in standard deviations, clipped: a spike counts as one slow step.
 The score of a window is the sum of its evidence over the root of its length, as in the scan statistic of change-point
 detection (Arias-Castro, Donoho, Huo, IEEE Trans. Inf. Theory 51, 2005; robust by clipping as in Fearnhead and Rigaill,
 J. Am. Stat. Assoc. 114, 2019). What repeats by itself, such as noise that lasts several steps, lowers every score.
@@ -29,6 +29,8 @@ class Scan:
     """What each step says, in standard deviations, 0 where a time is missing; (ranks, steps)."""
     score: Tensor
     """The best window's score for each rank, 0 without one."""
+    fluctuating: Tensor
+    """How many more long steps each rank has than others have, as a score; 0 if they are few."""
     window: Tensor
     """First step of the best window and the step behind it; (ranks, 2)."""
     persistence: float
@@ -47,20 +49,20 @@ def scan(times: RelativeTimes, tolerance: float) -> Scan:
     scale = times.scale.clamp(min=tolerance)
     evidence = ((times.log_ratio - tolerance) / scale).clamp(-CLIP, CLIP).nan_to_num(0.0).float()
     count = known.sum(1).clamp(min=1)
+    fluctuating = _fluctuation_score(evidence, count)
     if len(evidence) >= FEWEST_PEERS:  # in noise that is skewed, every rank has more long steps than short ones
         bias = (evidence.sum(1) / count).quantile(0.375).clamp(min=0.0)
         evidence = (evidence - bias) * known
-    persistence = _persistence(evidence, known)
+    persistence = _persistence(times.log_ratio, scale, known)
     score, window = _best_windows(evidence, known)
-    step_variance = evidence.diff(dim=1).square().sum(1) / (2 * count)
-    score = score / (step_variance.clamp(min=1.0) * persistence).sqrt()
+    score = score / (_variance(evidence, known, count) * persistence).sqrt()
     if len(evidence) >= FEWEST_PEERS:  # what is left in the scores of most ranks is no straggler either
         score = score / (score.quantile(0.25) / _USUAL_BEST).clamp(min=1.0)
-    return Scan(evidence, score, window, persistence)
+    return Scan(evidence, score, fluctuating, window, persistence)
 
 
 def refine(evidence: Tensor, first: int, end: int) -> tuple[int, int]:
-    """Return the best window near the one from `first` to `end`, to the step; `evidence` is one rank's, without gaps."""
+    """Return the best window near that from `first` to `end`, to the step; `evidence` is one rank's, without gaps."""
     sums = torch.nn.functional.pad(evidence.double().cumsum(0), (1, 0))
     places = torch.arange(len(sums))
     for _ in range(4):
@@ -71,21 +73,53 @@ def refine(evidence: Tensor, first: int, end: int) -> tuple[int, int]:
     return first, end
 
 
-def _persistence(evidence: Tensor, known: Tensor) -> float:
+def _fluctuation_score(evidence: Tensor, count: Tensor) -> Tensor:
+    """Return the root of twice the logarithmic likelihood ratio of each rank's share of steps at the clip.
+
+    By chance that share would be what most ranks have, or what the rank has at the other end.
+    """
+    long, short = ((sign * evidence >= CLIP).sum(1) for sign in (1, -1))
+    share = (long / count).double()
+    usual = share.sort().values[(len(share) - 1) // 2]
+    chance = torch.maximum(usual, short / count) + 1 / (count * min(len(share) - 1, 3) + 1)
+    chance = torch.minimum(chance, share.clamp(min=1e-6))
+    normal = 1 - share
+    gain = (
+        share * (share.clamp(min=1e-6) / chance).log()
+        + normal * (normal.clamp(min=1e-6) / (1 - chance).clamp(min=1e-6)).log()
+    )
+    enough = (share >= 0.2) & (long >= SHORTEST)
+    return torch.where(enough, (2 * count * gain).clamp(min=0).sqrt(), 0.0)
+
+
+def _variance(evidence: Tensor, known: Tensor, count: Tensor) -> Tensor:
+    """Return the variance of each rank's evidence by chance, at least 1.
+
+    Steps that are slow now and then make neighbours differ, but not the steps below the median.
+    """
+    of_neighbours = evidence.diff(dim=1).square().sum(1) / (2 * count)
+    values = torch.where(known, evidence, torch.nan)
+    below = (values.nanmedian(1, keepdim=True).values - values).clamp(min=0)
+    lower = 2 * below.square().nansum(1) / count
+    return torch.minimum(of_neighbours, 2 * lower.clamp(min=0.5)).clamp(min=1.0)
+
+
+def _persistence(log_ratio: Tensor, scale: Tensor, known: Tensor) -> float:
     """Return the variance of sums over many steps as a multiple of what it is for steps that vary by themselves.
 
     It compares neighbouring blocks of steps, because a rank that becomes slow only spoils one of these differences.
     """
-    ranks, steps = evidence.shape
+    ranks = len(log_ratio)
     some = torch.linspace(0, ranks - 1, min(ranks, _SAMPLE)).round().long()
-    sample = evidence[some][:, known[some].any(0)]
-    variances = []
+    complete = known[some].any(0)
+    values = (log_ratio[some] / scale[some])[:, complete]
+    variances: list[float] = []
     length = 1
-    while length == 1 or sample.shape[1] >= 10 * length:
-        blocks = sample[:, : sample.shape[1] // length * length].unflatten(1, (-1, length)).sum(2)
-        if blocks.shape[1] < 2:
-            break
-        variances.append(float(blocks.diff(dim=1).abs().median(1).values.median()) ** 2 / length)
+    while (pairs := values.shape[1] // (2 * length)) * min(ranks - 1, 4) >= 40 and pairs >= 8:
+        blocks = values[:, : pairs * 2 * length].unflatten(1, (pairs, 2 * length))
+        near = (blocks - blocks.nanmedian(2, keepdim=True).values).clamp(-CLIP, CLIP).nan_to_num(0.0)
+        difference = near[:, :, length:].sum(2) - near[:, :, :length].sum(2)
+        variances.append(float(difference.abs().median(1).values.median()) ** 2 / length)
         length *= 2
     if not variances or variances[0] == 0:
         return 1.0

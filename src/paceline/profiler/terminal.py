@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.output_tables import print_table
-from paceline.profiler.report import PARTS, Advice, Report
+from paceline.profiler.report import Advice, Report
 from paceline.profiler.side_by_side import Comparison, Pair
-from paceline.profiler.wording import NAMES, kind_name, mean_parts, ms, notable_ranks, percent, rank_parts
+from paceline.profiler.wording import NAMES, kind_name, mean_parts, ms, notable_ranks, percent, rank_parts, sentence
 
-MOST_RANKS = 8
+MOST_RANKS = 5
 """With more ranks the table has those that say most, and the mean of all."""
 MOST_ADVICE = 3
 STYLES = {"better": "green", "worse": "red", "": ""}
@@ -30,34 +30,34 @@ def print_summary(report: Report) -> None:
         _say(console, advice_line(number, one))
     if len(report.advice) > MOST_ADVICE:
         _say(console, Text(f"{len(report.advice) - MOST_ADVICE} more in the report", style="dim"))
-    for sentence in report.missing:
-        _say(console, Text(f"not seen: {sentence}", style="dim"))
+    for unseen in report.missing:
+        _say(console, Text(f"not seen: {unseen}", style="dim"))
 
 
 def parts_table(report: Report, between: str = "  ") -> Table:
-    """Return the mean step of each rank, cut into parts; `between` separates a time from its share."""
-    parts = {part: seconds for part, seconds in mean_parts(report).items() if seconds > 0}
+    """Return the mean step of each rank in a column, cut into parts; `between` separates a time from its share."""
+    slow = {one.rank for one in report.stragglers}
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("rank", no_wrap=True)
-    for heading in ("step", *(NAMES[part] for part in parts)):
-        table.add_column(heading, justify="right", min_width=7)
-    chosen, slow = notable_ranks(report, MOST_RANKS), {one.rank for one in report.stragglers}
-    for at in chosen:
+    table.add_column("a step")
+    columns = [rank_parts(report, at) for at in notable_ranks(report, MOST_RANKS)]
+    for at in notable_ranks(report, MOST_RANKS):
         rank = report.ranks[at].rank
-        name = Text(f"{rank} slow" if rank in slow else f"{rank}", style="bold red" if rank in slow else "")
-        table.add_row(name, *_cells(rank_parts(report, at), list(parts), between))
+        heading = Text(f"rank {rank}\nslow", style="bold red") if rank in slow else Text(f"rank {rank}")
+        table.add_column(heading, justify="right", min_width=7)
     if len(report.ranks) > 1:
-        table.add_section()
-        table.add_row(f"mean of {len(report.ranks)}", *_cells(mean_parts(report), list(parts), between))
+        table.add_column(Text(f"mean\nof {len(report.ranks)}"), justify="right", min_width=7)
+        columns.append(mean_parts(report))
+    table.add_row("length", *(ms(sum(row.values())) if row else "no steps" for row in columns), end_section=True)
+    for part, seconds in mean_parts(report).items():
+        if seconds > 0:
+            table.add_row(NAMES[part], *(_cell(row, part, between) for row in columns))
     return table
 
 
-def _cells(row: Mapping[str, float] | None, parts: Sequence[str], between: str) -> list[str | Text]:
+def _cell(row: Mapping[str, float] | None, part: str, between: str) -> str | Text:
     if row is None:
-        return ["no steps", *("–" for _ in parts)]
-    total = sum(row[part] for part in PARTS)
-    shares = [Text(f"{ms(row[part])}{between}").append(percent(row[part] / (total or 1.0)), "dim") for part in parts]
-    return [ms(total), *shares]
+        return "–"
+    return Text(f"{ms(row[part])}{between}").append(f"{percent(row[part] / (sum(row.values()) or 1.0)):>5}", "dim")
 
 
 def advice_line(number: int, one: Advice) -> Text:
@@ -65,7 +65,7 @@ def advice_line(number: int, one: Advice) -> Text:
     said = Text(f"{number}. {kind_name(one.kind)}", style="bold")
     if one.gain > 0:
         said.append(f" (saves {percent(one.gain)}, predicted)", "not bold green")
-    return said.append(f": {one.text} ", "not bold").append(one.reason, "not bold dim")
+    return said.append(f": {sentence(one.text)} ", "not bold").append(sentence(one.reason), "not bold dim")
 
 
 def print_comparison(comparison: Comparison) -> None:

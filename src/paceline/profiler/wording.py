@@ -34,14 +34,22 @@ MEANINGS = {
 def ms(seconds: float) -> str:
     """Return a time with three significant digits: ``12.3 ms``, ``1.25 s`` from ten seconds on."""
     value = 1e3 * seconds
-    if abs(value) >= 10_000:
-        return f"{seconds:,.1f} s"
+    if value == 0 or abs(value) >= 10_000:
+        return "0 ms" if value == 0 else f"{seconds:,.1f} s"
     return f"{value:,.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms" if abs(value) >= 1 else f"{value:.2f} ms"
 
 
 def percent(share: float) -> str:
-    """Return a share: ``27 %``; with a digit more below ten percent."""
-    return f"{100 * share:.0f} %" if abs(share) >= 0.0995 else f"{100 * share:.1f} %"
+    """Return a share: ``27%``; with a digit more below ten percent."""
+    return f"{100 * share:.0f}%" if abs(share) >= 0.0995 else f"{100 * share:.1f}%"
+
+
+def sentence(said: str) -> str:
+    """Return words of a piece of advice with a capital, unless a name of code comes first, and a full stop."""
+    first = said.split(" ", 1)[0]
+    if first.isalpha() and first.islower():
+        said = said[:1].upper() + said[1:]
+    return said if said.endswith((".", "!", "?", ":")) or not said else f"{said}."
 
 
 def nbytes(size: float) -> str:
@@ -108,6 +116,11 @@ def waiting_share(report: Report) -> float:
 def kind_name(kind: str) -> str:
     """Return a piece of advice's kind as a heading: ``data-loading`` as ``Data loading``."""
     return kind.replace("-", " ").replace("_", " ").capitalize()
+
+
+def figure_name(name: str) -> str:
+    """Return the name of a further figure of a piece of advice: ``allreduce_share_2`` as ``2``, after its caption."""
+    return name.removeprefix("allreduce_share_").replace("_", " ")
 
 
 def figure(value: float, as_share: bool) -> str:

@@ -23,20 +23,20 @@ from paceline.recipes.hub import (
 
 
 class CausalModel(nn.Module):
-    """(batch, time) tokens to (batch, time, vocabulary) logits, by the model in `folder`, in float32.
+    """(batch, time) tokens to (batch, time, vocabulary) logits, by the model in `folder`, its weights in `dtype`.
 
     Raises:
         UsageError: if it cannot be loaded, or is not a causal language model.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         work_offline()
         from transformers import AutoModelForCausalLM
 
         quiet_libraries()
         try:
-            self.model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+            self.model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
         except Exception as error:  # of many classes
             raise UsageError(f"no causal language model can be made from {folder}: {one_line(error)}") from error
 

@@ -36,7 +36,7 @@ from paceline.recipes.lm_text import (
 )
 from paceline.recipes.muon import Muon
 from paceline.recipes.recipe_report import Report, expect_saved, gather_report, print_report
-from paceline.recipes.training_options import TrainingOptions, expect_positive
+from paceline.recipes.training_options import TrainingOptions, expect_choice, expect_positive
 from paceline.rng import set_seed
 from paceline.train import Evaluation, Result, Trainer
 from paceline.unwrapping import unwrap
@@ -67,6 +67,9 @@ class LmConfig(TrainingOptions):
     layers: int = option(4, "Its layers.")
     heads: int = option(4, "Its attention heads.")
     model: str | None = option(None, "A causal model of Hugging Face instead: name on the hub, or folder.", "NAME|DIR")
+    model_dtype: str = option(
+        "float32", "Numbers of --model: float32, or bfloat16 for half the memory, weights included.", "DTYPE"
+    )
     sample: int = option(256, "Tokens to write at the end; 0 for none.")
 
     def check(self) -> None:
@@ -78,6 +81,7 @@ class LmConfig(TrainingOptions):
         """
         super().check()
         expect_positive("--model-lr", self.model_lr)
+        expect_choice("--model-dtype", self.model_dtype, ("float32", "bfloat16"))
         for name, least in (
             ("context", 1),
             ("width", 1),
@@ -95,6 +99,8 @@ class LmConfig(TrainingOptions):
                 raise UsageError(f"--{name} must not be empty; give it a value, or leave it out")
         if self.model is not None and find_spec("transformers") is None:
             raise MissingExtra("transformers", "recipes", "--model")
+        if self.model is None and self.model_dtype != "float32":
+            raise UsageError(f"--model-dtype {self.model_dtype} is for --model; give one, or leave it out")
         corpus = read_corpus(self)
         if self.model is not None:
             expect_fitting(folder_of(self.model), corpus.tokenizer.size, self.context)
@@ -160,7 +166,7 @@ def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: 
 def build(config: LmConfig, tokens: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model that `config` asks for, and its optimizer."""
     if config.model is not None:
-        pretrained = CausalModel(folder_of(config.model)).to(device)
+        pretrained = CausalModel(folder_of(config.model), getattr(torch, config.model_dtype)).to(device)
         return pretrained, torch.optim.AdamW(pretrained.parameters(), lr=config.model_lr, fused=True)
     gpt = GPT(tokens, config.context, config.width, config.layers, config.heads).to(device)
     matrices = gpt.matrices()

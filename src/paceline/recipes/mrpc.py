@@ -60,7 +60,7 @@ class MrpcConfig(TrainingOptions):
     weight_decay: float = option(0.01, "Of AdamW, for matrices.")
     dropout: float | None = option(None, "Probability of dropout; the model's own by default.")
     bf16: bool = option(False, "Compute in bfloat16 (autocast); weights stay in float32.")
-    balance: bool = option(False, "Split batches among ranks by length instead of count.")
+    balance: bool = option(False, "Split batches among ranks by padded length instead of count.")
 
     def check(self) -> None:
         """Refuse what cannot work, before any rank starts, and fetch from the hub what is not on this machine.
@@ -208,6 +208,7 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
         shuffle=True,
         seed=config.seed,
         cost=train_data.lengths if config.balance else None,
+        padded=config.balance,
         accumulate=config.accumulate if config.balance else 1,
         collate_fn=collate,
     )

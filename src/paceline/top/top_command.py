@@ -70,12 +70,16 @@ def choose(jobs: Mapping[Path, JobNote], wanted: int | None) -> tuple[Path, JobN
         raise UsageError(
             "no job of yours runs on this host; start one with paceline run, train or profile, which paceline top finds"
         )
-    fitting = [
-        (folder, note) for folder, note in jobs.items() if wanted in (None, note.pid, *note.processes.values())
-    ]
+    fitting = [(folder, note) for folder, note in jobs.items() if wanted in (None, note.pid, *note.processes.values())]
     if len(fitting) == 1:
         return fitting[0]
-    known = "; ".join(f"{note.pid} ({note.title}, ranks: {note.nproc})" for note in jobs.values())
+    launchers = [note.pid for note in jobs.values()]
+    known = "; ".join(
+        # Jobs that one launcher runs side by side are told apart by their ranks.
+        f"{note.pid if launchers.count(note.pid) == 1 else note.processes.get(0, note.pid)} "
+        f"({note.title}, ranks: {note.nproc})"
+        for note in jobs.values()
+    )
     if not fitting:
         raise UsageError(f"--job {wanted}: no job with this process runs on this host; there are: {known}")
     raise UsageError(f"{len(fitting)} jobs run on this host; choose one with --job PID: {known}")

@@ -141,12 +141,11 @@ class AllReduce:
         count = min(header.ready for header in headers)
         ours = share(count, self._place, self._size)
         if ours.start < ours.stop:
-            operands = self._engine.operands(headers)
+            parts = self._engine.operands(headers, ours)
             if chunk is not None:
-                operands[self._place] = chunk
-            parts = [operand[ours] for operand in operands]
-            target = parts[self._place]
-            reduce_into([target, *(part for part in parts if part is not target)], parts, op, scale)
+                parts[self._place] = chunk[ours]
+            results = [parts[self._place], *parts[: self._place], *parts[self._place + 1 :]]
+            reduce_into(results, parts, op, scale)
 
     def _header(
         self,

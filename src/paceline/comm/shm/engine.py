@@ -22,8 +22,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import NoReturn
@@ -101,7 +101,7 @@ class Engine:
             header.write(self.arena, operation.number)
             self._posted += 1
             self._under_way.append(operation)
-            with self._unbroken():
+            with _Unbroken(self):
                 self.signals.tell(posted=1)
                 self.signals.ring()
             return operation
@@ -111,7 +111,7 @@ class Engine:
         # Whoever holds the lock does it already.
         if self._under_way and self._lock.acquire(blocking=False):
             try:
-                with self._unbroken():
+                with _Unbroken(self):
                     self.signals.listen()
                     self._advance()
             finally:
@@ -142,14 +142,17 @@ class Engine:
         """Post an operation and wait for it."""
         self.wait(self.post(header, compute))
 
-    def operands(self, headers: Sequence[Header]) -> list[Tensor]:
-        """Return every member's operand as its header describes it, where it lies in that member's memory."""
+    def operands(self, headers: Sequence[Header], part: slice | None = None) -> list[Tensor]:
+        """Return every member's operand as its header describes it, or a `part`, where it lies in their memory."""
         pairs = zip(self.memories, headers, strict=True)
-        return [memory.tensor(header.offset, header.ready, header.dtype) for memory, header in pairs]
+        if part is None:
+            return [memory.tensor(header.offset, header.ready, header.dtype) for memory, header in pairs]
+        start, count = part.start * headers[0].dtype.itemsize, part.stop - part.start
+        return [memory.tensor(header.offset + start, count, header.dtype) for memory, header in pairs]
 
     def _wait_until(self, operation: Operation, is_over: Callable[[Operation], bool]) -> None:
         spins, left = self._spins, self.timeout.total_seconds()
-        with self._unbroken():
+        with _Unbroken(self):
             self.signals.listen()
             self._advance()
             while not is_over(operation):
@@ -161,16 +164,9 @@ class Engine:
                     left = self._block(operation, left)
                 self._advance()
 
-    @contextmanager
-    def _unbroken(self) -> Iterator[None]:
-        """Mark the group as broken if the block is left in the middle: others wait for its ring, or for its part."""
-        try:
-            yield
-        except CommunicationError:
-            raise
-        except BaseException as error:  # KeyboardInterrupt, too
-            self._broken = self._broken or f"rank {self._name} was interrupted by {type(error).__name__}"
-            raise
+    def interrupted(self, error: BaseException) -> None:
+        """Mark the group as broken by `error`, if nothing else has broken it before."""
+        self._broken = self._broken or f"rank {self._name} was interrupted by {type(error).__name__}"
 
     def _advance(self) -> None:
         """Compute what everybody has posted, finish what everybody is done with, in order."""
@@ -273,6 +269,21 @@ class Engine:
         self.arena.close()
         self.peers = []
         self._under_way.clear()
+
+
+class _Unbroken:
+    """Marks the group as broken if the block is left in the middle: others wait for its ring, or for its part."""
+
+    # A class, as it costs a third of a generator, and every operation enters three.
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None and not isinstance(error, CommunicationError):  # KeyboardInterrupt, too
+            self._engine.interrupted(error)
 
 
 _REMEDY = "look for that rank's own error, and start again from the last checkpoint"

@@ -52,7 +52,7 @@ def mismatch(number: int, headers: Sequence[Header], names: Sequence[int], name:
     Returns:
         The error to raise; None if all posted the same.
     """
-    if all(header.same_as(headers[0]) for header in headers):
+    if all(header.same_as(headers[0]) for header in headers[1:]):
         return None
     descriptions = []
     for header in headers:

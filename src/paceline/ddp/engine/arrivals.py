@@ -7,7 +7,7 @@ backward began (accumulation) or the order is not known yet, every parameter has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,23 +70,23 @@ class Arrivals:
             if self._missed[index] < PATIENCE:
                 self._pending[self._bucket_of[index]] -= 1
 
-    def complete_from(self, bucket: int) -> Iterator[tuple[int, list[Tensor | None]]]:
-        """Yield `bucket` and those after it with their gradients, as far as all that are expected are there."""
-        parameter_at = self._parameters.__getitem__
-        for number in range(bucket, len(self._layout)):
-            indices, expected = self._layout[number], self._expected[number]
-            # Most buckets are asked for before anything of them has come.
-            if self._pending[number] if self._every else expected and parameter_at(expected[-1]).grad is None:
-                return
-            # A gradient that Python has not seen before costs as much as its copy, so all are read once.
-            gradients = gradients_of(map(parameter_at, indices))
-            if not self._every:
-                awaited = gradients
-                if len(expected) < len(indices):
-                    awaited = gradients_of(map(parameter_at, expected))
-                if any_missing(awaited):
-                    return
-            yield number, gradients
+    def complete(self, number: int) -> list[Tensor | None] | None:
+        """Return the gradients of bucket `number` if all expected ones are there; None if not, or after the last."""
+        if number == len(self._layout):
+            return None
+        indices, expected, parameter_at = self._layout[number], self._expected[number], self._parameters.__getitem__
+        # Most buckets are asked for before anything of them has come.
+        if self._pending[number] if self._every else expected and parameter_at(expected[-1]).grad is None:
+            return None
+        # A gradient that Python has not seen before costs as much as its copy, so all are read once.
+        gradients = gradients_of(map(parameter_at, indices))
+        if not self._every:
+            awaited = gradients
+            if len(expected) < len(indices):
+                awaited = gradients_of(map(parameter_at, expected))
+            if any_missing(awaited):
+                return None
+        return gradients
 
     def end(self, absent: Sequence[int]) -> None:
         """A backward has ended, without gradients for the `absent` parameters on this rank."""

@@ -39,6 +39,8 @@ class Backward:
     """The parameters that other wrappers have, too."""
     at_end: bool = False
     """Whether buckets are launched when backward has ended rather than as they fill."""
+    untouched: bool = False
+    """Whether users referred to nothing in buckets when it began; nor do they since, as no parameter showed any."""
     gradients_came: Callable[[], None] = lambda: None
     """Ends its span in traces; there is none in ``sync_gradients()``."""
     on_abort: Callable[[Backward], None] | None = None
@@ -126,7 +128,8 @@ class Backward:
         """Move the `gradients` in, free the parameters' own, and hand the bucket to communication."""
         parts, number = self.parts, self.next
         with parts.recorder.span(LAUNCH, number):
-            parts.storage.claim(number, self.share.elsewhere.keys())
+            if not self.untouched:
+                parts.storage.claim(number, self.share.elsewhere.keys())
             parameters = [parts.parameters[index] for index in bucket.indices]
             if gradients is None:
                 gradients = gradients_of(parameters)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline.buckets import Bucket, assign
-from paceline.ddp.engine.gradient_views import Window, shared
+from paceline.ddp.engine.gradient_views import Window, are_untouched, shared
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import CheckpointMismatch
 from paceline.torch_internals.tensors import copy_each
@@ -157,6 +157,12 @@ class BucketSet:
             if not window.is_in_use():
                 self._channel.free(flat)
         self._left = [(flat, window) for flat, window in self._left if window.is_in_use()]
+
+    def is_untouched(self) -> bool:
+        """Whether :meth:`claim` would find nothing to do in any bucket, asked for all of them at once."""
+        if self._keepers or self.unbucketed:
+            return False
+        return are_untouched(self._windows, self.views, self._addresses, _LISTS)
 
     def claim(self, number: int, elsewhere: Collection[int] = ()) -> None:
         """Make sure that nothing which a user keeps changes when bucket `number` is written to.

@@ -99,10 +99,9 @@ class Ending:
 
     def _scale(self, notes: Notes) -> None:
         parts = self.backward.parts
-        for bucket in parts.storage.buckets:
-            parts.finisher.scale(bucket, notes)
-            if parts.recorder.norms is not None:
-                parts.recorder.norms.append((AVERAGED, torch.linalg.vector_norm(bucket.flat), 1.0))
+        parts.finisher.scale(parts.storage.buckets, notes)
+        if (norms := parts.recorder.norms) is not None:
+            norms += [(AVERAGED, torch.linalg.vector_norm(bucket.flat), 1.0) for bucket in parts.storage.buckets]
 
     def _show_early(self) -> EarlyAverages:
         """Wait for the buckets, and show what are the averages in a step without weights and surprises."""

@@ -48,7 +48,7 @@ class Window:
         """Whether :meth:`mend` would find nothing to do, and :meth:`is_kept` would answer no, as in most steps."""
         return (
             list(map(_address, self.views)) == self.addresses
-            and self._references() == self._references_alone
+            and self.is_memory_untouched()
             and max(map(sys.getrefcount, self.views)) <= _IN_NO_LIST + lists
         )
 
@@ -72,7 +72,7 @@ class Window:
             lists: how many lists of ours hold each view.
             others: places of gradients that are not taken from ``p.grad`` now, so that it counts as a user, too.
         """
-        if self._references() != self._references_alone:
+        if not self.is_memory_untouched():
             return True
         counts, alone = list(map(sys.getrefcount, self.views)), _IN_NO_LIST + lists
         if max(counts) <= alone:
@@ -84,6 +84,10 @@ class Window:
         """Whether a user still refers to the memory of a window whose own views were dropped."""
         return self._references() > self._references_alone - len(self.addresses)
 
+    def is_memory_untouched(self) -> bool:
+        """Whether nobody refers to the memory but for the views that we hold."""
+        return self._references() == self._references_alone
+
     def _references(self) -> int:
         """How many tensors refer to the memory, and how many Python objects to its handle."""
         return count_uses(self._storage) + sys.getrefcount(self._storage)
@@ -91,6 +95,15 @@ class Window:
     def _made_views(self) -> list[Tensor]:
         # Detached, as autograd lets nobody call detach_() on views that it knows.
         return [view.detach() for view in views_of(self._memory, self._parameters)]
+
+
+def are_untouched(windows: Sequence[Window], views: list[Tensor], addresses: list[int], lists: int) -> bool:
+    """Whether :meth:`Window.is_untouched` holds for all `windows`, whose `views` lie at these `addresses`."""
+    return (
+        list(map(_address, views)) == addresses
+        and all(map(Window.is_memory_untouched, windows))
+        and max(map(sys.getrefcount, views), default=0) <= _IN_NO_LIST + lists
+    )
 
 
 def shared(gradients: Mapping[int, Tensor]) -> list[int]:

@@ -183,7 +183,8 @@ class Reducer(Settling):
         self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
         clear = none_has_gradient(parts.parameters)
         at_end = parts.finisher.launches_at_end(shadowed=shadowed)
-        self._backward = backward = Backward(parts, clear, share, at_end, on_abort=restore_gradients)
+        untouched = clear and not parts.sharing and parts.storage.is_untouched()
+        self._backward = backward = Backward(parts, clear, share, at_end, untouched, on_abort=restore_gradients)
         backward.ending = self._end(backward)
         backward.enter(Phase.LAUNCHING)
         hook_all = self._forwards.are_differentiated or parts.recorder.detailed
@@ -209,8 +210,8 @@ class Reducer(Settling):
             parts.recorder.mark(GRADIENT, index)
         parts.arrivals.arrived(index)
         if not backward.at_end:
-            for number, gradients in parts.arrivals.complete_from(backward.next):
-                backward.launch(parts.storage.buckets[number], gradients)
+            while (gradients := parts.arrivals.complete(backward.next)) is not None:
+                backward.launch(parts.storage.buckets[backward.next], gradients)
         parts.channel.progress()
 
     # -- 6. backward ends ---------------------------------------------------------------------------------------

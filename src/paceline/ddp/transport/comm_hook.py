@@ -32,6 +32,7 @@ from paceline.errors import CommunicationError, DesyncError, HookError, Paceline
 from paceline.rollcall import named_ranks
 from paceline.torch_internals.ddp import Future
 from paceline.torch_internals.dtensor import is_sharded
+from paceline.torch_internals.tensors import multiply_each
 from paceline.tracing import BUCKET_WAIT, Recorder
 
 GRACE_S = 5.0
@@ -162,11 +163,11 @@ class HookFinisher:
         self._channel.wait(launched, "exchange of whether communication hooks have failed")
         _expect_none(verdict.nonzero().flatten().tolist(), self._rank)
 
-    def scale(self, bucket: Bucket, notes: Notes) -> None:
+    def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Turn the mean over all ranks into that over the weights, or over the ranks that count, where these differ."""
         factor = compute_correction(notes)
         if factor != 1.0:
-            bucket.flat.mul_(factor)
+            multiply_each([bucket.flat for bucket in buckets], factor)
 
 
 def _expect_none(failed: Sequence[int], rank: int) -> None:

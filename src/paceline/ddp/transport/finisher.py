@@ -23,6 +23,7 @@ from paceline.ddp.agreement.weighting import compute_correction, compute_scale
 from paceline.ddp.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.streams import is_queued
+from paceline.torch_internals.tensors import multiply_each
 from paceline.tracing import BUCKET_WAIT, COLLECTIVE, DONE, Recorder, recorder
 
 CONTROL = "exchange of control blocks"
@@ -65,8 +66,8 @@ class Finisher(Protocol):
         None where the block is read later, which only a finisher may be asked for that :attr:`reads_late`.
         """
 
-    def scale(self, bucket: Bucket, notes: Notes) -> None:
-        """Make what came back into a bucket the average, or the part of it that this rank is to hold."""
+    def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
+        """Make what came back into the buckets the averages, or the parts of them that this rank is to hold."""
 
 
 class Sums(Protocol):
@@ -110,7 +111,7 @@ class AllReduce:
         return 1 / self._sums.size if self._divides_in_copy(flat) else 1.0
 
     def _divides_in_copy(self, flat: Tensor) -> bool:
-        return is_queued(flat.device) and not self._sums.scales
+        return not self._sums.scales and is_queued(flat.device)
 
     def _divides_first(self, flat: Tensor) -> bool:
         """Whether means are summed, in the copy or after it: in half precision a sum of N may overflow."""
@@ -118,15 +119,15 @@ class AllReduce:
 
     def launch(self, bucket: Bucket, at: int, *, last: bool) -> Launched:
         """Launch the sum, in place."""
+        flat, sums = bucket.flat, self._sums
         note: Note | None = None
-        if not self._divides_first(bucket.flat):
-            if self._sums.scales:
-                self._ledger.add_up()  # a weight that is on its way from a GPU belongs into the note
+        if sums.scales and flat.dtype is not torch.float16:
+            self._ledger.add_up()  # a weight that is on its way from a GPU belongs into the note
             note = self._ledger.status.note
-        elif not self._divides_in_copy(bucket.flat):
-            bucket.flat.mul_(1 / self._sums.size)
-        launched = self._sums.all_reduce(bucket.flat, note)
-        if self._recorder.detailed and isinstance(launched, dist.Work) and bucket.flat.device.type == "cpu":
+        elif flat.dtype is torch.float16 and not self._divides_in_copy(flat):
+            flat.mul_(1 / sums.size)
+        launched = sums.all_reduce(flat, note)
+        if self._recorder.detailed and isinstance(launched, dist.Work) and flat.device.type == "cpu":
             # Elsewhere others record it: who reduces in shared memory, and torch's profiler on a GPU.
             launched.get_future().add_done_callback(lambda _: self._recorder.mark(DONE, at))
         return launched
@@ -139,14 +140,19 @@ class AllReduce:
         if block is not None:
             self._channel.wait(block, CONTROL)
 
-    def scale(self, bucket: Bucket, notes: Notes) -> None:
+    def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Multiply what came back, unless it is the average already."""
-        if self._divides_first(bucket.flat):
-            factor = compute_correction(notes)
-        else:
-            factor = 1.0 if self._sums.scales else compute_scale(notes)
-        if factor != 1.0:
-            bucket.flat.mul_(factor)
+        of_sums = 1.0 if self._sums.scales else compute_scale(notes)
+        of_means = compute_correction(notes)
+        if of_sums == of_means == 1.0:
+            return
+        flats: dict[float, list[Tensor]] = {}
+        for bucket in buckets:
+            factor = of_means if self._divides_first(bucket.flat) else of_sums
+            flats.setdefault(factor, []).append(bucket.flat)
+        for factor, tensors in flats.items():
+            if factor != 1.0:
+                multiply_each(tensors, factor)
 
 
 class AlreadyDone:

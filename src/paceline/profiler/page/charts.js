@@ -23,9 +23,7 @@ function chart(place, make) {
     canvas.setAttribute("role", "img");
     canvas.setAttribute("aria-label", place.dataset.label);
   }
-  new ResizeObserver(() => {
-    if (plot && plot.width !== place.clientWidth) plot.setSize({ width: place.clientWidth, height: height() });
-  }).observe(place);
+  onWidth(place, () => plot.setSize({ width: place.clientWidth, height: height() }));
   painters.push(paint);
   paint();
   return paint;

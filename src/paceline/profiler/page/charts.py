@@ -172,18 +172,18 @@ def _short(seconds: float) -> float:
 def noise_scale(report: Report) -> Section | None:
     """Return the curve of the gradient noise scale, where it was measured."""
     found = report.noise_scale
-    if not found or not found.get("curve"):
+    if not found:
         return None
-    value, batch = float(found["value"]), float(found["batch_size"])
-    if batch < value:
-        said = f"The global batch of {batch:,.0f} is below the critical batch size: more ranks still pay."
-    else:
-        said = f"The global batch of {batch:,.0f} is past the critical batch size: more ranks bring little progress."
+    said = str(found.get("text") or "")
+    value, curve = found.get("value"), found.get("curve")
+    if value is None or not curve:
+        return Section("noise", "Gradient noise scale", "Noise scale", f"<p>{escape(said)}</p>") if said else None
+    said = said or f"The critical batch size is about {value:,.0f} samples, and a step has {found['batch_size']:,.0f}."
     body = (
-        f"<p>The gradient noise scale is <b>{value:,.0f} samples</b>, the critical batch size. {said}</p>"
+        f"<p>{escape(said)}</p>"
         '<p class="reading">Progress of one step, of the best possible, by the global batch size (McCandlish et al. '
         "2018). Dashed: the critical batch size. Solid: this run.</p>"
         '<div class="plot" data-label="Progress per step by global batch size, on a logarithmic scale"></div>'
-        f"{data_block('noise-data', {'value': value, 'batch_size': batch, 'curve': found['curve']})}"
+        f"{data_block('noise-data', {'value': value, 'batch_size': found['batch_size'], 'curve': curve})}"
     )
     return Section("noise", "Gradient noise scale", "Noise scale", body)

@@ -48,9 +48,19 @@ document.addEventListener("pointermove", (event) => {
 });
 document.addEventListener("scroll", () => showTip(""), { passive: true, capture: true });
 
+// Call back when an element has another width; in the next frame, as what is drawn then may change the layout again.
+function onWidth(element, paint) {
+  let width = element.clientWidth;
+  new ResizeObserver(() => requestAnimationFrame(() => {
+    if (element.clientWidth === width) return;
+    width = element.clientWidth;
+    paint();
+  })).observe(element);
+}
+
 function ms(value) {
   const size = Math.abs(value);
-  return `${value.toFixed(size >= 100 ? 0 : size >= 1 ? 1 : 2)} ms`;
+  return `${value.toFixed(size >= 100 ? 0 : size >= 1 ? 1 : size > 0 ? 2 : 0)} ms`;
 }
 function nbytes(size) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -93,14 +93,18 @@ class Drawing {
     const y = one.depth ? top + high.phase + 1 + (one.depth - 1) * (high.inner + 1) : top;
     const height = one.depth ? high.inner : high.phase, shade = this.ink[KINDS[one.label] ?? "other"];
     this.tinted(one.depth ? 0.75 : 1, () => this.stretch(shade, one.start, one.end, y, height, 1));
-    if (one.label === "wait") this.late(late, y, height);
+    if (one.label === "wait" || one.label === "bucket wait") this.late(late, one, y, height);
     const text = `${name}: ${said}, ${ms(one.end - one.start)}, from ${ms(one.start)}`;
     this.keep(one.start, one.end, y, height, text, null);
     if (!one.depth && this.roomy) this.caption(said, one.start, one.end, y + height / 2 + 1);
   }
 
-  late(parts, y, height) {
-    for (const one of parts) this.stretch(this.striped(), one.start, one.end, y, height, 1);
+  // The parts of a wait that are a bubble.
+  late(parts, wait, y, height) {
+    for (const one of parts) {
+      const inside = one.start >= wait.start && one.end <= wait.end;
+      if (inside) this.stretch(this.striped(), one.start, one.end, y, height, 1);
+    }
   }
 
   // The stripes of a bubble, as the bars have them.

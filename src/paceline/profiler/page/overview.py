@@ -11,10 +11,12 @@ from paceline.profiler.report import BUBBLE, COMMUNICATION, Advice, Report
 from paceline.profiler.wording import (
     compute_share,
     figure,
+    figure_name,
     kind_name,
     ms,
     percent,
     samples_per_second,
+    sentence,
     share,
     shares_only,
     typical_step,
@@ -39,7 +41,7 @@ def verdict(report: Report) -> Section:
     if rate is not None:
         tiles.insert(1, ("samples per second", f"{rate:,.0f}", "all ranks together"))
     figures = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class='note'>{escape(note)}</dd></div>"
+        f"<div><dt>{escape(figure_name(name))}</dt><dd>{escape(value)}</dd><dd class='note'>{escape(note)}</dd></div>"
         for name, value, note in tiles
     )
     body = (
@@ -71,15 +73,15 @@ def advice(report: Report) -> Section:
 def _card(one: Advice) -> str:
     as_shares = shares_only(one)
     predicted = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{figure(value, as_shares)}</dd></div>"
+        f"<div><dt>{escape(figure_name(name))}</dt><dd>{figure(value, as_shares)}</dd></div>"
         for name, value in one.predictions.items()
     )
     gain = f'<p class="gain"><b>{percent(one.gain)}</b> less time for a sample, predicted {meter(one.gain)}</p>'
     what = escape(PREDICTED.get(one.kind, "Predicted:"))
     more = f'<p class="why">{what}</p><dl class="predicted">{predicted}</dl>' if predicted else ""
     return (
-        f'<li><h3>{escape(kind_name(one.kind))}</h3>{gain if one.gain > 0 else ""}<p class="do">{escape(one.text)}</p>'
-        f'<p class="why">{escape(one.reason)}</p>{more}</li>'
+        f"<li><h3>{escape(kind_name(one.kind))}</h3>{gain if one.gain > 0 else ''}"
+        f'<p class="do">{escape(sentence(one.text))}</p><p class="why">{escape(sentence(one.reason))}</p>{more}</li>'
     )
 
 
@@ -87,5 +89,5 @@ def missing(report: Report) -> Section | None:
     """Say what could not be seen, and why."""
     if not report.missing:
         return None
-    items = "".join(f"<li>{escape(one)}</li>" for one in report.missing)
+    items = "".join(f"<li>{escape(sentence(one))}</li>" for one in report.missing)
     return Section("missing", "What could not be seen", "Missing", f"<ul>{items}</ul>")

@@ -7,7 +7,7 @@ from html import escape
 from paceline.profiler.page.bars import bar, legend, longest_step, rank_bars
 from paceline.profiler.page.elements import Section, table
 from paceline.profiler.side_by_side import Comparison, Pair
-from paceline.profiler.wording import kind_name, percent
+from paceline.profiler.wording import kind_name, percent, sentence
 
 
 def pair_sections(comparison: Comparison) -> list[Section]:
@@ -35,9 +35,9 @@ def _bars(comparison: Comparison) -> str:
 
 def _row(pair: Pair) -> list[str]:
     first, second, change = map(escape, pair.shown())
-    mark = {"better": "▲ better", "worse": "▼ worse", "": ""}[pair.verdict]
-    said = f'<span class="{pair.verdict}">{change} {mark}</span>' if mark else change
-    return [escape(pair.name), first, second, said]
+    mark = {"better": "▲", "worse": "▼", "": ""}[pair.verdict]
+    said = f'<span class="{pair.verdict}">{change} {mark}<span class="wide"> {pair.verdict}</span></span>'
+    return [escape(pair.name), first, second, said if mark else change]
 
 
 def _ranks(comparison: Comparison) -> str:
@@ -52,7 +52,7 @@ def _advice(comparison: Comparison) -> str:
     columns = ""
     for name, run in zip(comparison.names, (comparison.a, comparison.b), strict=True):
         items = "".join(
-            f"<li><b>{escape(kind_name(one.kind))}</b>, {percent(one.gain)}: {escape(one.text)}</li>"
+            f"<li><b>{escape(kind_name(one.kind))}</b>, {percent(one.gain)}: {escape(sentence(one.text))}</li>"
             for one in run.advice
         )
         columns += f"<div><h3>{escape(name)}</h3>{f'<ol>{items}</ol>' if items else '<p>Nothing.</p>'}</div>"

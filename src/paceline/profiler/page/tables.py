@@ -9,7 +9,7 @@ from paceline.profiler.report import PARTS, Operator, Report
 from paceline.profiler.wording import NAMES, ms, nbytes, percent, rank_parts, share
 
 FIRST_OPERATORS, MOST_OPERATORS = 12, 60
-"""Shown at once, and when asked for; the rest is in summary.json."""
+"""Shown at once, and when asked for; the rest is in report.json."""
 DEVICE = {
     "utilization": ("GPU utilization", "time in which a kernel ran"),
     "sm_efficiency": ("SM efficiency", "multiprocessors with work, in the whole time"),

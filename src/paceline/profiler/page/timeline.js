@@ -24,11 +24,7 @@ class StepTimeline {
     });
     for (const button of root.querySelectorAll("button[data-do]")) button.onclick = () => actions[button.dataset.do]();
     if (this.choice) this.choice.onchange = () => this.draw();
-    let width = 0;
-    new ResizeObserver(([entry]) => {
-      if (entry.contentRect.width !== width) this.draw();
-      width = entry.contentRect.width;
-    }).observe(this.canvas.parentElement);
+    onWidth(this.canvas.parentElement, () => this.draw());
     painters.push(() => this.draw());
     this.whole();
   }
