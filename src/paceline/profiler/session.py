@@ -202,7 +202,7 @@ class Session:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """Record nothing more."""
+        """Record nothing more. What was put into torch stays until the end, as torch may be going through its hooks."""
         if self._is_over:
             return
         self._is_over = True
@@ -210,7 +210,6 @@ class Session:
         self._recorder.make_event = self._recorder.norms = None
         self._recorder.spans = []
         self._operators.follow(is_wanted=False)
-        self._hooks.close()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the recording and the file; harmless when already closed. With an `error`, alone and not with others."""
@@ -218,6 +217,7 @@ class Session:
             return
         self._is_closed = True
         self._stop()
+        self._hooks.close()
         if self._device_times is not None:
             self._unwritten += map(self._cut, self._device_times.rest())
         self._describe_model()
