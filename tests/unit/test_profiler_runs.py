@@ -129,6 +129,17 @@ def test_after_as_many_steps_as_were_wanted_the_block_goes_on(tmp_path: Path) ->
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 4
 
 
+def without_wrapper(world: World, folder: Path) -> None:
+    with profile(folder, operators=False):
+        train(net(), 12)
+
+
+def test_a_program_without_a_wrapper_is_told_so(tmp_path: Path) -> None:
+    run_ranks(2, without_wrapper, tmp_path)
+    with pytest.raises(UsageError, match=r"trained no model in DistributedDataParallel \(12 optimizer steps"):
+        write_results(tmp_path)
+
+
 def accumulating(world: World, folder: Path) -> None:
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.profiler.chrome_trace import write_trace
 from paceline.profiler.page import page
-from paceline.profiler.rank_file import read_ranks
+from paceline.profiler.rank_file import RankRecord, read_ranks
 from paceline.profiler.report import Report
 from paceline.profiler.verdict import make_report, summary
 
@@ -27,13 +28,13 @@ def write_results(folder: Path) -> Report:
         (folder / "report.html").write_text(page(report), "utf-8")
     except OSError as error:
         raise UsageError(f"the results cannot be written to {folder}: {error.strerror}; make room there") from error
-    if not report.steps:
-        raise UsageError(_why_nothing(folder))
+    records = read_ranks(folder)
+    if not report.steps or not any(record.wrapper for record in records):
+        raise UsageError(_why_nothing(records))
     return report
 
 
-def _why_nothing(folder: Path) -> str:
-    records = read_ranks(folder)
+def _why_nothing(records: Sequence[RankRecord]) -> str:
     taken = max(len(record.steps) for record in records)
     if not any(record.wrapper for record in records):
         return (
