@@ -38,7 +38,13 @@ def _why_nothing(records: Sequence[RankRecord]) -> str:
     taken = max(len(record.steps) for record in records)
     if not any(record.wrapper for record in records):
         return (
-            f"the program trained no model in DistributedDataParallel ({taken} optimizer steps without one), so there "
-            "is no step of data parallelism to show; wrap it: model = paceline.DistributedDataParallel(model)"
+            "this process trained no model in DistributedDataParallel, so there is no step of data parallelism to "
+            "show; wrap it: model = paceline.DistributedDataParallel(model). A program that starts its own ranks is "
+            "profiled in these: with paceline.profiler.profile(folder)"
+        )
+    if not taken:
+        return (
+            "no step was measured: a step ends with an optimizer's of torch.optim after a backward, and none was seen; "
+            "let one update the parameters"
         )
     return f"no step was measured: the program took {taken}, and the first 3 only warm up; let it train longer"
