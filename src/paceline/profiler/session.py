@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,16 @@ from paceline.profiler.describing import describe_model, describe_rank, place
 from paceline.profiler.device_times import DeviceTimes
 from paceline.profiler.noise_scale import squared_norms
 from paceline.profiler.operators import OperatorTrace
-from paceline.profiler.rank_file import FOLDER, RankRecord, path_of, remove_ranks, trace_of, write_end, write_head, write_steps
+from paceline.profiler.rank_file import (
+    FOLDER,
+    KILLED,
+    path_of,
+    remove_ranks,
+    trace_of,
+    write_end,
+    write_head,
+    write_steps,
+)
 from paceline.profiler.steps import MEASURED, MOST, Step, cut
 from paceline.profiler.torch_spans import torch_spans
 from paceline.torch_internals.profiler import before_profiling
@@ -219,7 +228,7 @@ class Session:
         if end - self._flushed > FLUSH_S:
             self._flush()
         if self._number == WARM_UP + DETAILED:
-            describe_model(self._record, self._wrapper, self._optimizers)
+            self._write_state(KILLED)  # which is true until the end, where it is replaced
         if self._measured in (MOST, self._wanted):
             self._stop()
             if self._measured == self._wanted:
@@ -274,17 +283,22 @@ class Session:
         self._hooks.close()
         if self._device_times is not None:
             self._unwritten += map(self._cut, self._device_times.rest())
-        describe_model(self._record, self._wrapper, self._optimizers)
         if error is None and are_apart():
             self._record.offsets.append(measure_offset())
         self._record.profiles_itself = self._operators.has_given_way
-        self._record.ended = "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
-        self._record.groups = {name: list(ranks) for name, ranks in self._recorder.groups.items()}
         self._record.ended_ns = time.time_ns()
         self._flush()
+        self._write_state("" if error is None else f"{type(error).__name__}: {error}".rstrip(": "))
+        with suppress(OSError):  # which the flush told of
+            self._file.close()
+
+    def _write_state(self, ended: str) -> None:
+        """Write what is known of the rank beside its steps."""
+        describe_model(self._record, self._wrapper, self._optimizers)
+        self._record.groups = {name: list(ranks) for name, ranks in self._recorder.groups.items()}
+        self._record.ended = ended
         try:
             write_end(self._file, self._record)
-            self._file.close()
         except OSError as error:
             self._give_up(error)
 
