@@ -136,7 +136,7 @@ def without_wrapper(world: World, folder: Path) -> None:
 
 def test_a_program_without_a_wrapper_is_told_so(tmp_path: Path) -> None:
     run_ranks(2, without_wrapper, tmp_path)
-    with pytest.raises(UsageError, match=r"trained no model in DistributedDataParallel \(12 optimizer steps"):
+    with pytest.raises(UsageError, match="trained no model in DistributedDataParallel"):
         write_results(tmp_path)
 
 

@@ -88,6 +88,22 @@ def remove_ranks(folder: Path, size: int) -> None:
             path.unlink(missing_ok=True)
 
 
+def open_file(folder: Path, rank: int) -> TextIO:
+    """Open the file of `rank`, empty; its trace of an earlier run goes.
+
+    Raises:
+        UsageError: if the folder cannot be written to.
+    """
+    try:
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        trace_of(folder, rank).unlink(missing_ok=True)
+        return path_of(folder, rank).open("w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"rank {rank}: the profile's folder {folder} cannot be written to: {error.strerror}; choose another"
+        ) from error
+
+
 def step_line(step: Step) -> dict[str, Any]:
     """Return `step` as its line says it; times relative to its start, in seconds."""
     zero = step.start

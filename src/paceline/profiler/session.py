@@ -23,9 +23,8 @@ from paceline.profiler.device_times import DeviceTimes
 from paceline.profiler.noise_scale import squared_norms
 from paceline.profiler.operators import OperatorTrace
 from paceline.profiler.rank_file import (
-    FOLDER,
     KILLED,
-    path_of,
+    open_file,
     remove_ranks,
     trace_of,
     write_end,
@@ -75,7 +74,7 @@ class Session:
         folder = folder.absolute()  # as the program may change its own
         self._wanted, self._on_enough, self._recorder = steps, on_enough, recorder
         self._record = describe_rank()
-        self._file = _open_file(folder, self._record.rank)
+        self._file = open_file(folder, self._record.rank)
         if self._record.rank == 0:
             remove_ranks(folder, self._record.size)
         write_head(self._file, self._record)
@@ -301,17 +300,6 @@ class Session:
             write_end(self._file, self._record)
         except OSError as error:
             self._give_up(error)
-
-
-def _open_file(folder: Path, rank: int) -> Any:
-    try:
-        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        trace_of(folder, rank).unlink(missing_ok=True)
-        return path_of(folder, rank).open("w", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"rank {rank}: the profile's folder {folder} cannot be written to: {error.strerror}; choose another"
-        ) from error
 
 
 def _count(model: torch.nn.Module) -> int:
