@@ -155,6 +155,8 @@ class Session:
         kind = self._kind(self._number)
         self._recorder.detailed = kind == "detailed"
         self._recorder.norms = [] if kind in MEASURED and self._number % NORMS_EVERY == 0 else None
+        if kind == "traced":
+            self._record.started_ns = _time_of_day()  # again, as torch's profiler counts from it, and clocks are set
         self._operators.follow(is_wanted=kind == "traced")
         if self._number == WARM_UP and are_apart():
             self._record.offsets.append(measure_offset())
@@ -271,8 +273,13 @@ def _describe_rank() -> RankRecord:
         device="cpu",
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        started_ns=time.time_ns() - time.perf_counter_ns(),
+        started_ns=_time_of_day(),
     )
+
+
+def _time_of_day() -> int:
+    """Return the time of day at ``perf_counter`` second 0, in nanoseconds."""
+    return time.time_ns() - time.perf_counter_ns()
 
 
 def _open_file(folder: Path, rank: int) -> Any:
