@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.data_parallel import nested_tensors
 from paceline.errors import UsageError
 from paceline.profiler.clocks import are_apart, measure_offset
-from paceline.profiler.describing import describe_model, describe_rank, place
+from paceline.profiler.describing import describe_model, describe_rank, place, time_of_day
 from paceline.profiler.device_times import DeviceTimes
 from paceline.profiler.noise_scale import squared_norms
 from paceline.profiler.operators import OperatorTrace
@@ -201,6 +201,8 @@ class Session:
         kind = self._kind(self._number)
         self._recorder.detailed = kind == "detailed"
         self._recorder.norms = [] if kind in MEASURED and self._number % NORMS_EVERY == 0 else None
+        if kind == "traced":
+            self._record.started_ns = time_of_day()  # again, as torch's profiler counts from it, and clocks are set
         self._operators.follow(is_wanted=kind == "traced")
         # In the first step, if the ranks are there: all of them begin together, and need not take the same steps.
         if self._number in (0, WARM_UP) and not self._record.offsets and are_apart():
