@@ -152,9 +152,9 @@ def write_steps(file: TextIO, steps: Sequence[Step]) -> None:
     file.flush()
 
 
-def write_end(file: TextIO, record: RankRecord) -> None:
-    """Write the last line: all that became known on the way."""
-    _write(file, {"closed": _without_steps(record)})
+def write_state(file: TextIO, record: RankRecord) -> None:
+    """Write a line with all that became known on the way; the last one also says that the record is whole."""
+    _write(file, {"known" if record.ended == KILLED else "closed": _without_steps(record)})
 
 
 def _without_steps(record: RankRecord) -> dict[str, Any]:
@@ -208,8 +208,8 @@ def _read(path: Path) -> RankRecord:
                 if number + 1 == len(lines):  # cut off when the rank was killed
                     break
                 raise
-            if "closed" in line:
-                end = line["closed"]
+            if known := line.get("closed") or line.get("known"):
+                end = known
             else:
                 steps.append(step_of(line))
         return RankRecord(**end | {"steps": steps, "offsets": [tuple(one) for one in end["offsets"]]})

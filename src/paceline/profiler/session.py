@@ -27,8 +27,8 @@ from paceline.profiler.rank_file import (
     open_file,
     remove_ranks,
     trace_of,
-    write_end,
     write_head,
+    write_state,
     write_steps,
 )
 from paceline.profiler.steps import MEASURED, MOST, Step, cut
@@ -299,7 +299,7 @@ class Session:
         self._record.groups = {name: list(ranks) for name, ranks in self._recorder.groups.items()}
         self._record.ended = ended
         try:
-            write_end(self._file, self._record)
+            write_state(self._file, self._record)
         except OSError as error:
             self._give_up(error)
 
