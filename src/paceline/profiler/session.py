@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.data_parallel import nested_tensors
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.profiler.clocks import are_apart, measure_offset
+from paceline.profiler.clocks import are_apart, day_of_zero, measure_offset
 from paceline.profiler.device_times import DeviceTimes
 from paceline.profiler.noise_scale import squared_norms
 from paceline.profiler.operators import OperatorTrace
@@ -156,7 +156,7 @@ class Session:
         self._recorder.detailed = kind == "detailed"
         self._recorder.norms = [] if kind in MEASURED and self._number % NORMS_EVERY == 0 else None
         if kind == "traced":
-            self._record.started_ns = _time_of_day()  # again, as torch's profiler counts from it, and clocks are set
+            self._record.started_ns = day_of_zero()  # again: torch's profiler counts from the day, which may be set
         self._operators.follow(is_wanted=kind == "traced")
         if self._number == WARM_UP and are_apart():
             self._record.offsets.append(measure_offset())
@@ -273,13 +273,8 @@ def _describe_rank() -> RankRecord:
         device="cpu",
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        started_ns=_time_of_day(),
+        started_ns=day_of_zero(),
     )
-
-
-def _time_of_day() -> int:
-    """Return the time of day at ``perf_counter`` second 0, in nanoseconds."""
-    return time.time_ns() - time.perf_counter_ns()
 
 
 def _open_file(folder: Path, rank: int) -> Any:
