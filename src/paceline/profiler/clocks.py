@@ -19,18 +19,6 @@ from paceline.comm.topology import SPLIT
 EXCHANGES = 12
 
 
-def day_of_zero() -> int:
-    """Return the time of day at second 0 of ``time.perf_counter``, in nanoseconds.
-
-    A process may be interrupted between its looks at two clocks, so the closest of several pairs counts.
-    """
-    looks = []
-    for _ in range(5):
-        before, day, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
-        looks.append((after - before, day - (before + after) // 2))
-    return min(looks)[1]
-
-
 def are_apart() -> bool:
     """Return whether ranks may run on several hosts; on one host they share a clock. The same on all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

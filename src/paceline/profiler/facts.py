@@ -166,10 +166,10 @@ class Facts:
         if len(self.records) < 2 or not accounts.steps:
             return []
         busy = accounts.busy()
-        found = [one for one in find_stragglers(busy, min_slowdown=1.05) if self._is_waited_for(one)]
+        found = find_stragglers(busy, min_slowdown=1.05)
         if not found and (last := always_last(busy, self.length)) is not None:
             found = [last]
-        return [self._describe(straggler) for straggler in found]
+        return [self._describe(straggler) for straggler in found if self._is_waited_for(straggler)]
 
     def _is_waited_for(self, straggler: Straggler) -> bool:
         """Whether others spent so much of the time waiting for it that it is worth a look."""

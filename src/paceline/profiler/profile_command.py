@@ -6,12 +6,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.output_files import write_file
 from paceline.profiler.rank_file import FOLDER
+from paceline.profiler.steps import MOST
 
 RESULTS = ("summary.json", "report.json", "trace.json", "report.html")
 
@@ -26,6 +28,8 @@ class ProfileSettings:
     """How many steps to measure; the program ends after them. None: all, and the program ends by itself."""
     operators: bool = True
     """Whether torch's profiler watches a few steps."""
+    watch: bool = False
+    """Whether the launcher shows the ranks live."""
 
     def check(self) -> None:
         """Refuse what cannot work, before anything runs.
@@ -35,6 +39,8 @@ class ProfileSettings:
         """
         if self.steps is not None and self.steps < 1:
             raise UsageError(f"--steps must be at least 1, not {self.steps}")
+        if self.steps is not None and self.steps > MOST:
+            raise UsageError(f"--steps must be at most {MOST}, not {self.steps}; leave it out to let the program end")
         prepare(Path(self.folder))
 
 
@@ -45,6 +51,11 @@ def prepare(folder: Path) -> None:
         UsageError: if it cannot be written to.
     """
     try:
+        is_profile = any((folder / FOLDER).glob("rank-*.jsonl"))
+        if not is_profile and (others := [name for name in RESULTS if (folder / name).exists()]):
+            raise UsageError(
+                f"--out {folder} has a {others[0]} that is not of a profile and would be lost; choose another folder"
+            )
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         for old in [*(folder / name for name in RESULTS), *(folder / FOLDER).glob("rank-*")]:
             old.unlink(missing_ok=True)
@@ -67,9 +78,15 @@ def run_profiled(program: Sequence[str], settings: ProfileSettings, nproc: int) 
         UsageError: for a mistake in `settings`, or if no step was measured.
     """
     from paceline.launch import job
+    from paceline.launch.files import Logs
+    from paceline.top.watch import can_draw, watching
 
     settings.check()
-    code = job.launch(job.Job([sys.executable, "-u", "-m", *rank_program(settings, program)], nproc))
+    command = [sys.executable, "-u", "-m", *rank_program(settings, program)]
+    with watching() if settings.watch else nullcontext():
+        # Ranks that wrote to the terminal themselves would write into the view.
+        logs = Logs(tee="3", prefix="[rank ${rank}] ") if settings.watch and can_draw() else Logs()
+        code = job.launch(job.Job(command, nproc, logs=logs))
     show_results(Path(settings.folder), failed=code != 0)
     return code
 

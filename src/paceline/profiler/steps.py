@@ -27,6 +27,8 @@ from paceline.tracing import OPTIMIZER as OPTIMIZER_SPAN
 
 MEASURED = ("detailed", "plain")
 """Kinds of steps that count in figures."""
+MOST = 10_000
+"""Measured steps of a run: a longer one is described by its first ones."""
 MEETING = "meeting"
 """Time in collectives, before it is split into bubbles and communication."""
 LEAD = "lead"
@@ -63,7 +65,8 @@ class Step:
 
     number: int
     kind: str
-    """``warm-up``, ``detailed``, ``traced`` (by torch's profiler) or ``plain``."""
+    """``warm-up``, ``detailed``, ``traced`` (by torch's profiler), ``plain``, or ``crowded``:
+    with more spans than are kept."""
     start: float
     end: float
     seconds: dict[str, float]

@@ -164,6 +164,11 @@ def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
             "backward, where nobody can look, so bubbles and communication count as backward, and buckets are not "
             "shown; use paceline.DistributedDataParallel to see them"
         )
+    if any(record.profiles_itself for record in records):
+        notes.append(
+            "the program ran a profiler of torch itself, beside which no other can run: operators are not shown, and "
+            "its steps were slower than usual while it ran"
+        )
     if not any(record.loaders_seen for record in records):
         notes.append("no DataLoader was seen, so the time before a step's forward counts as waiting for data")
     if len(records) > 1 and not facts.overlap and records[0].wrapper == "paceline":
