@@ -6,6 +6,7 @@ The format is Google's Trace Event Format; times are microseconds since the firs
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from paceline.profiler.buckets_seen import bucket_times, detailed_steps
 from paceline.profiler.clocks import offset_at
 from paceline.profiler.rank_file import RankRecord, read_ranks, trace_of
 from paceline.profiler.steps import Step
-from paceline.tracing import LABELS, Span
+from paceline.tracing import FORWARD, LABELS, LAUNCH, Span
 
 SPANS, BUCKETS = 10_000_000, 10_000_001
 """Thread numbers of a rank's lanes: its spans, and buckets, which take further lanes where several are under way.
@@ -101,9 +102,8 @@ def _nested(step: Step) -> Iterator[tuple[Span, float, float]]:
 
 def _operators(record: RankRecord, trace: dict[str, Any], zero: float) -> Iterator[Event]:
     """Yield torch's events, whose times count from the time of day."""
-    base = trace.get("baseTimeNanoseconds", 0)
     begin = next((step.start for step in record.steps if step.kind == "traced"), zero)
-    shift = round((base - record.started_ns) / 1e3 - (zero + offset_at(begin, record.offsets)) * 1e6, _NS)
+    shift = round(_torch_shift(record, trace) - (zero + offset_at(begin, record.offsets)) * 1e6, _NS)
     for event in trace.get("traceEvents", ()):
         if event.get("ph") in ("X", "i", "s", "f") and "ts" in event and not _is_known(event):
             moved = event | {"ts": round(event["ts"] + shift, _NS), "pid": record.rank}
@@ -112,13 +112,39 @@ def _operators(record: RankRecord, trace: dict[str, Any], zero: float) -> Iterat
             yield moved
 
 
+def _torch_shift(record: RankRecord, trace: dict[str, Any]) -> float:
+    """Return the microseconds from torch's times to those of this rank's ``time.perf_counter``.
+
+    Both know the time of day, but not well: a process may be interrupted while clocks are compared. A span of ours lies
+    around torch's event of the same name, which bounds the shift from both sides.
+    """
+    events = trace.get("traceEvents", ())
+    shift: float = (trace.get("baseTimeNanoseconds", 0) - record.started_ns) / 1e3
+    if any(event.get("cat") == "kernel" for event in events):  # there, spans have the device's times
+        return shift
+    low, high = -math.inf, math.inf
+    traced = [span for step in record.steps if step.kind == "traced" for span in step.spans]
+    for label in (FORWARD, LAUNCH):
+        ours = sorted((span.start * 1e6, span.end * 1e6) for span in traced if span.label == label)
+        found = [event for event in events if event.get("cat") == "user_annotation" and _label(event) == label]
+        theirs = sorted((event["ts"], event["ts"] + event["dur"]) for event in found)
+        if len(ours) == len(theirs):
+            low = max([low, *(one[0] - other[0] for one, other in zip(ours, theirs, strict=True))])
+            high = min([high, *(one[1] - other[1] for one, other in zip(ours, theirs, strict=True))])
+    return min(max(shift, low), high) if low <= high else (low + high) / 2
+
+
+def _label(event: Event) -> str:
+    return str(event["name"]).rstrip("0123456789 ")
+
+
 def _is_known(event: Event) -> bool:
     """Return whether torch's `event` says nothing new: it has no category but its own window, or is a span of ours.
 
     Spans of ours begin in one hook and end in another, so they do not nest with what autograd does in between.
     """
     if event.get("cat") == "user_annotation":
-        return str(event.get("name")).rstrip("0123456789 ") in LABELS
+        return _label(event) in LABELS
     return event.get("cat") in (None, "Trace")
 
 
