@@ -22,9 +22,10 @@ from paceline.profiler.describing import describe_model, describe_rank, place
 from paceline.profiler.device_times import DeviceTimes
 from paceline.profiler.noise_scale import squared_norms
 from paceline.profiler.operators import OperatorTrace
-from paceline.profiler.rank_file import FOLDER, RankRecord, path_of, remove_ranks, trace_of, write_end, write_head, write_steps
+from paceline.profiler.rank_file import open_file, remove_ranks, trace_of, write_end, write_head, write_steps
 from paceline.profiler.steps import MEASURED, MOST, Step, cut
 from paceline.profiler.torch_spans import torch_spans
+from paceline.torch_internals.compile import class_never_compiled
 from paceline.torch_internals.profiler import before_profiling
 from paceline.tracing import WAIT, Recorder, recorder
 
@@ -39,6 +40,7 @@ CROWD = 50_000
 """Spans of one step that are kept: a step that has more is left out of the figures, as memory is bounded."""
 
 
+@class_never_compiled
 class Session:
     """Records this rank until :meth:`close`. Every rank has one.
 
@@ -66,7 +68,7 @@ class Session:
         folder = folder.absolute()  # as the program may change its own
         self._wanted, self._on_enough, self._recorder = steps, on_enough, recorder
         self._record = describe_rank()
-        self._file = _open_file(folder, self._record.rank)
+        self._file = open_file(folder, self._record.rank)
         if self._record.rank == 0:
             remove_ranks(folder, self._record.size)
         write_head(self._file, self._record)
@@ -287,17 +289,6 @@ class Session:
             self._file.close()
         except OSError as error:
             self._give_up(error)
-
-
-def _open_file(folder: Path, rank: int) -> Any:
-    try:
-        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        trace_of(folder, rank).unlink(missing_ok=True)
-        return path_of(folder, rank).open("w", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"rank {rank}: the profile's folder {folder} cannot be written to: {error.strerror}; choose another"
-        ) from error
 
 
 def _count(model: torch.nn.Module) -> int:

@@ -18,7 +18,7 @@ def is_profiling() -> bool:
 @contextmanager
 def before_profiling(call: Callable[[], None]) -> Iterator[None]:
     """Call `call` in the block whenever a profiler of torch is about to begin, or to warm up."""
-    original = profiler.profile._prepare_trace
+    original: Any = profiler.profile._prepare_trace
 
     @functools.wraps(original)
     def prepare(self: Any) -> None:
