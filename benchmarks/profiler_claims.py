@@ -13,9 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from dated_results import save
@@ -112,43 +110,58 @@ def plants(folder: Path, script: Path, names: Iterable[str]) -> list[list[Any]]:
     return rows
 
 
-def overhead(folder: Path, script: Path, turns: int) -> list[float]:
-    """Return the median step of runs with the profiler by that of runs without it, in turns."""
-    ratios = []
-    for turn in range(turns):
-        times = []
-        for on in (True, False) if turn % 2 else (False, True):
-            program = f"""
-import runpy, sys, time, json, contextlib, torch, paceline
-from torch.optim.optimizer import register_optimizer_step_post_hook
-ends = []
-register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
-sys.argv = ["script", "none", "1", "120"]
-scope = paceline.profiler.profile({str(folder / "on")!r}, operators=False) if {on} else contextlib.nullcontext()
-with scope:
-    try:
-        runpy.run_path({str(script)!r}, run_name="__main__")
-    except SystemExit:
-        pass
-open({str(folder / "times")!r}, "w").write(json.dumps(ends))
+COST = """
+import contextlib, json, sys, time, torch, paceline
+from statistics import median
+from torch import nn
+
+folder, turns, width, rows = sys.argv[1], *map(int, sys.argv[2:])
+world = paceline.init()
+torch.manual_seed(0)
+layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8)]
+model = paceline.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+x = torch.randn(rows, width)
+
+def steps(count):
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+    return median(times[12:])  # without those that warm up, and those with a mark for every gradient
+
+steps(30)
+ratios = []
+for turn in range(turns):
+    on = {}
+    for profiled in (True, False) if turn % 2 else (False, True):
+        with paceline.profiler.profile(folder, operators=False) if profiled else contextlib.nullcontext():
+            on[profiled] = steps(60)
+    ratios.append(on[True] / on[False])
+if world.is_main:
+    print(json.dumps([median(ratios), on[False]]))
 """
-            path = folder / f"turn_{on}.py"
-            path.write_text(program)
-            subprocess.run(
-                [sys.executable, "-m", "paceline", "run", "--nproc", "2", str(path)], check=True, capture_output=True
-            )
-            ends = json.loads((folder / "times").read_text())[12:]
-            lengths = [end - start for start, end in pairwise(ends)]
-            times.append((on, median(lengths)))
-        by = dict(times)
-        ratios.append(by[True] / by[False])
-    return ratios
+
+
+def overhead(folder: Path, turns: int) -> dict[str, list[float]]:
+    """Return, for small and middling steps, the step with the profiler by that without, and seconds of the latter."""
+    (folder / "cost.py").write_text(COST)
+    found = {}
+    for name, size in {"small": (256, 32), "middling": (512, 256)}.items():
+        command = [sys.executable, "-m", "paceline", "run", "--nproc", "2", str(folder / "cost.py")]
+        arguments = map(str, (folder / "on", turns, *size))
+        done = subprocess.run([*command, *arguments], check=True, capture_output=True, text=True, timeout=900)
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--clean", type=int, default=20, help="clean runs, in which no straggler may be named")
-    parser.add_argument("--turns", type=int, default=5, help="pairs of runs for the cost")
+    parser.add_argument("--turns", type=int, default=9, help="pairs of stretches of 60 steps for the cost")
     parser.add_argument("--plants", nargs="*", default=list(PLANTS))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -161,14 +174,12 @@ def main() -> None:
         accumulated = [profile(folder / "accumulated", script, "embedding", times) for times in (1, 2)]
         predicted = next(one for one in accumulated[0]["advice"] if one["kind"] == "accumulation")["predictions"]["2"]
         shares = [one["allreduce_share"] for one in accumulated]
-        ratios = overhead(folder, script, arguments.turns) if arguments.turns else []
+        costs = overhead(folder, arguments.turns) if arguments.turns else {}
     print(f"clean runs: {named} of {arguments.clean} named a straggler")
     print(f"all-reduce share at 1, 2 batches: {shares[0]:.3f}, {shares[1]:.3f}; predicted for 2: {predicted:.3f}")
-    if ratios:
-        print(
-            f"with the profiler / without: median {median(ratios):.3f} of {', '.join(f'{one:.3f}' for one in ratios)}"
-        )
-    results = {"plants": rows, "clean": alarms, "shares": shares, "predicted": predicted, "on by off": ratios}
+    for name, (ratio, seconds) in costs.items():
+        print(f"{name} steps of {seconds * 1e3:.1f} ms: with the profiler / without {ratio:.3f}")
+    results = {"plants": rows, "clean": alarms, "shares": shares, "predicted": predicted, "on by off": costs}
     print("kept in", save("profiler-claims", results, ranks=2))
 
 

@@ -116,6 +116,15 @@ def profile(
     operators: Annotated[
         bool, typer.Option("--operators/--no-operators", help="Have torch's profiler watch 3 steps, too.")
     ] = True,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Show the ranks live on stderr: step, phase, waiting, and who is slow. On a terminal the ranks' "
+            "output goes through files and appears above the view, line by line, with the rank in front, so ranks "
+            "see no terminal; elsewhere it goes where it always does, and the view is a line every 10 seconds.",
+        ),
+    ] = False,
     compare: Annotated[
         tuple[str, str] | None, typer.Option(metavar="FOLDER FOLDER", help="Show two profiles side by side.")
     ] = None,
@@ -136,8 +145,26 @@ def profile(
         raise UsageError("name a recipe or a script to profile; paceline profile --help tells more")
     if target in profile_command.TOOLS:
         raise typer.Exit(profile_command.TOOLS[target](context.args))
-    settings = profile_command.ProfileSettings(out, steps, operators)
+    settings = profile_command.ProfileSettings(out, steps, operators, watch)
     raise typer.Exit(start_profiled(target, context.args, settings, nproc))
+
+
+@app.command("top")
+def top(
+    job: Annotated[
+        int | None, typer.Option(metavar="PID", help="The job's launcher or one of its ranks, where several jobs run.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the values once, as JSON.")] = False,
+) -> None:
+    """Show the ranks of a running job live: step, phase, step time, waiting, and which rank the others wait for.
+
+    The job needs no preparation: paceline run, train and profile keep this for every rank on its own host. Without a
+    terminal one table is printed. Ctrl-C ends the view, not the job.
+    """
+    from paceline.top.top_command import run_top
+
+    raise typer.Exit(run_top(job, once=once, json=json))
 
 
 def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str) -> int:

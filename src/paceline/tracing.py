@@ -15,8 +15,12 @@ are the words of the design, so that traces, messages and docs speak of the same
     checkpoint   a Checkpointer saves
 
 and, where a profiler looks for them, ``collective``: a function of ``torch.distributed`` that the program calls. While
-the recorder is detailed, two marks, spans without length, tell more: ``gradient`` when the gradient of parameter
-`bucket` arrives, and ``done`` when the all-reduce of bucket `bucket` is finished.
+the recorder is detailed, marks, spans without length, tell more: ``gradient`` when the gradient of parameter `bucket`
+arrives, ``sent`` when this rank has filled bucket `bucket` and begins its all-reduce (inside ``launch``), and ``done``
+when that is finished.
+
+Whether or not somebody records, a rank that our launcher started keeps in its black box which of these it is in at the
+moment; see :mod:`paceline.black_box`.
 """
 
 from __future__ import annotations
@@ -29,12 +33,16 @@ from typing import Any
 
 from torch.profiler import record_function
 
+from paceline.box_writer import BlackBox, open_box
+from paceline.torch_internals.compile import never_compiled
 from paceline.torch_internals.profiler import is_profiling
 
 DATA_WAIT, FORWARD, BACKWARD = "data wait", "forward", "backward"
 LAUNCH, CONTROL, WAIT, BUCKET_WAIT = "launch", "control", "wait", "bucket wait"
 REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE = "reduce", "optimizer", "checkpoint", "collective"
-GRADIENT, DONE = "gradient", "done"
+GRADIENT, SENT, DONE = "gradient", "sent", "done"
+LABELS = (DATA_WAIT, FORWARD, BACKWARD, LAUNCH, CONTROL, WAIT, BUCKET_WAIT, REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE)
+"""Of spans; those of marks are not among them."""
 LOCAL, AVERAGED = "local", "averaged"
 
 
@@ -60,7 +68,10 @@ class Span:
 
 @dataclass
 class Recorder:
-    """Collects spans while ``on``. While off, and without a torch profiler, a span costs two attribute look-ups."""
+    """Collects spans while ``on``. While off, and without a torch profiler, a span costs three attribute look-ups.
+
+    With a box it costs a microsecond or two, at its start and its end together.
+    """
 
     on: bool = False
     detailed: bool = False
@@ -73,20 +84,26 @@ class Recorder:
     tensors, with what they are multiples of."""
     make_event: Callable[[], Any] | None = None
     """Records an event on the device's current stream, and returns it; None on CPUs."""
+    box: BlackBox | _Unopened | None = None
+    """Gets the phases of the process's recorder, where our launcher made a box for this rank."""
 
+    @never_compiled
     def span(self, label: str, bucket: int | None = None, group: str | None = None) -> AbstractContextManager[None]:
         """Record the block under `label`."""
-        return self._timed(label, bucket, group) if self.on or is_profiling() else _OFF
+        if self.on or is_profiling():
+            return self._timed(label, bucket, group)
+        return _OFF if self.box is None else self.box.span(label, bucket)
 
     def mark(self, label: str, number: int) -> None:
         """Record that something happened now; called only while :attr:`detailed`."""
         now = time.perf_counter()
         self.spans.append(Span(label, now, now, number))
 
+    @never_compiled
     def open(self, label: str) -> Callable[[], None]:
         """Begin a span that no block can surround; return the function that ends it. A span never ended is dropped."""
         if not (self.on or is_profiling()):
-            return _nothing
+            return _nothing if self.box is None else self.box.open(label)
         stack = ExitStack()
         stack.enter_context(self._timed(label, None, None))
         return stack.close
@@ -96,7 +113,10 @@ class Recorder:
         start, make_event = time.perf_counter(), self.make_event
         event = make_event() if make_event is not None else None
         try:
-            with record_function(label if bucket is None else f"{label} {bucket}") if is_profiling() else _OFF:
+            with (
+                self.box.span(label, bucket) if self.box is not None else _OFF,
+                record_function(label if bucket is None else f"{label} {bucket}") if is_profiling() else _OFF,
+            ):
                 yield
         finally:
             if self.on:
@@ -110,5 +130,24 @@ def _nothing() -> None:
 
 _OFF: AbstractContextManager[None] = nullcontext()
 
+
+class _Unopened:
+    """Stands for the box of `owner` until the first span, as nothing is opened when this module is imported."""
+
+    def __init__(self, owner: Recorder) -> None:
+        self._owner = owner
+
+    def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None]:
+        """Open the box, and have it surround the phase."""
+        box = self._owner.box = open_box()
+        return _OFF if box is None else box.span(label, bucket)
+
+    def open(self, label: str) -> Callable[[], None]:
+        """Open the box, and begin the phase in it."""
+        box = self._owner.box = open_box()
+        return _nothing if box is None else box.open(label)
+
+
 recorder = Recorder()
 """This process's recorder, which wrappers, loaders and checkpoints use unless they were given another one."""
+recorder.box = _Unopened(recorder)

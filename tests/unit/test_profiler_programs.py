@@ -279,7 +279,7 @@ from pathlib import Path
 import torch
 import paceline, beside
 assert Path(__file__).is_absolute() and sys.argv[1:] == ["--a", "b c"], (__file__, sys.argv)
-assert os.getcwd() not in sys.path, sys.path
+assert sys.path[0] == os.path.dirname(beside.__file__), sys.path
 paceline.init()
 model = paceline.DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -302,5 +302,5 @@ def test_a_script_runs_as_python_runs_it_and_may_leave_by_os_exit(tmp_path: Path
     (tmp_path / "link.py").symlink_to(real / "train.py")
     arguments = ["--nproc", "1", "--no-operators", "--out", "an out", "link/../link.py", "--a", "b c"]
     result = paceline(tmp_path, "profile", *arguments, fork="all")
-    assert result.returncode == code, result.stderr
+    assert result.returncode == bool(code), result.stderr
     assert json.loads((tmp_path / "an out" / "summary.json").read_text())["steps"] == 5

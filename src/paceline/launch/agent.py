@@ -24,6 +24,8 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from paceline.black_box import FOLDER
+from paceline.job_folders import JobFolder
 from paceline.launch import failure, record
 from paceline.launch.failure import End
 from paceline.launch.files import RankFiles
@@ -128,6 +130,7 @@ class Agent(LocalElasticAgent):
         caught: Caught,
         environment: Mapping[str, str],
         say: Callable[[str], None],
+        boxes: JobFolder | None = None,
     ) -> None:
         super().__init__(spec, files, log_line_prefix_template=files.prefix)
         self.ends = {}
@@ -137,6 +140,7 @@ class Agent(LocalElasticAgent):
         self._caught = caught
         self._environment = environment
         self._say = say
+        self._boxes = boxes
         self._watched: dict[int, int] = {}  # rank -> pidfd, readable when the rank has ended
         self._signalled: set[int] = set()  # ranks that the launcher itself told to end
         self._shown: set[int] = set()  # ranks whose error was shown before they ended
@@ -161,12 +165,15 @@ class Agent(LocalElasticAgent):
             with suppress(OSError):  # an old kernel: then the ranks are looked at in turns
                 for rank, pid in pids.items():
                     self._watched[rank] = os.pidfd_open(pid)
+        if self._boxes is not None:
+            self._boxes.began(pids)
         return pids
 
     def _set_local_rank_env(self, worker_env: dict[str, str | None], local_rank: int, spec: WorkerSpec) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
         for name, value in self._environment.items():
             worker_env.setdefault(name, value)
+        worker_env[FOLDER] = str(self._boxes.path) if self._boxes is not None else ""  # not that of a job around this
         worker_env[STORE] = cast(LoopbackRendezvous, spec.rdzv_handler).private
 
     def _construct_event(self, state: str, source: EventSource, *arguments: Any, **options: Any) -> Event:

@@ -7,6 +7,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from paceline.errors import UsageError
+from paceline.job_folders import JobFolder
 from paceline.launch import failure
 from paceline.launch.agent import Agent, LoopbackRendezvous
 from paceline.launch.files import Logs, RankFiles
@@ -94,17 +96,20 @@ def run(job: Job, caught: Caught) -> int:
     """
     if sys.platform != "linux":
         say(f"note: on {sys.platform} ranks outlive a launcher that is killed with SIGKILL; on Linux they end")
+    run_id = job.run_id or uuid.uuid4().hex
     spec = WorkerSpec(
         **{"role": "default", **job.worker_spec},
         local_world_size=job.nproc,
         entrypoint=sys.executable,
         args=tuple(escaped(tied(job.command))),
-        rdzv_handler=LoopbackRendezvous(job.run_id or uuid.uuid4().hex),
+        rdzv_handler=LoopbackRendezvous(run_id),
         max_restarts=job.max_restarts,
         monitor_interval=0.001,  # torchelastic's sleep between two looks; our looks wait by themselves
     )
-    with RankFiles(job.logs) as files:
-        agent = Agent(spec, files, caught, rank_environment(job), say)
+    with RankFiles(job.logs) as files, ExitStack() as stack:
+        if (boxes := black_boxes(run_id, job.command, job.nproc)) is not None:
+            stack.enter_context(boxes)
+        agent = Agent(spec, files, caught, rank_environment(job), say, boxes)
         agent.grace, agent.interval = job.grace, job.interval
         try:
             result = agent.run()
@@ -118,6 +123,25 @@ def run(job: Job, caught: Caught) -> int:
     mistake = failure.usage(ends)
     say(f"error: {mistake}" if mistake is not None else failure.report(ends))
     return 2 if mistake is not None else 1
+
+
+def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder | None:
+    """Make the folder with the ranks' black boxes; None, with a note, where that cannot be done: training can."""
+    try:
+        return JobFolder(name, title_of(command), nproc)
+    except OSError as error:
+        say(f"note: paceline top will not see this job, as there is no place for its black boxes: {error}")
+        return None
+
+
+def title_of(command: Sequence[str]) -> str:
+    """Return the part of a rank's `command` that a person recognizes: without the interpreter and its options."""
+    words = list(command)
+    if words[0] == sys.executable:
+        words = words[1:]
+        while words and words[0] == "-u":
+            words = words[1:]
+    return " ".join(words)
 
 
 def farewell(number: signal.Signals) -> int:

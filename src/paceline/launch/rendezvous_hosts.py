@@ -13,8 +13,9 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 
+from paceline.black_box import FOLDER
 from paceline.launch.failure import End, headline, remarks
-from paceline.launch.job import cores, escaped, farewell, hooked, say, tied
+from paceline.launch.job import black_boxes, cores, escaped, farewell, hooked, say, tied
 from paceline.launch.record import read
 
 
@@ -37,6 +38,8 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
     os.environ["PYTHONPATH"] = hooked(os.environ.get("PYTHONPATH", ""))
+    boxes = black_boxes(options.rdzv_id, command, nproc)
+    os.environ[FOLDER] = str(boxes.path) if boxes is not None else ""
     temporary = None if options.log_dir else tempfile.mkdtemp(prefix="paceline-")
     options.log_dir = options.log_dir or temporary
     options.nproc_per_node, options.no_python, options.module = str(nproc), True, False
@@ -52,5 +55,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
     except SignalException as stop:
         return farewell(stop.sigval)
     finally:
+        if boxes is not None:
+            boxes.remove()
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)

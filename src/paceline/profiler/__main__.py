@@ -42,7 +42,9 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
     sys.argv = program[1:] if is_module else program
     script = os.path.abspath(program[0])
     if not is_module:
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
+        if sys.path[0] in ("", os.getcwd()):  # which ``python -m`` has put there
+            del sys.path[0]
+        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     session = Session(Path(settings["folder"]), settings["steps"], operators=settings["operators"], on_enough=_enough)
     leave = os._exit
 

@@ -40,7 +40,7 @@ def describe_rank() -> RankRecord:
         device="cpu",
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        started_ns=time.time_ns() - time.perf_counter_ns(),
+        started_ns=time_of_day(),
         began_ns=time.time_ns(),
     )
 
@@ -87,3 +87,15 @@ def peak_memory() -> int:
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def time_of_day() -> int:
+    """Return the time of day at second 0 of ``time.perf_counter``, in nanoseconds.
+
+    A process may be interrupted between its looks at two clocks, so the closest of several pairs counts.
+    """
+    looks = []
+    for _ in range(5):
+        before, day, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+        looks.append((after - before, day - (before + after) // 2))
+    return min(looks)[1]

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,8 @@ class ProfileSettings:
     """How many steps to measure; the program ends after them. None: all, and the program ends by itself."""
     operators: bool = True
     """Whether torch's profiler watches a few steps."""
+    watch: bool = False
+    """Whether the launcher shows the ranks live."""
 
     def check(self) -> None:
         """Refuse what cannot work, before anything runs.
@@ -75,9 +78,15 @@ def run_profiled(program: Sequence[str], settings: ProfileSettings, nproc: int) 
         UsageError: for a mistake in `settings`, or if no step was measured.
     """
     from paceline.launch import job
+    from paceline.launch.files import Logs
+    from paceline.top.watch import can_draw, watching
 
     settings.check()
-    code = job.launch(job.Job([sys.executable, "-u", "-m", *rank_program(settings, program)], nproc))
+    command = [sys.executable, "-u", "-m", *rank_program(settings, program)]
+    with watching() if settings.watch else nullcontext():
+        # Ranks that wrote to the terminal themselves would write into the view.
+        logs = Logs(tee="3", prefix="[rank ${rank}] ") if settings.watch and can_draw() else Logs()
+        code = job.launch(job.Job(command, nproc, logs=logs))
     show_results(Path(settings.folder), failed=code != 0)
     return code
 

@@ -104,6 +104,22 @@ def remove_ranks(folder: Path, size: int) -> None:
             path.unlink(missing_ok=True)
 
 
+def open_file(folder: Path, rank: int) -> TextIO:
+    """Open the file of `rank`, empty; its trace of an earlier run goes.
+
+    Raises:
+        UsageError: if the folder cannot be written to.
+    """
+    try:
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        trace_of(folder, rank).unlink(missing_ok=True)
+        return path_of(folder, rank).open("w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"rank {rank}: the profile's folder {folder} cannot be written to: {error.strerror}; choose another"
+        ) from error
+
+
 def step_line(step: Step) -> dict[str, Any]:
     """Return `step` as its line says it; times relative to its start, in seconds."""
     zero = step.start
@@ -152,9 +168,9 @@ def write_steps(file: TextIO, steps: Sequence[Step]) -> None:
     file.flush()
 
 
-def write_end(file: TextIO, record: RankRecord) -> None:
-    """Write the last line: all that became known on the way."""
-    _write(file, {"closed": _without_steps(record)})
+def write_state(file: TextIO, record: RankRecord) -> None:
+    """Write a line with all that became known on the way; the last one also says that the record is whole."""
+    _write(file, {"known" if record.ended == KILLED else "closed": _without_steps(record)})
 
 
 def _without_steps(record: RankRecord) -> dict[str, Any]:
@@ -208,8 +224,8 @@ def _read(path: Path) -> RankRecord:
                 if number + 1 == len(lines):  # cut off when the rank was killed
                     break
                 raise
-            if "closed" in line:
-                end = line["closed"]
+            if known := line.get("closed") or line.get("known"):
+                end = known
             else:
                 steps.append(step_of(line))
         return RankRecord(**end | {"steps": steps, "offsets": [tuple(one) for one in end["offsets"]]})

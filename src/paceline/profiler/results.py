@@ -3,38 +3,44 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.profiler.chrome_trace import write_trace
+from paceline.profiler.hta_traces import write_hta_traces
 from paceline.profiler.page import page
-from paceline.profiler.rank_file import KILLED, read_ranks
+from paceline.profiler.rank_file import KILLED, RankRecord, read_ranks
 from paceline.profiler.report import Report
-from paceline.profiler.verdict import make_report, summary
+from paceline.profiler.verdict import read_facts, report_of, summary
 from paceline.rollcall import named_ranks
 
 
 def write_results(folder: Path) -> Report:
-    """Write ``summary.json``, ``report.json``, ``trace.json`` and ``report.html`` into `folder`, and return the report.
+    """Write the results into `folder`, and return the report.
+
+    They are ``summary.json``, ``report.json``, ``trace.json``, ``report.html``, and in ``hta`` a trace of each rank.
 
     Raises:
         UsageError: if no step was measured, with the reason, or a file cannot be written.
     """
-    report = make_report(folder)
+    facts = read_facts(folder)
+    report = report_of(facts)
     try:
         (folder / "summary.json").write_text(json.dumps(summary(report), indent=1) + "\n", "utf-8")
         (folder / "report.json").write_text(json.dumps(report.to_json()) + "\n", "utf-8")
         write_trace(folder)
+        write_hta_traces(folder, facts)
         (folder / "report.html").write_text(page(report), "utf-8")
     except OSError as error:
         raise UsageError(f"the results cannot be written to {folder}: {error.strerror}; make room there") from error
-    if not report.steps:
-        raise UsageError(_why_nothing(folder))
+    records = read_ranks(folder)
+    if not report.steps or not any(record.wrapper for record in records):
+        raise UsageError(_why_nothing(records))
     return report
 
 
-def _why_nothing(folder: Path) -> str:
-    records = read_ranks(folder)
+def _why_nothing(records: Sequence[RankRecord]) -> str:
     taken = max(len(record.steps) for record in records)
     if killed := [record.rank for record in records if record.ended == KILLED]:
         return (

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.data_parallel import nested_tensors
 from paceline.errors import UsageError
 from paceline.profiler.clocks import are_apart, measure_offset
-from paceline.profiler.describing import describe_model, describe_rank, place
+from paceline.profiler.describing import describe_model, describe_rank, place, time_of_day
 from paceline.profiler.device_times import DeviceTimes
 from paceline.profiler.noise_scale import squared_norms
 from paceline.profiler.operators import OperatorTrace
-from paceline.profiler.rank_file import open_file, remove_ranks, trace_of, write_end, write_head, write_steps
+from paceline.profiler.rank_file import KILLED, open_file, remove_ranks, trace_of, write_head, write_state, write_steps
 from paceline.profiler.steps import MEASURED, MOST, Step, cut
 from paceline.profiler.torch_spans import torch_spans
 from paceline.torch_internals.compile import class_never_compiled
@@ -195,6 +195,8 @@ class Session:
         kind = self._kind(self._number)
         self._recorder.detailed = kind == "detailed"
         self._recorder.norms = [] if kind in MEASURED and self._number % NORMS_EVERY == 0 else None
+        if kind == "traced":
+            self._record.started_ns = time_of_day()  # again, as torch's profiler counts from it, and clocks are set
         self._operators.follow(is_wanted=kind == "traced")
         # In the first step, if the ranks are there: all of them begin together, and need not take the same steps.
         if self._number in (0, WARM_UP) and not self._record.offsets and are_apart():
@@ -221,7 +223,7 @@ class Session:
         if end - self._flushed > FLUSH_S:
             self._flush()
         if self._number == WARM_UP + DETAILED:
-            describe_model(self._record, self._wrapper, self._optimizers)
+            self._write_state(KILLED)  # which is true until the end, where it is replaced
         if self._measured in (MOST, self._wanted):
             self._stop()
             if self._measured == self._wanted:
@@ -252,7 +254,7 @@ class Session:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """Record nothing more."""
+        """Record nothing more. What was put into torch stays until the end, as torch may be going through its hooks."""
         if self._is_over:
             return
         self._is_over = True
@@ -260,13 +262,13 @@ class Session:
         self._recorder.make_event = self._recorder.norms = None
         self._recorder.spans = []
         self._operators.follow(is_wanted=False)
-        self._hooks.close()
 
     def abandon(self) -> None:
         """Record nothing in a child that was forked: the file is its parent's."""
         self._operators.drop()
         self._is_closed = True
         self._stop()
+        self._hooks.close()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the recording and the file; harmless when already closed. With an `error`, alone and not with others."""
@@ -274,19 +276,25 @@ class Session:
             return
         self._is_closed = True
         self._stop()
+        self._hooks.close()
         if self._device_times is not None:
             self._unwritten += map(self._cut, self._device_times.rest())
-        describe_model(self._record, self._wrapper, self._optimizers)
         if error is None and are_apart():
             self._record.offsets.append(measure_offset())
         self._record.profiles_itself = self._operators.has_given_way
-        self._record.ended = "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
-        self._record.groups = {name: list(ranks) for name, ranks in self._recorder.groups.items()}
         self._record.ended_ns = time.time_ns()
         self._flush()
-        try:
-            write_end(self._file, self._record)
+        self._write_state("" if error is None else f"{type(error).__name__}: {error}".rstrip(": "))
+        with suppress(OSError):  # which the flush told of
             self._file.close()
+
+    def _write_state(self, ended: str) -> None:
+        """Write what is known of the rank beside its steps."""
+        describe_model(self._record, self._wrapper, self._optimizers)
+        self._record.groups = {name: list(ranks) for name, ranks in self._recorder.groups.items()}
+        self._record.ended = ended
+        try:
+            write_state(self._file, self._record)
         except OSError as error:
             self._give_up(error)
 

@@ -1,0 +1,238 @@
+"""Writes this rank's black box, see :mod:`paceline.black_box`: about half a microsecond for each change of phase."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import multiprocessing
+import os
+import platform
+import struct
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from paceline.black_box import (
+    FOLDER,
+    HEAD,
+    MAGIC,
+    PHASE,
+    PHASE_AT,
+    PHASES,
+    SIZE,
+    STEP,
+    STEP_AT,
+    VERSION,
+    WEIGHT,
+    is_running,
+    path_of,
+    read_box,
+)
+from paceline.torch_internals.compile import class_never_compiled
+
+LOOP, DATA_WAIT, FORWARD, BACKWARD, WAIT, BUCKET_WAIT, OPTIMIZER, CHECKPOINT, COLLECTIVE = range(len(PHASES))
+_OFF: AbstractContextManager[None] = nullcontext()
+
+logger = logging.getLogger(__name__)
+
+
+class BlackBox:
+    """This rank's box, to write. One thread at a time writes, as one runs the training step.
+
+    Raises:
+        OSError: if there is no such file.
+        ValueError: if the file is too small.
+    """
+
+    phase: int
+    """The index in :data:`PHASES` of what is written as the present phase."""
+
+    def __init__(self, path: Path, rank: int, size: int) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            self._map: Any = mmap.mmap(descriptor, SIZE)
+        finally:
+            os.close(descriptor)
+        self.phase = LOOP
+        self._changes = self._steps = 0
+        self._began: float | None = None
+        """When the step under way did; None before the first forward."""
+        self._is_due = False
+        """Whether a forward has run since the last step ended."""
+        self._waited = self._mean = self._mean_waited = self._variance = 0.0
+        self._phases: dict[str, _Phase] = {
+            PHASES[number]: kind(self, number)
+            for kind, numbers in (
+                (_Phase, (DATA_WAIT, BACKWARD, CHECKPOINT)),
+                (_Forward, (FORWARD,)),
+                (_Optimizer, (OPTIMIZER,)),
+                (_Meeting, (WAIT, COLLECTIVE)),
+                (_BucketWait, (BUCKET_WAIT,)),
+            )
+            for number in numbers
+        }
+        """Prepared, because one is needed several times a step."""
+        self.bucket = -1
+        """Of the next wait for one."""
+        os.register_at_fork(after_in_child=self._leave)
+        self._map[:] = bytes(SIZE)  # of the process that was this rank before a restart
+        self.change(LOOP)
+        self._write_step(0.0, 0.0)
+        host = platform.node().encode()[:200]
+        HEAD.pack_into(self._map, 0, 0, VERSION, rank, size, 0, os.getpid(), host)
+        struct.pack_into("<Q", self._map, 0, MAGIC)
+
+    def _leave(self) -> None:
+        """In a forked child: write into memory of its own."""
+        self._map = bytearray(SIZE)
+
+    def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None]:
+        """Surround the phase `label`; other labels than those of :data:`PHASES` change nothing."""
+        phase = self._phases.get(label)
+        if phase is None:
+            return _OFF
+        if bucket is not None:
+            self.bucket = bucket
+        return phase
+
+    def open(self, label: str) -> Callable[[], None]:
+        """Begin the phase `label`, and return the function that ends it."""
+        phase = self._phases.get(label)
+        if phase is None:
+            return _nothing
+        phase.__enter__()
+        return phase.end
+
+    def change(self, phase: int, bucket: int = -1) -> float:
+        """Write that `phase` begins; returns when."""
+        self._changes = number = self._changes + 1
+        self.phase, now = phase, time.monotonic()
+        PHASE.pack_into(self._map, PHASE_AT[number & 1], number, phase, bucket, now, number)
+        return now
+
+    def add_wait(self, seconds: float) -> None:
+        """Count a wait in the step under way."""
+        self._waited += seconds
+
+    def forward_began(self, now: float) -> None:
+        """The next end of an optimizer's step ends a step."""
+        self._is_due = True
+        if self._began is None:
+            self._began = now
+
+    def optimizer_ended(self, now: float) -> None:
+        """End the step, unless this is a further optimizer of the same forward."""
+        if not self._is_due or self._began is None:
+            return
+        self._is_due = False
+        seconds, waited = now - self._began, self._waited
+        self._steps += 1
+        if self._steps > 1:
+            weight = max(1 / (self._steps - 1), WEIGHT)
+            self._mean += weight * (seconds - self._mean)
+            difference = waited - self._mean_waited
+            self._mean_waited += weight * difference
+            self._variance = (1 - weight) * (self._variance + weight * difference * difference)
+        self._write_step(now, seconds)
+        self._began, self._waited = now, 0.0
+
+    def _write_step(self, now: float, seconds: float) -> None:
+        number, means = self._steps + 1, (self._mean, self._waited, self._mean_waited, self._variance)
+        STEP.pack_into(self._map, STEP_AT[number & 1], number, self._steps, now, seconds, *means, number)
+
+
+class _Phase:
+    """Surrounds a phase after which the loop goes on.
+
+    Its end does not bring back what was there before: a phase that never ended, because the step raised, would come
+    back with it for ever.
+    """
+
+    def __init__(self, box: BlackBox, number: int) -> None:
+        self._box, self._number = box, number
+
+    def __enter__(self) -> None:
+        self._box.change(self._number)
+
+    def __exit__(self, *_: object) -> None:
+        self._box.change(LOOP)
+
+    def end(self) -> None:
+        """Leave, without an error."""
+        self.__exit__(None, None, None)
+
+
+class _Forward(_Phase):
+    def __enter__(self) -> None:
+        self._box.forward_began(self._box.change(FORWARD))
+
+
+class _Optimizer(_Phase):
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        now = self._box.change(LOOP)
+        if kind is None:
+            self._box.optimizer_ended(now)
+
+
+class _Meeting(_Phase):
+    """Surrounds a wait for other ranks, inside whatever phase that happens."""
+
+    def __init__(self, box: BlackBox, number: int) -> None:
+        super().__init__(box, number)
+        self._outer = LOOP
+        self._began = 0.0
+        self._depth = 0
+        """How often it was entered and not left: to wait inside a wait changes nothing."""
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth > 1 or self._box.phase == BUCKET_WAIT:
+            return
+        self._outer = self._box.phase
+        self._began = self._box.change(self._number)
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth or (self._box.phase == BUCKET_WAIT and self._number == COLLECTIVE):
+            return
+        now = self._box.change(self._outer)
+        if self._outer != WAIT:
+            self._box.add_wait(now - self._began)
+
+
+class _BucketWait(_Phase):
+    """Surrounds the wait for one bucket, inside ``wait``, which goes on after it."""
+
+    def __enter__(self) -> None:
+        self._box.change(BUCKET_WAIT, self._box.bucket)
+
+    def __exit__(self, *_: object) -> None:
+        self._box.phase = WAIT  # not written, because the next bucket follows at once, or the end of all waiting
+
+
+for _kind in (BlackBox, _Phase, _Forward, _Optimizer, _Meeting, _BucketWait):
+    class_never_compiled(_kind)
+
+
+def _nothing() -> None:
+    """Do nothing: the end of what is not kept in the box."""
+
+
+def open_box(environment: Mapping[str, str] = os.environ) -> BlackBox | None:
+    """Return this process's box; None if no launcher made one, or it is another's, such as that of the rank above."""
+    folder = environment.get(FOLDER)
+    if not folder or multiprocessing.parent_process() is not None:
+        return None
+    try:
+        path = path_of(Path(folder), int(environment["LOCAL_RANK"]))
+        holder = read_box(path)
+        if holder is not None and holder.pid != os.getpid() and is_running(holder.pid):
+            return None
+        return BlackBox(path, int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+    except FileNotFoundError:  # the job has ended, and this process was left behind
+        return None
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("paceline top cannot show this process, because its black box cannot be opened: %r", error)
+        return None

@@ -1,0 +1,348 @@
+"""Black boxes: what a rank writes is whole for every reader, at any moment, and after the rank was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.black_box import FOLDER, PHASE, PHASE_AT, PHASES, SIZE, STEP_AT, is_running, path_of, read_box
+from paceline.box_writer import BUCKET_WAIT, BlackBox, open_box
+from paceline.job_folders import PARENT, JobFolder, read_note, running_jobs
+from paceline.tracing import Recorder
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """An empty box's file, as a launcher makes it."""
+    file = path_of(tmp_path, 0)
+    file.write_bytes(bytes(SIZE))
+    return file
+
+
+def in_child(function: Callable[[], Any]) -> int:
+    """Start `function` in a forked child, which never comes back; its process."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+        finally:
+            os._exit(0)
+    return child
+
+
+def end(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def now_in(path: Path) -> Any:
+    snapshot = read_box(path)
+    assert snapshot is not None
+    return snapshot
+
+
+def count(path: Path) -> None:
+    """Write for ever: phase and bucket follow each other, so that a mixture of two writes would show."""
+    box, number = BlackBox(path, 3, 8), 0
+    while True:
+        number += 1
+        box.change(number % len(PHASES), number)
+        box.forward_began(float(number))
+        box.add_wait(2.0 * box._steps)
+        box.optimizer_ended(float(number))
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_killed_rank_did_last_can_be_read(path: Path) -> None:
+    def work() -> None:
+        box = BlackBox(path, 1, 2)
+        with box.span("forward"):
+            pass
+        box.open("optimizer")()
+        with box.span("wait"), box.span("bucket wait", 7):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    began = time.monotonic()
+    child = in_child(work)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    box = now_in(path)
+    assert (box.pid, box.rank, box.size, box.steps) == (child, 1, 2, 1)
+    assert (box.phase, box.bucket) == ("bucket wait", 7)
+    assert began < box.stepped < box.since < time.monotonic()
+    assert not is_running(child)
+
+
+def test_a_reader_never_sees_half_a_write(path: Path) -> None:
+    child = in_child(lambda: count(path))
+    try:
+        while read_box(path) is None:
+            time.sleep(0.001)
+        seen = [now_in(path) for _ in range(3000)]
+    finally:
+        end(child)
+    for box in seen:
+        if box.bucket is not None:
+            assert box.phase == PHASES[box.bucket % len(PHASES)]
+        assert box.waited == 2.0 * max(box.steps - 1, 0)
+    steps, changes = [box.steps for box in seen], [box.since for box in seen]
+    assert steps == sorted(steps)
+    assert changes == sorted(changes)
+    assert len(set(steps)) > 10, "it was written while it was read"
+
+
+def test_a_rank_killed_at_any_moment_leaves_a_whole_record(path: Path) -> None:
+    for _ in range(20):
+        path.write_bytes(bytes(SIZE))
+        child = in_child(lambda: count(path))
+        while (box := read_box(path)) is None or box.steps == 0:
+            time.sleep(0.001)
+        end(child)
+        box = now_in(path)
+        assert box.phase == PHASES[box.bucket % len(PHASES)]
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_torn_slot_is_passed_over_for_the_one_before(path: Path, slot: int) -> None:
+    box = BlackBox(path, 0, 1)
+    while (box._changes & 1) != slot:
+        box.change(BUCKET_WAIT, 4)
+    before = now_in(path)
+    box.change(BUCKET_WAIT, 5)
+    with path.open("r+b") as file:  # the last write, cut off before its end
+        file.seek(PHASE_AT[1 - slot] + PHASE.size - 8)
+        file.write(bytes(8))
+    assert now_in(path) == before
+
+
+def test_a_damaged_box_and_one_of_another_version_are_said_so(path: Path) -> None:
+    assert read_box(path) is None, "no rank has opened it"
+    BlackBox(path, 0, 1)
+    with path.open("r+b") as file:
+        file.seek(STEP_AT[0])
+        file.write(os.urandom(STEP_AT[1]))
+    with pytest.raises(ValueError, match="damaged"):
+        read_box(path)
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write(struct.pack("<I", 99))
+    with pytest.raises(ValueError, match="version 99"):
+        read_box(path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="greater than file size"):
+        read_box(path)
+
+
+# -- phases and steps --------------------------------------------------------------------------------------------------
+
+
+def test_each_phase_is_seen_and_the_loop_after_it(path: Path) -> None:
+    log = Recorder(box=BlackBox(path, 0, 1))
+    for recording in (False, True):
+        log.on = recording
+        for label in ("data wait", "forward", "backward", "wait", "optimizer", "checkpoint", "collective"):
+            with log.span(label):
+                assert now_in(path).phase == label
+            assert now_in(path).phase == "loop"
+            finish = log.open(label)
+            assert now_in(path).phase == label
+            finish()
+            assert now_in(path).phase == "loop"
+
+
+def test_waits_inside_other_phases_give_way_to_them_again(path: Path) -> None:
+    log, seen = Recorder(box=BlackBox(path, 0, 1)), []
+    look = lambda: seen.append((now_in(path).phase, now_in(path).bucket))  # noqa: E731
+    with log.span("forward"):
+        with log.span("collective"):  # SyncBatchNorm
+            look()
+        look()
+    with log.span("wait"):
+        for bucket in range(2):
+            with log.span("bucket wait", bucket), log.span("collective"):
+                look()
+        with log.span("collective"):  # the control block
+            look()
+        look()
+    with log.span("backward"), log.span("launch", 3):
+        look()
+    look()
+    expected = ["collective", "forward", "bucket wait:0", "bucket wait:1", "collective", "wait", "backward", "loop"]
+    assert [phase if bucket is None else f"{phase}:{bucket}" for phase, bucket in seen] == expected
+
+
+def test_a_phase_that_raised_does_not_come_back(path: Path) -> None:
+    log = Recorder(box=BlackBox(path, 0, 1))
+    log.open("optimizer")  # its step raises, so that it never ends
+    with log.span("forward"):
+        pass
+    assert now_in(path).phase == "loop"
+    with pytest.raises(RuntimeError), log.span("wait"), log.span("bucket wait", 1):
+        raise RuntimeError
+    assert now_in(path).phase == "loop"
+    assert now_in(path).steps == 0
+
+
+def test_a_step_ends_with_the_first_optimizer_after_a_forward(path: Path) -> None:
+    log = Recorder(box=BlackBox(path, 0, 1))
+
+    def step(forwards: int, optimizers: int) -> int:
+        for _ in range(forwards):
+            with log.span("forward"):
+                pass
+        for _ in range(optimizers):
+            log.open("optimizer")()
+        return int(now_in(path).steps)
+
+    # micro-batches; two optimizers; an optimizer alone; forwards alone
+    assert [step(1, 1), step(3, 1), step(1, 2), step(0, 1), step(2, 0)] == [1, 2, 3, 3, 3]
+
+
+def test_averages_leave_the_first_step_out_and_count_a_wait_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("paceline.box_writer.time.monotonic", lambda: clock[0])
+    log = Recorder(box=BlackBox(path, 0, 1))
+
+    def spend(label: str, seconds: float, inner: str | None = None) -> None:
+        with log.span(label):
+            if inner:
+                with log.span(inner, 0), log.span("collective"):
+                    clock[0] += seconds
+            else:
+                clock[0] += seconds
+
+    for waited in (5.0, 1.0, 3.0):
+        spend("forward", 2.0)
+        spend("wait", waited, "bucket wait")
+        spend("optimizer", 0.5)
+    box = now_in(path)
+    assert (box.steps, box.stepped, box.step, box.waited) == (3, clock[0], 5.5, 3.0)
+    assert (box.mean_step, box.mean_waited, box.waited_spread) == (4.5, 2.0, 1.0)
+
+
+def test_without_a_box_a_span_does_nothing() -> None:
+    log = Recorder()
+    assert log.span("wait") is log.span("forward")
+    assert log.open("backward") is log.open("optimizer")
+
+
+# -- whose box it is ---------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_does_not_write_into_the_ranks_box(path: Path) -> None:
+    box = BlackBox(path, 0, 1)
+    os.waitpid(in_child(lambda: box.span("checkpoint").__enter__()), 0)
+    assert now_in(path).phase == "loop"
+    box.span("checkpoint").__enter__()
+    assert now_in(path).phase == "checkpoint"
+
+
+def test_the_first_process_has_the_box_until_it_ends(path: Path) -> None:
+    """A program that a rank starts inherits the rank's environment."""
+    environment = {FOLDER: str(path.parent), "LOCAL_RANK": "0", "RANK": "4", "WORLD_SIZE": "8"}
+
+    def hold() -> None:
+        BlackBox(path, 4, 8).change(BUCKET_WAIT, 9)
+        time.sleep(60)
+
+    child = in_child(hold)
+    while (box := read_box(path)) is None or box.bucket != 9:
+        time.sleep(0.001)
+    assert open_box(environment) is None
+    end(child)
+    assert open_box(environment) is not None
+    box = now_in(path)
+    assert (box.pid, box.rank, box.size, box.phase, box.bucket) == (os.getpid(), 4, 8, "loop", None)
+    assert open_box({}) is None
+    assert open_box(environment | {FOLDER: ""}) is None
+    assert open_box(environment | {FOLDER: str(path / "gone")}) is None
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this user's jobs, which is not there yet."""
+    monkeypatch.setenv(PARENT, str(tmp_path))
+    return tmp_path / f"paceline-{os.getuid()}"
+
+
+def test_a_folder_lives_as_long_as_its_job(parent: Path) -> None:
+    assert running_jobs() == {}
+    with JobFolder("../run 1", "train.py --lr 0.1", 2) as folder:
+        folder.began({0: 11, 1: 12})
+        assert running_jobs() == {folder.path: read_note(folder.path)}
+        note = running_jobs()[folder.path]
+        assert (note.pid, note.title, note.processes) == (os.getpid(), "train.py --lr 0.1", {0: 11, 1: 12})
+        assert folder.path.parent == parent
+        assert parent.stat().st_mode & 0o777 == folder.path.stat().st_mode & 0o777 == 0o700
+        assert sorted(entry.name for entry in folder.path.iterdir()) == ["job.json", "lock", "rank-0", "rank-1"]
+        with JobFolder("../run 1", "train.py", 1) as second:
+            assert len(running_jobs()) == 2
+            assert second.path != folder.path
+    assert list(parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("finder", ["launcher", "viewer"])
+def test_folders_of_dead_launchers_are_removed_by_the_next_and_others_stay(parent: Path, finder: str) -> None:
+    def launch() -> None:
+        JobFolder("killed", "train.py", 2)
+        (parent / "made").touch()
+        time.sleep(60)
+
+    child = in_child(launch)
+    while not (parent / "made").exists():
+        time.sleep(0.005)
+    (parent / "made").unlink()
+    (parent / ".unfinished").mkdir()
+    assert len(running_jobs()) == 1, "its launcher lives"
+    end(child)
+    if finder == "launcher":
+        JobFolder("next", "train.py", 1).remove()
+    else:
+        assert running_jobs() == {}
+    assert [entry.name for entry in parent.iterdir()] == [".unfinished"], "which may be another launcher's, just now"
+
+
+def test_a_place_that_others_can_write_to_is_refused(parent: Path) -> None:
+    parent.mkdir()
+    parent.chmod(0o777)
+    with pytest.raises(PermissionError, match="open to other users"):
+        JobFolder("run", "train.py", 1)
+    with pytest.raises(PermissionError, match="open to other users"):
+        running_jobs()
+    parent.rmdir()
+    parent.symlink_to(parent.parent)
+    with pytest.raises(PermissionError, match="is no folder of user"):
+        JobFolder("run", "train.py", 1)
+
+
+def test_the_numbers_of_phases_are_their_places() -> None:
+    import paceline.box_writer as writer
+
+    for number, phase in enumerate(PHASES):
+        assert getattr(writer, phase.upper().replace(" ", "_")) == number
+
+
+def test_opening_happens_at_the_first_span_and_not_at_import(parent: Path) -> None:
+    """Importing paceline has no effect, and the rank's first span finds the box without a call in the script."""
+    with JobFolder("run", str(parent), 1) as folder:
+        script = (
+            "import sys, pathlib; from paceline.black_box import read_box; from paceline.tracing import recorder\n"
+            f"path = pathlib.Path({str(path_of(folder.path, 0))!r})\n"
+            "assert read_box(path) is None\n"
+            "with recorder.span('forward'): assert read_box(path).phase == 'forward'\n"
+        )
+        environment = {FOLDER: str(folder.path), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        subprocess.run([sys.executable, "-c", script], env=os.environ | environment, check=True, timeout=300)
