@@ -18,14 +18,19 @@ from paceline import DistributedDataParallel, UsageError
 from paceline.profiler import profile, session
 from paceline.profiler.profile_command import ProfileSettings
 from paceline.profiler.rank_file import FOLDER, path_of, read_ranks
+from paceline.profiler.report import Report
 from paceline.profiler.results import write_results
 from paceline.profiler.session import Session
 from paceline.profiler.steps import MOST
-from paceline.profiler.verdict import make_report
+from paceline.profiler.verdict import read_facts, report_of
 from paceline.tracing import recorder
 from paceline.world import World
 from processes import paceline
 from ranks import run_ranks
+
+
+def make_report(folder: Path) -> Report:
+    return report_of(read_facts(folder))
 
 
 def net() -> nn.Module:

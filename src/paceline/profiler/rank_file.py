@@ -80,22 +80,6 @@ def trace_of(folder: Path, rank: int) -> Path:
     return folder / FOLDER / f"rank-{rank:05d}.torch.json"
 
 
-def open_file(folder: Path, rank: int) -> TextIO:
-    """Open the file of `rank` for writing, and remove what an earlier run left of it.
-
-    Raises:
-        UsageError: names the folder, if it cannot be written to.
-    """
-    try:
-        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        trace_of(folder, rank).unlink(missing_ok=True)
-        return path_of(folder, rank).open("w", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"rank {rank}: the profile's folder {folder} cannot be written to: {error.strerror}; choose another"
-        ) from error
-
-
 def remove_ranks(folder: Path, size: int) -> None:
     """Remove the files of ranks that a world of `size` does not have, which an earlier run left."""
     for path in (folder / FOLDER).glob("rank-*"):
