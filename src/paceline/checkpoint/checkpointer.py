@@ -136,8 +136,7 @@ class Checkpointer:
         captures, checked_notes = list[Capture](), list[Notes]()
 
         def capture_all() -> None:
-            checked_notes.append(notes.check(metadata, protect))
-            self._keep.check_metric(checked_notes[0].metadata)
+            checked_notes.append(self._keep.note(notes.check(metadata, protect)))
             self._capture(step, captures)
 
         rank_consensus.agree(world, rank_consensus.error_of(capture_all))
