@@ -206,7 +206,7 @@ def test_show_has_names_shapes_dtypes_bytes_versions_and_metadata(run_folder: Pa
     assert done.out.startswith("step 3 in ")
     assert f"torch {torch.__version__}" in done.out
     rows = [line.split() for line in done.out.splitlines()]
-    assert ["model", "all", "7", "tensors", "80"] in rows
+    assert ["model", "all", "7", "tensors", "72"] in rows
     assert ["0.weight", "float32", "[2,", "3]", "24"] in rows
     assert ["1.num_batches_tracked", "int64", "[]", "8"] in rows
     assert ["notes", "all", "plain", "values", "0"] in rows
@@ -220,7 +220,7 @@ def test_show_has_names_shapes_dtypes_bytes_versions_and_metadata(run_folder: Pa
         ("rng", 0),
     }
     assert [tensor["name"] for tensor in objects["model", None]["tensors"]] == list(normalized().state_dict())
-    assert objects["model", None]["nbytes"] == 80
+    assert objects["model", None]["nbytes"] == 72
 
 
 def test_show_calls_complex_tensors_complex(tmp_path: Path, command: Command) -> None:
