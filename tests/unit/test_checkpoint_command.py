@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from test_checkpoint_roundtrip import Holder, Tied, equal
 from torch import nn
 
+from forked import Forked
 from paceline import cli, documents
 from paceline.checkpoint import Checkpointer, inspection, manifest, storage, verify
 from paceline.checkpoint.manifest import Manifest
@@ -445,6 +446,25 @@ def test_bad_targets_names_and_formats_are_one_line(run_folder: Path, tmp_path: 
     assert "--out is empty" in line("--out", "")
     assert "--out" in refused(command("export", run_folder))
     assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], ["verify"], ["show"]], ids=" ".join)
+def test_output_onto_a_full_disk_is_one_line(run_folder: Path, tmp_path: Path, arguments: list[str]) -> None:
+    # It was a traceback, and the exit code 1, which says that something is damaged.
+    name, *more = arguments
+    (tmp_path / "stdout").symlink_to("/dev/full")
+    (tmp_path / "tmp").mkdir()
+    process = Forked(
+        ["-m", "paceline", "checkpoint", name, str(run_folder), *more],
+        tmp_path,
+        dict(os.environ),
+        tmp_path / "stdout",
+        tmp_path / "stderr",
+    )
+    assert process.wait(60) == 2
+    assert (tmp_path / "stderr").read_text() == (
+        "error: the output cannot be written: No space left on device; send it elsewhere\n"
+    )
 
 
 def test_states_that_lie_in_spite_of_their_checksums_are_refused(

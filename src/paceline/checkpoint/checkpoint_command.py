@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json as json_text
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -13,9 +15,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from paceline.checkpoint import export as exporting
-from paceline.checkpoint import inspection
+from paceline.checkpoint import inspection, storage
 from paceline.checkpoint.inspection import Inspected, SavedObject
 from paceline.checkpoint.room import readable
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
@@ -29,7 +32,27 @@ paceline checkpoint verify runs/7 --step 120
 
 paceline checkpoint export runs/7 --out model.safetensors
 """
-checkpoint = typer.Typer(help="List, verify and show checkpoints, and export weights.")
+
+
+class _Group(TyperGroup):
+    """The commands, of which one that cannot write its output says so in a line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command.
+
+        Raises:
+            UsageError: if stdout takes no more, as a file on a full disk.
+        """
+        try:
+            return super().invoke(ctx)
+        except OSError as error:  # of files our functions raise errors of their own
+            if error.errno == errno.EPIPE:
+                raise  # a reader that has seen enough, such as head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is left would fail again at exit
+            raise UsageError(f"the output cannot be written: {storage.reason(error)}; send it elsewhere") from error
+
+
+checkpoint = typer.Typer(cls=_Group, help="List, verify and show checkpoints, and export weights.")
 Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder, or that of one checkpoint.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
