@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import multiprocessing.process
 import os
 import runpy
 import signal
@@ -164,6 +165,7 @@ class _Child(subprocess.Popen[bytes]):
 def _become(environment: Mapping[str, str], out: int, err: int) -> None:
     """Give this process what a new one would have: signals, environment, streams, and nothing left to do at its end."""
     plain_start_method()
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

@@ -6,7 +6,8 @@ file and writes into it without a system call, so what it wrote last is there af
     0     head     version, process, rank, world size, host: written once, its first bytes last
     256   phase    two slots: phase, bucket, since when
     384   step     two slots: steps done, and how long they took and waited
-    640   free     zeros, for areas that are added; readers ignore what they do not know
+    640   raised   two slots: the phase that an exception left, since when, and when it did
+    768   free     zeros, for areas that are added; readers ignore what they do not know
 
 A slot begins and ends with the number of its write. The writer takes the two slots in turns, so one of them is whole
 at any moment, also if it is killed between two bytes. A reader takes the newer slot of those that begin and end alike
@@ -34,7 +35,8 @@ MAGIC = int.from_bytes(b"PACELINE", "little")
 HEAD = struct.Struct("<QIIIIQ200s")  # magic, version, rank, world size, nothing, process, host
 PHASE = struct.Struct("<QiidQ")  # number, phase, bucket, since, number
 STEP = struct.Struct("<QQddddddQ")  # number, steps, end, last, mean, waited, mean waited, its variance, number
-PHASE_AT, STEP_AT = (256, 320), (384, 512)
+RAISED = struct.Struct("<QiiddQ")  # number, phase, bucket, since, until, number
+PHASE_AT, STEP_AT, RAISED_AT = (256, 320), (384, 512), (640, 704)
 PHASES = ("loop", "data wait", "forward", "backward", "wait", "bucket wait", "optimizer", "checkpoint", "collective")
 """What a rank can be doing; a box holds the index. ``loop`` is everything between the others."""
 WAITING = frozenset(("wait", "bucket wait", "collective"))
@@ -42,6 +44,17 @@ WAITING = frozenset(("wait", "bucket wait", "collective"))
 WEIGHT = 0.1
 """Of the last step in moving averages."""
 _ATTEMPTS = 1000
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The innermost phase that an exception left, the last time that one did."""
+
+    phase: str
+    bucket: int | None
+    since: float
+    until: float
+    """When the outermost phase was left that the exception has left so far."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,8 @@ class Snapshot:
     """Moving average of these, as for :attr:`mean_step`."""
     waited_spread: float
     """Moving standard deviation of these."""
+    raised: Raised | None = None
+    """Where an exception comes from, as long as no phase has begun since."""
 
 
 def path_of(folder: Path, local_rank: int) -> Path:
@@ -117,12 +132,13 @@ def _decode(memory: mmap.mmap, path: Path) -> Snapshot | None:
         raise ValueError(f"the black box {path} has version {version}, and this Paceline reads {VERSION}")
     phase, bucket, since = _newest(memory, PHASE, PHASE_AT, path)
     steps, stepped, step, mean, waited, mean_waited, variance = _newest(memory, STEP, STEP_AT, path)
+    raised = _raised(memory, path)
     return Snapshot(
         pid,
         rank,
         size,
         host.rstrip(b"\0").decode(errors="replace"),
-        PHASES[phase] if 0 <= phase < len(PHASES) else f"phase {phase}",
+        _name(phase),
         since,
         bucket if bucket >= 0 else None,
         steps,
@@ -132,7 +148,19 @@ def _decode(memory: mmap.mmap, path: Path) -> Snapshot | None:
         waited,
         mean_waited,
         math.sqrt(max(variance, 0.0)),
+        raised if raised is not None and raised.until == since else None,
     )
+
+
+def _name(phase: int) -> str:
+    return PHASES[phase] if 0 <= phase < len(PHASES) else f"phase {phase}"
+
+
+def _raised(memory: mmap.mmap, path: Path) -> Raised | None:
+    if not any(memory[RAISED_AT[1] : RAISED_AT[1] + 8]):  # where the first one goes
+        return None
+    phase, bucket, since, until = _newest(memory, RAISED, RAISED_AT, path)
+    return Raised(_name(phase), bucket if bucket >= 0 else None, since, until)
 
 
 def _newest(memory: mmap.mmap, layout: struct.Struct, slots: tuple[int, int], path: Path) -> tuple[Any, ...]:

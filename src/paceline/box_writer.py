@@ -21,6 +21,8 @@ from paceline.black_box import (
     PHASE,
     PHASE_AT,
     PHASES,
+    RAISED,
+    RAISED_AT,
     SIZE,
     STEP,
     STEP_AT,
@@ -56,7 +58,7 @@ class BlackBox:
         finally:
             os.close(descriptor)
         self.phase = LOOP
-        self._changes = self._steps = 0
+        self._changes = self._steps = self._raises = 0
         self._began: float | None = None
         """When the step under way did; None before the first forward."""
         self._is_due = False
@@ -112,6 +114,21 @@ class BlackBox:
         PHASE.pack_into(self._map, PHASE_AT[number & 1], number, phase, bucket, now, number)
         return now
 
+    def leave(self, outer: int, kind: object) -> float:
+        """Write that `outer` goes on after the present phase, which an exception of class `kind` leaves, if not None.
+
+        Returns when. The innermost of the phases that an exception leaves is kept: the others go on for no time.
+        """
+        if kind is None or (isinstance(kind, type) and issubclass(kind, (StopIteration, GeneratorExit))):
+            return self.change(outer)
+        written = PHASE.unpack_from(self._map, PHASE_AT[self._changes & 1])[1:-1]
+        before = RAISED.unpack_from(self._map, RAISED_AT[self._raises & 1])[1:-1]
+        now = self.change(outer)
+        origin = before[:3] if self._raises and before[3] == written[2] else written
+        self._raises = number = self._raises + 1
+        RAISED.pack_into(self._map, RAISED_AT[number & 1], number, *origin, now, number)
+        return now
+
     def add_wait(self, seconds: float) -> None:
         """Count a wait in the step under way."""
         self._waited += seconds
@@ -156,8 +173,8 @@ class _Phase:
     def __enter__(self) -> None:
         self._box.change(self._number)
 
-    def __exit__(self, *_: object) -> None:
-        self._box.change(LOOP)
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        self._box.leave(LOOP, kind)
 
     def end(self) -> None:
         """Leave, without an error."""
@@ -171,7 +188,7 @@ class _Forward(_Phase):
 
 class _Optimizer(_Phase):
     def __exit__(self, kind: object = None, *_: object) -> None:
-        now = self._box.change(LOOP)
+        now = self._box.leave(LOOP, kind)
         if kind is None:
             self._box.optimizer_ended(now)
 
@@ -193,11 +210,11 @@ class _Meeting(_Phase):
         self._outer = self._box.phase
         self._began = self._box.change(self._number)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
         self._depth -= 1
         if self._depth or (self._box.phase == BUCKET_WAIT and self._number == COLLECTIVE):
             return
-        now = self._box.change(self._outer)
+        now = self._box.leave(self._outer, kind)
         if self._outer != WAIT:
             self._box.add_wait(now - self._began)
 

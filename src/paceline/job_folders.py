@@ -82,6 +82,12 @@ class JobFolder:
             self.remove()
             raise
 
+    def clear(self) -> None:
+        """Empty the boxes of ranks that have ended, so that nobody takes them for those of the ranks started next."""
+        for rank in range(self.note.nproc):
+            with suppress(OSError), path_of(self.path, rank).open("r+b") as file:
+                file.write(bytes(SIZE))
+
     def began(self, processes: Mapping[int, int]) -> None:
         """Note the processes of the ranks, which have been started, perhaps again."""
         with suppress(OSError):  # memory is full, for which no job has to end; boxes have their processes, too

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,40 @@ def test_a_torn_slot_is_passed_over_for_the_one_before(path: Path, slot: int) ->
         file.seek(PHASE_AT[1 - slot] + PHASE.size - 8)
         file.write(bytes(8))
     assert now_in(path) == before
+
+
+def test_an_exception_leaves_behind_which_phase_it_came_from(path: Path) -> None:
+    """Phases end while an exception passes, before anybody can ask where it was raised."""
+    box = BlackBox(path, 0, 1)
+    with suppress(ValueError), box.span("forward"), box.span("collective"):
+        raise ValueError
+    now = now_in(path)
+    assert now.phase == "loop"
+    assert now.raised is not None
+    assert (now.raised.phase, now.raised.bucket, now.raised.until) == ("collective", None, now.since)
+    assert now.raised.since < now.raised.until
+    with suppress(ValueError), box.span("wait"), box.span("bucket wait", 3):
+        raise ValueError
+    now = now_in(path)
+    assert now.raised is not None
+    assert (now.raised.phase, now.raised.bucket) == ("bucket wait", 3)
+    with suppress(SystemExit), box.span("optimizer"):
+        raise SystemExit(3)
+    assert (raised := now_in(path).raised) is not None
+    assert raised.phase == "optimizer"
+
+
+def test_an_exception_is_forgotten_when_the_next_phase_begins_and_the_end_of_data_is_none(path: Path) -> None:
+    box = BlackBox(path, 0, 1)
+    assert now_in(path).raised is None
+    with suppress(ValueError), box.span("forward"):
+        raise ValueError
+    with box.span("forward"):
+        assert now_in(path).raised is None
+    assert now_in(path).raised is None
+    with suppress(StopIteration), box.span("data wait"):
+        raise StopIteration
+    assert now_in(path).raised is None
 
 
 def test_a_damaged_box_and_one_of_another_version_are_said_so(path: Path) -> None:

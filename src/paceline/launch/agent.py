@@ -22,17 +22,17 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from paceline.black_box import FOLDER
 from paceline.job_folders import JobFolder
 from paceline.launch import failure, record
 from paceline.launch.failure import End
 from paceline.launch.files import RankFiles
+from paceline.launch.job_report import JobReport
+from paceline.launch.last_moments import LastMoments
+from paceline.launch.loopback_rendezvous import LoopbackRendezvous
 from paceline.launch.signals import SPARE, Caught, Stopped
-from paceline.launch.store import LOOPBACK, loopback_store
-from paceline.rendezvous import STORE, make_file, path_of
-from paceline.torch_internals.c10d import HashStore, TCPStore
+from paceline.rendezvous import STORE
 
 INTERRUPT_GRACE_S = 1.0  # after Ctrl-C everything has to be gone within 2 s
 FAILURE_GRACE_S = 3.0  # after a failure the others have to be gone within 5 s
@@ -53,66 +53,6 @@ def _patience(ended: Sequence[End], running: Sequence[End]) -> float:
     return SETTLE_S if any(end.has_left for end in failure.missed(ends)) else CAUSE_S
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """A rendezvous of one host: each start gets fresh stores, so no rank meets the address of a dead one.
-
-    There are three, because every user of the host can write into a TCPStore: the agent's own stays in this process,
-    :func:`paceline.init` finds the private one in ``PACELINE_STORE``, and torch's own functions find the public one
-    in ``MASTER_ADDR`` and ``MASTER_PORT``.
-    """
-
-    private: str
-    """The value of ``PACELINE_STORE`` for the ranks of this start."""
-    _file: int
-    """Descriptor of the private store's memory file, or -1."""
-    _public: TCPStore | None
-    """Serves as long as it is held."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self.private, self._file, self._public = "", -1, None
-
-    def get_backend(self) -> str:
-        """Return the name of this rendezvous."""
-        return "paceline-loopback"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Ranks are clients of the launcher's store; no rank serves one."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Return fresh stores, after releasing those of the start before."""
-        self.shutdown()
-        self._public = loopback_store()
-        if sys.platform == "linux":
-            self._file = make_file(str(self._public.port))
-            self.private = f"{self._public.port} {path_of(self._file)}"
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, self._public.port))
-
-    def is_closed(self) -> bool:
-        """Return False: the launcher is the only participant."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: there is nothing to close."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: no other host ever joins."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the job's name, in the ranks' ``TORCHELASTIC_RUN_ID``."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """Release the stores; the ranks have ended."""
-        if self._file >= 0:
-            os.close(self._file)
-        self.private, self._file, self._public = "", -1, None
-        return True
-
-
 class Agent(LocalElasticAgent):
     """Starts the ranks, watches them, ends them.
 
@@ -131,6 +71,7 @@ class Agent(LocalElasticAgent):
         environment: Mapping[str, str],
         say: Callable[[str], None],
         boxes: JobFolder | None = None,
+        report: JobReport | None = None,
     ) -> None:
         super().__init__(spec, files, log_line_prefix_template=files.prefix)
         self.ends = {}
@@ -141,6 +82,8 @@ class Agent(LocalElasticAgent):
         self._environment = environment
         self._say = say
         self._boxes = boxes
+        self._report = report
+        self._moments = LastMoments(boxes)
         self._watched: dict[int, int] = {}  # rank -> pidfd, readable when the rank has ended
         self._signalled: set[int] = set()  # ranks that the launcher itself told to end
         self._shown: set[int] = set()  # ranks whose error was shown before they ended
@@ -150,6 +93,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._close_watched()
         self.ends, self._signalled, self._shown = {}, set(), set()
+        self._moments.begin()
         name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
         with _STARTING:
             before = os.environ.get(name)
@@ -196,6 +140,8 @@ class Agent(LocalElasticAgent):
         self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         self._obey()
         ends = self.outcome()
+        if self._report is not None:
+            self._report.failed(ends)
         if failure.usage(ends) is not None:
             self._remaining_restarts = 0  # the same mistake would be made again
         elif self._remaining_restarts > 0:
@@ -203,6 +149,8 @@ class Agent(LocalElasticAgent):
             number = limit - self._remaining_restarts + 1
             text = "\n".join([*failure.details(ends), failure.headline(ends)])
             self._say(f"{text}; starting all ranks again (restart {number} of {limit})")
+            if self._report is not None:
+                self._report.restarted()
         return RunResult(
             state=WorkerState.FAILED,
             failures={end.rank: ProcessFailure(end.rank, 0, end.code, "") for end in failure.failures(ends)},
@@ -210,6 +158,9 @@ class Agent(LocalElasticAgent):
 
     def outcome(self) -> list[End]:
         """Return how each rank that has ended did so, with the record that it left."""
+        return self._moments.told(self._told())
+
+    def _told(self) -> list[End]:
         return [self._with_told(end) for end in self.ends.values()]
 
     def _with_told(self, end: End) -> End:
@@ -227,6 +178,8 @@ class Agent(LocalElasticAgent):
             code = self._handlers()[rank].proc.poll()
             if code is not None:
                 self.ends[rank] = End(rank, code, time.time(), rank in self._signalled)
+                if code != 0:
+                    self._moments.note_failure()
 
     def _settle(self) -> None:
         """Wait while more ranks may fail: those that fail together, or the cause if only consequences have shown."""
@@ -234,9 +187,10 @@ class Agent(LocalElasticAgent):
         while self._running() and not self._caught.received:
             # What running ranks have told counts as well: they may need long to end, or never do.
             running = [self._with_told(End(rank, 1, time.time(), stopped=True)) for rank in self._running()]
-            if failure.usage([*self.outcome(), *running]) is not None:
+            told = self._told()
+            if failure.usage([*told, *running]) is not None:
                 return
-            if time.monotonic() - begin > _patience(self.outcome(), running):
+            if time.monotonic() - begin > _patience(told, running):
                 return
             self._look(0.02)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.launch.record import Record
+from paceline.launch.state import State, doings
 from paceline.rollcall import named_ranks
 
 MAYBE, LOST_A_PEER = 1, 2
@@ -18,7 +19,8 @@ class End:
     """The end of a rank: its exit code, negative for a signal, and when it was noticed, in seconds since the epoch.
 
     ``stopped`` says that the launcher ended it, because another rank had failed. ``leaving`` is when the rank came to
-    the end of its script, or called ``sys.exit``.
+    the end of its script, or called ``sys.exit``. ``state`` is what it was doing when it failed or, if it was stopped,
+    when the first rank did; None if nothing is known. ``lacked_memory`` says that the kernel killed it for memory.
     """
 
     rank: int
@@ -27,6 +29,8 @@ class End:
     stopped: bool = False
     record: Record | None = None
     leaving: float | None = None
+    state: State | None = None
+    lacked_memory: bool = False
 
     @property
     def when(self) -> float:
@@ -42,6 +46,8 @@ class End:
             return ""
         if self.code >= 0:
             return f"exit code {self.code}"
+        if self.lacked_memory:
+            return "signal SIGKILL: the kernel killed it because memory ran out"
         if self.code == -signal.SIGKILL:
             return "signal SIGKILL, which the kernel sends when memory runs out"
         try:
@@ -106,6 +112,8 @@ def headline(ends: Sequence[End]) -> str:
     culprits = missed(ends)
     if not culprits:
         text = f"rank {failed[0].rank} failed first ({failed[0].detail})"
+        if failed[0].state is not None:
+            text += f" {failed[0].state.moment}"
         before = [end.rank for end in ends if end.has_left and end.when < failed[0].when]
         # It may have handled an error about a rank that it missed, and have told nobody.
         untold = failed[0].record is None and failed[0].code > 0
@@ -142,12 +150,12 @@ def traced(rank: int, record: Record) -> list[str]:
 
 
 def remarks(ends: Sequence[End]) -> list[str]:
-    """Return a line for each kind of end among the ranks that the headline does not name."""
-    failed = failures(ends)
-    culprits = missed(ends) or failed[:1]
+    """Return what the ranks did that the headline does not describe, then a line for each kind of end among them."""
+    failed, early, by_rank = failures(ends), missed(ends), sorted(ends, key=lambda end: end.rank)
+    culprits = early or failed[:1]
     others = [end for end in ends if end not in culprits]
     consequences = [end for end in others if end in failed and end.suspicion]
-    lines = []
+    lines = doings((end.rank, _doing(end)) for end in by_rank if end.state and (early or end not in culprits))
     by_detail: dict[str, list[int]] = {}
     for end in failed:
         if end in others and end not in consequences:
@@ -159,6 +167,12 @@ def remarks(ends: Sequence[End]) -> list[str]:
     if stopped := [end.rank for end in others if end.stopped and end not in failed]:
         lines.append(f"{named_ranks(sorted(stopped))} {'was' if len(stopped) == 1 else 'were'} stopped {because}")
     return lines
+
+
+def _doing(end: End) -> str:
+    """Return what the rank was doing, for a line of :func:`doings`."""
+    assert end.state is not None
+    return f"left after step {end.state.completed}" if end.has_left else end.state.doing
 
 
 def _complaint(failed: Sequence[End]) -> End:

@@ -18,8 +18,10 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from paceline.errors import UsageError
 from paceline.job_folders import JobFolder
 from paceline.launch import failure
-from paceline.launch.agent import Agent, LoopbackRendezvous
+from paceline.launch.agent import Agent
 from paceline.launch.files import Logs, RankFiles
+from paceline.launch.job_report import JobReport
+from paceline.launch.loopback_rendezvous import LoopbackRendezvous
 from paceline.launch.record import LAUNCHER
 from paceline.launch.signals import FORWARDED, Caught, Stopped
 from paceline.world import TIMEOUT
@@ -44,6 +46,7 @@ class Job:
         logs: where the ranks' output goes; by default where the launcher's goes.
         signals: the signals to the launcher that end the job.
         worker_spec: more fields of torchelastic's ``WorkerSpec``.
+        report: the file for a report as JSON, see :mod:`paceline.launch.job_report`.
 
     Raises:
         UsageError: if there is no command, or a number is out of range.
@@ -59,6 +62,7 @@ class Job:
     logs: Logs = field(default_factory=Logs)
     signals: Sequence[signal.Signals] = FORWARDED
     worker_spec: Mapping[str, Any] = field(default_factory=dict)
+    report: str | None = None
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -80,16 +84,21 @@ def launch(job: Job) -> int:
     Returns:
         0 if every rank succeeded, 2 if a rank reported a :class:`UsageError` through ``rank_main``, 130 after
         Ctrl-C, 128 + n after another signal n, else 1.
+
+    Raises:
+        UsageError: if the report cannot be written, before anything is started.
     """
+    report = JobReport(job.report, say)
     with Caught(job.signals) as caught:
         try:
-            return run(job, caught)
+            code = run(job, caught, report)
         except Stopped as stop:
-            return farewell(stop.number)
+            code = farewell(stop.number)
+    return report.end(code)
 
 
-def run(job: Job, caught: Caught) -> int:
-    """Do what :func:`launch` does, in any thread, while somebody else catches the signals.
+def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
+    """Do what :func:`launch` does, in any thread, while somebody else catches the signals and ends the report.
 
     Raises:
         Stopped: after a signal, when the ranks have ended.
@@ -109,7 +118,7 @@ def run(job: Job, caught: Caught) -> int:
     with RankFiles(job.logs) as files, ExitStack() as stack:
         if (boxes := black_boxes(run_id, job.command, job.nproc)) is not None:
             stack.enter_context(boxes)
-        agent = Agent(spec, files, caught, rank_environment(job), say, boxes)
+        agent = Agent(spec, files, caught, rank_environment(job), say, boxes, report)
         agent.grace, agent.interval = job.grace, job.interval
         try:
             result = agent.run()

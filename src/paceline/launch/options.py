@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from paceline.errors import UsageError
 from paceline.launch.files import Logs
 from paceline.launch.job import TIMEOUT_S, Job, launch, resolve_nproc, say, timeout_environment
+from paceline.launch.job_report import OPTION
 from paceline.world import TIMEOUT
 
 USAGE = "paceline run [options] script.py [the script's arguments]"
@@ -64,6 +65,12 @@ def parser() -> ArgumentParser:
         metavar="SECONDS",
         help="How long a collective waits for a rank, unless the script says otherwise; ranks get it as "
         f"{TIMEOUT}, which paceline.init() reads. Default {TIMEOUT_S}, which is 10 minutes.",
+    )
+    ours.add_argument(
+        OPTION,
+        metavar="FILE",
+        help="Write there as JSON how the job ended: exit code, restarts, and for each failure the first rank with its "
+        "error, step and phase, and what the others did. For one host.",
     )
     # argparse shows groups in this order: what most people need first.
     base._action_groups.sort(key=lambda group: group is not ours)
@@ -133,6 +140,8 @@ def start(arguments: Sequence[str]) -> int:
     nproc, note = resolve_nproc(options.nproc_per_node)
     command = rank_command(options)
     if several_hosts(options):
+        if options.report is not None:
+            raise UsageError(f"{OPTION} is for jobs on one host; leave it out, or --nnodes and the rendezvous")
         from paceline.launch.rendezvous_hosts import launch_hosts
 
         os.environ.update(timeout_environment(options.timeout))
@@ -221,6 +230,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         signals=[_signal(name.strip()) for name in options.signals_to_handle.split(",")],
         env=timeout_environment(options.timeout),
         worker_spec=_worker_spec(options),
+        report=options.report,
     )
 
 
