@@ -1,4 +1,4 @@
-"""What a folder of checkpoints holds, read without a lock, a process group or a registered object.
+"""The contents of a folder of checkpoints, read without a lock, a process group or a registered object.
 
 A run may be using the folder: nothing in it is changed, and a checkpoint that is deleted meanwhile is passed over.
 """
@@ -42,7 +42,7 @@ class Inspected:
 
     @property
     def state(self) -> Literal["complete", "damaged", "newer format"]:
-        """What can be said about it in a word."""
+        """Its condition in a word."""
         if self.newer:
             return "newer format"
         return "damaged" if self.damages else "complete"
@@ -61,7 +61,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedObject:
-    """What is saved as `name`: of `rank` alone, or, where that is None, of all ranks."""
+    """An object saved as `name`: of `rank` alone, or, where that is None, of all ranks."""
 
     name: str
     rank: int | None
