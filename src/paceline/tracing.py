@@ -15,8 +15,9 @@ are the words of the design, so that traces, messages and docs speak of the same
     checkpoint   a Checkpointer saves
 
 and, where a profiler looks for them, ``collective``: a function of ``torch.distributed`` that the program calls. While
-the recorder is detailed, two marks, spans without length, tell more: ``gradient`` when the gradient of parameter
-`bucket` arrives, and ``done`` when the all-reduce of bucket `bucket` is finished.
+the recorder is detailed, marks, spans without length, tell more: ``gradient`` when the gradient of parameter `bucket`
+arrives, ``sent`` when this rank has filled bucket `bucket` and begins its all-reduce (inside ``launch``), and ``done``
+when that is finished.
 
 Whether or not somebody records, a rank that our launcher started keeps in its black box which of these it is in at the
 moment; see :mod:`paceline.black_box`.
@@ -39,7 +40,9 @@ from paceline.torch_internals.profiler import is_profiling
 DATA_WAIT, FORWARD, BACKWARD = "data wait", "forward", "backward"
 LAUNCH, CONTROL, WAIT, BUCKET_WAIT = "launch", "control", "wait", "bucket wait"
 REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE = "reduce", "optimizer", "checkpoint", "collective"
-GRADIENT, DONE = "gradient", "done"
+GRADIENT, SENT, DONE = "gradient", "sent", "done"
+LABELS = (DATA_WAIT, FORWARD, BACKWARD, LAUNCH, CONTROL, WAIT, BUCKET_WAIT, REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE)
+"""Of spans; those of marks are not among them."""
 LOCAL, AVERAGED = "local", "averaged"
 
 

@@ -185,10 +185,10 @@ class Log(Recorder):
         super().__init__()
         self.events: list[str] = []
 
-    def span(self, label: str, bucket: int | None = None) -> Any:
+    def span(self, label: str, bucket: int | None = None, group: str | None = None) -> Any:
         if label in (LAUNCH, WAIT):
             self.events.append(label[0].upper())
-        return super().span(label, bucket)
+        return super().span(label, bucket, group)
 
 
 def order_of_events(world: World, how: str) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 
 from paceline.profiler.accounting import account
 from paceline.profiler.bucket_sizes import fit
-from paceline.profiler.buckets_seen import bucket_times, busy_and_hidden, detailed_steps
+from paceline.profiler.buckets_seen import bucket_times, detailed_steps, lanes
 from paceline.profiler.facts import Facts
 from paceline.profiler.noise_scale import describe, estimate, squared_norms
 from paceline.profiler.operator_table import OperatorTable, tabulate
@@ -124,7 +124,9 @@ def test_buckets_are_seen_from_their_launch_to_their_end_and_backward_hides_the_
         for b in times
         for launched, end in zip(b.launched, b.finished, strict=True)
     )
-    assert busy_and_hidden(steps, times) == pytest.approx((0.004, 0.003))
+    for lane in lanes(steps, times):
+        assert lane is not None
+        assert lane.busy_and_hidden() == (4000, 3000)
     assert Facts(made, OperatorTable()).shares[COMMUNICATION] * account(made).mean_length() == pytest.approx(0.001)
 
 

@@ -117,6 +117,29 @@ def test_a_world_of_one_has_steps_and_nobody_to_wait_for(tmp_path: Path) -> None
     assert (summary["steps"], summary["bubble_share"], summary["straggler_rank"]) == (5, 0, None)
 
 
+def enough(world: World, folder: Path) -> int:
+    model = DistributedDataParallel(net())
+    with profile(folder, steps=4, operators=False):
+        train(model, 12)
+        return len(recorder.spans)
+
+
+def test_after_as_many_steps_as_were_wanted_the_block_goes_on(tmp_path: Path) -> None:
+    assert run_ranks(2, enough, tmp_path) == [0, 0]
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 4
+
+
+def without_wrapper(world: World, folder: Path) -> None:
+    with profile(folder, operators=False):
+        train(net(), 12)
+
+
+def test_a_program_without_a_wrapper_is_told_so(tmp_path: Path) -> None:
+    run_ranks(2, without_wrapper, tmp_path)
+    with pytest.raises(UsageError, match="trained no model in DistributedDataParallel"):
+        write_results(tmp_path)
+
+
 def accumulating(world: World, folder: Path) -> None:
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

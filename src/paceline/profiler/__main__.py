@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import signal
 import sys
@@ -24,24 +25,30 @@ def _enough() -> NoReturn:
     raise Enough(0)
 
 
-def _terminated(*_: Any) -> NoReturn:
-    """End as after an exception, so that the record is closed."""
+def _terminated(rank: int) -> NoReturn:
+    """End as after an exception, so that the record is closed; a child that was forked has none, and just ends."""
+    if os.getpid() != rank:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
     raise SystemExit(128 + signal.SIGTERM)
 
 
 def record(settings: dict[str, Any], program: list[str]) -> None:
     """Run `program` to its end, or until enough steps were measured, and record it."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminated)
+        rank = os.getpid()
+        signal.signal(signal.SIGTERM, lambda *_: _terminated(rank))
     is_module = program[0] == "-m"
     sys.argv = program[1:] if is_module else program
+    script = os.path.abspath(program[0])
+    if not is_module:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
     session = Session(Path(settings["folder"]), settings["steps"], operators=settings["operators"], on_enough=_enough)
     try:
         if is_module:
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(program[0]).absolute().parent))
-            runpy.run_path(program[0], run_name="__main__")
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
         session.close(None if not error.code else error)
         raise

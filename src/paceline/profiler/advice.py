@@ -79,8 +79,8 @@ def balance(facts: Facts) -> Advice | None:
     return Advice(
         "balance",
         "Give ranks batches of equal cost: DataLoader(…, cost=len) does so. If they are, see what else runs",
-        f"ranks wait for each other for {share:.0%} of the time, and not for one alone: none causes more than "
-        f"{most:.0%} of it{uneven}",
+        f"ranks wait for each other for {share:.0%} of the time, and no rank is always the last: rank "
+        f"{caused.index(max(caused))} causes most, {most:.0%} of it{uneven}",
         share,
     )
 

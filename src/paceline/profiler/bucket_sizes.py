@@ -62,6 +62,8 @@ def best_capacity(facts: Facts) -> tuple[float, float] | None:
     if {len(arrived) for arrived in arrivals} != {len(parameters)}:
         return None
     arrived = sorted(arrivals, key=lambda one: one[-1][1])[len(arrivals) // 2]
+    places = {index: place for place, index in enumerate(sorted(index for index, _ in arrived))}
+    arrived = [(places[index], when) for index, when in arrived]  # among those that are trained
     sizes = [nbytes for _, nbytes in parameters]
     alpha, beta = fit(times)
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from statistics import fmean
+from dataclasses import dataclass, replace
 
 from paceline.profiler.accounting import steps_by_number
 from paceline.profiler.clocks import offset_at
+from paceline.profiler.intervals import shared, total
 from paceline.profiler.rank_file import RankRecord
-from paceline.profiler.report import BucketTimes
-from paceline.profiler.steps import Step
-from paceline.tracing import DONE, GRADIENT, LAUNCH, REDUCE, WAIT
+from paceline.profiler.report import BACKWARD, FORWARD, OPTIMIZER, BucketTimes
+from paceline.profiler.steps import Step, cut_into_stretches
+from paceline.tracing import DONE, GRADIENT, LAUNCH, REDUCE, SENT, Span
 
+COMPUTING = (FORWARD, BACKWARD, OPTIMIZER)
+"""Parts of a step under which all-reduces may hide."""
 Steps = Sequence[Step]
 """One step on all ranks."""
 
@@ -46,16 +48,27 @@ def bucket_times(steps: Steps, sizes: Sequence[int]) -> list[BucketTimes]:
     if len(counts) != 1 or not launched[0]:
         return []
     count = counts.pop()
-    finished = _finished(steps, count)
+    sent, finished = [_sent(step, spans) for step, spans in zip(steps, launched, strict=True)], _finished(steps, count)
     return [
         BucketTimes(
             number,
             sizes[number] if len(sizes) == count else 0,
-            [spans[number].end - zero for spans in launched],
+            [ends[number] - zero for ends in sent],
             [None if ends is None else ends[number] - zero for ends in finished],
         )
         for number in range(count)
     ]
+
+
+def _sent(step: Step, launches: Sequence[Span]) -> list[float]:
+    """Return when a rank began the all-reduce of each bucket; when its launch was over, where nothing marks that."""
+    marks = _marks(step, SENT)
+    return marks if len(marks) == len(launches) else [span.end for span in launches]
+
+
+def _marks(step: Step, label: str) -> list[float]:
+    """Return the times of the marks `label`, in the order of their buckets."""
+    return [end for _, end in sorted((span.bucket or 0, span.end) for span in step.spans if span.label == label)]
 
 
 def _finished(steps: Steps, count: int) -> list[list[float] | None]:
@@ -67,33 +80,61 @@ def _finished(steps: Steps, count: int) -> list[list[float] | None]:
     if all(len(ends) == count for ends in shares):
         ends = [max(together) for together in zip(*shares, strict=True)]
         return [ends] * len(steps)
-    marks = [sorted((span.bucket or 0, span.end) for span in step.spans if span.label == DONE) for step in steps]
-    return [[end for _, end in found] if len(found) == count else None for found in marks]
+    marks = [_marks(step, DONE) for step in steps]
+    return [found if len(found) == count else None for found in marks]
 
 
-def busy_and_hidden(steps: Steps, buckets: Sequence[BucketTimes]) -> tuple[float, float] | None:
-    """Return the seconds in which all-reduces ran in one step, and those of them before backward ended; rank means.
+@dataclass(frozen=True)
+class Lanes:
+    """When one rank computed in one step, and when the all-reduces of its buckets ran.
 
-    An all-reduce runs from the launch of the last rank, or from the end of the one before, to its end. None where no
-    rank knows the ends.
+    In microseconds since the first rank began the step. They are whole, as other programs read no finer ones: what
+    they count from these lanes is what Paceline counts.
+    """
+
+    compute: list[tuple[str, int, int]]
+    """Parts of :data:`COMPUTING`, each with begin and end, in their order."""
+    all_reduces: list[tuple[int, int, int]]
+    """Buckets, each with begin and end. None of them overlap."""
+
+    def busy_and_hidden(self) -> tuple[float, float]:
+        """Return the microseconds in which all-reduces ran, and those of them in which the rank computed."""
+        busy = [(begin, end) for _, begin, end in self.all_reduces]
+        return total(busy), shared(busy, [(begin, end) for _, begin, end in self.compute])
+
+
+def lanes(steps: Steps, buckets: Sequence[BucketTimes]) -> list[Lanes | None]:
+    """Return the lanes of one step by rank; None for a rank that does not know when its all-reduces ended.
+
+    An all-reduce runs from the launch of the last rank, or from the end of the one before, to its end. What a rank does
+    for communication inside backward, such as copying into buckets or reducing its share in shared memory, is not
+    computing.
     """
     zero = min(step.start for step in steps)
-    found = []
+    found: list[Lanes | None] = []
     for rank, step in enumerate(steps):
-        waits = [span.start - zero for span in step.spans if span.label == WAIT]
-        if not waits or any(bucket.finished[rank] is None for bucket in buckets):
+        ends = [bucket.finished[rank] for bucket in buckets]
+        if not ends or None in ends:
+            found.append(None)
             continue
-        busy = hidden = before = 0.0
+        all_reduces, before = [], 0.0
         for bucket in buckets:
             end = bucket.finished[rank] or 0.0
-            begin = max(*bucket.launched, before)
-            busy += max(0.0, end - begin)
-            hidden += max(0.0, min(end, waits[-1]) - begin)
+            all_reduces.append((bucket.bucket, _micro(max(*bucket.launched, before)), _micro(end)))
             before = max(before, end)
-        found.append((busy, hidden))
-    if not found or not buckets:
-        return None
-    return fmean(busy for busy, _ in found), fmean(hidden for _, hidden in found)
+        stretches, _ = cut_into_stretches(step.spans, step.start, step.end)
+        compute = [(part, _micro(begin - zero), _micro(end - zero)) for part, begin, end in stretches]
+        found.append(
+            Lanes(
+                [(part, begin, end) for part, begin, end in compute if part in COMPUTING and end > begin],
+                [(number, begin, end) for number, begin, end in all_reduces if end > begin],
+            )
+        )
+    return found
+
+
+def _micro(seconds: float) -> int:
+    return round(seconds * 1e6)
 
 
 def gradient_times(step: Step) -> list[tuple[int, float]]:

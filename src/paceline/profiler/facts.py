@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import fmean, median
 
 from paceline.profiler.accounting import Accounts, account
-from paceline.profiler.buckets_seen import Steps, bucket_times, busy_and_hidden, detailed_steps
+from paceline.profiler.buckets_seen import Lanes, Steps, bucket_times, detailed_steps, lanes
 from paceline.profiler.operator_table import OperatorTable
 from paceline.profiler.rank_file import RankRecord
 from paceline.profiler.report import (
@@ -102,25 +102,39 @@ class Facts:
         return detailed_steps(self.records)
 
     @cached_property
-    def busy_and_hidden(self) -> tuple[float, float] | None:
-        """Seconds of a step in which all-reduces ran, and those of them under backward; None where it was not seen."""
-        found = []
-        for steps in self.detailed:
-            times = busy_and_hidden(steps, bucket_times(steps, self.records[0].buckets))
-            if times is not None:
-                found.append(times)
-        if not found:
-            return None
-        return median(busy for busy, _ in found), median(hidden for _, hidden in found)
+    def lanes(self) -> list[list[Lanes | None]]:
+        """For each detailed step, when each rank computed and when all-reduces ran."""
+        return [lanes(steps, bucket_times(steps, self.records[0].buckets)) for steps in self.detailed]
+
+    @cached_property
+    def all_reduces_run(self) -> float | None:
+        """Median seconds of a step in which all-reduces ran, mean of the ranks; None where it was not seen."""
+        known = [[lane.busy_and_hidden()[0] for lane in ranks if lane is not None] for ranks in self.lanes]
+        return median(fmean(busy) for busy in known if busy) / 1e6 if any(known) else None
+
+    @cached_property
+    def overlap(self) -> dict[int, float]:
+        """By rank, the share of the all-reduces' time in which the rank computed; without those that cannot tell.
+
+        From the kernels of a GPU where there are any.
+        """
+        if self.operators.overlap:
+            return dict(self.operators.overlap)
+        found = {}
+        for rank in range(len(self.records)):
+            times = [lane.busy_and_hidden() for ranks in self.lanes if (lane := ranks[rank]) is not None]
+            if busy := sum(busy for busy, _ in times):
+                found[rank] = sum(hidden for _, hidden in times) / busy
+        return found
 
     @cached_property
     def all_reduce(self) -> float:
         """Seconds of a step that all-reduces take: those in which they run, and at least what they cost a step."""
         shown = self.accounts.mean(COMMUNICATION)
         shares_the_core = any(record.wrapper == "paceline" and record.backend == "paceline" for record in self.records)
-        if self.busy_and_hidden is None or shares_the_core:  # there, what runs beside backward is counted already
+        if self.all_reduces_run is None or shares_the_core:  # there, what runs beside backward is counted already
             return shown
-        return max(shown, self.busy_and_hidden[0])
+        return max(shown, self.all_reduces_run)
 
     def all_reduce_share(self, times: float = 1.0) -> float:
         """Return all-reduce's share of the work, if `times` as many batches were accumulated between all-reduces.
@@ -152,10 +166,10 @@ class Facts:
         if len(self.records) < 2 or not accounts.steps:
             return []
         busy = accounts.busy()
-        found = [one for one in find_stragglers(busy, min_slowdown=1.05) if self._is_waited_for(one)]
+        found = find_stragglers(busy, min_slowdown=1.05)
         if not found and (last := always_last(busy, self.length)) is not None:
             found = [last]
-        return [self._describe(straggler) for straggler in found]
+        return [self._describe(straggler) for straggler in found if self._is_waited_for(straggler)]
 
     def _is_waited_for(self, straggler: Straggler) -> bool:
         """Whether others spent so much of the time waiting for it that it is worth a look."""

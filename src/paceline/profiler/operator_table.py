@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.profiler.intervals import Interval, shared, total
 from paceline.profiler.rank_file import RankRecord, trace_of
 from paceline.profiler.report import Operator
 
@@ -17,6 +19,7 @@ MOST = 30
 TENSOR_CORE_KERNELS = ("gemm", "cutlass", "xmma", "wgmma", "hmma", "cudnn")
 """In the names of kernels that may use tensor cores; `_NOT_ON_THEM` tells those apart that do not."""
 _NOT_ON_THEM = ("sgemm", "simt", "f32f32f32")
+NCCL_KERNEL = re.compile("nccl.*Kernel")
 
 
 @dataclass(frozen=True)
@@ -29,17 +32,37 @@ class OperatorTable:
     seconds: float = 0.0
     """Of these."""
     device_figures: dict[str, float] = field(default_factory=dict)
+    overlap: dict[int, float] = field(default_factory=dict)
+    """By rank, the share of the time of NCCL's kernels in which others compute; empty where there are none."""
 
 
 def read_operators(folder: Path, records: Sequence[RankRecord]) -> OperatorTable:
     """Read the traces of the ranks that left one."""
     found: list[tuple[list[dict[str, Any]], int]] = []
+    overlap = {}
     for record in records:
         steps = sum(step.kind == "traced" for step in record.steps)
         events = read_events(trace_of(folder, record.rank))
         if events and steps:
             found.append((events, steps))
-    return tabulate(found)
+            if (share := overlap_of_kernels(events)) is not None:
+                overlap[record.rank] = share
+    return replace(tabulate(found), overlap=overlap)
+
+
+def overlap_of_kernels(events: Sequence[dict[str, Any]]) -> float | None:
+    """Return the share of the time of NCCL's kernels in which kernels compute; None without the former.
+
+    That is also what Holistic Trace Analysis takes for overlap.
+    """
+    communicating: list[Interval] = []
+    computing: list[Interval] = []
+    for event in events:
+        if event.get("cat") == "kernel":
+            kernels = communicating if NCCL_KERNEL.match(event["name"]) else computing
+            kernels.append((event["ts"], event["ts"] + event["dur"]))
+    time = total(communicating)
+    return shared(communicating, computing) / time if time else None
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from paceline.errors import UsageError
 from paceline.output_files import write_file
 from paceline.profiler.rank_file import FOLDER
+from paceline.profiler.steps import MOST
 
 RESULTS = ("summary.json", "report.json", "trace.json", "report.html")
 
@@ -38,6 +39,8 @@ class ProfileSettings:
         """
         if self.steps is not None and self.steps < 1:
             raise UsageError(f"--steps must be at least 1, not {self.steps}")
+        if self.steps is not None and self.steps > MOST:
+            raise UsageError(f"--steps must be at most {MOST}, not {self.steps}; leave it out to let the program end")
         prepare(Path(self.folder))
 
 
@@ -48,6 +51,11 @@ def prepare(folder: Path) -> None:
         UsageError: if it cannot be written to.
     """
     try:
+        is_profile = any((folder / FOLDER).glob("rank-*.jsonl"))
+        if not is_profile and (others := [name for name in RESULTS if (folder / name).exists()]):
+            raise UsageError(
+                f"--out {folder} has a {others[0]} that is not of a profile and would be lost; choose another folder"
+            )
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         for old in [*(folder / name for name in RESULTS), *(folder / FOLDER).glob("rank-*")]:
             old.unlink(missing_ok=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
-
 from paceline.errors import UsageError
+from paceline.profiler.rank_file import FOLDER, is_open
+
+PATIENCE_S = 30.0
+"""For how long rank 0 waits for the end of the others' records."""
 
 
 @contextmanager
@@ -31,7 +34,7 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
     """
     from paceline.profiler.session import Session
 
-    path = Path(folder)
+    path = Path(folder).absolute()  # as the program may change its own
     session = Session(path, steps, operators=operators)
     try:
         yield
@@ -40,9 +43,17 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
         _write(path, session.rank)
         raise
     session.close()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()  # all records are there
+    if session.rank == 0:
+        _await_others(path)
     _write(path, session.rank)
+
+
+def _await_others(folder: Path) -> None:
+    """Wait for the ranks that are still in the block, without a collective: the group may be destroyed already."""
+    others = sorted((folder / FOLDER).glob("rank-*.jsonl"))
+    deadline = time.monotonic() + PATIENCE_S
+    while any(map(is_open, others)) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _write(folder: Path, rank: int) -> None:

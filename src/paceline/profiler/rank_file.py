@@ -62,6 +62,12 @@ class RankRecord:
     """Whether a DataLoader gave batches."""
     ended: str = ""
     """How it ended: empty for well, else the error, :data:`KILLED` or :data:`MISSING`."""
+    began_ns: int = 0
+    """When the recording began, as ``time.time_ns`` has it."""
+    ended_ns: int = 0
+    """When it ended; 0 where the record just stops."""
+    profiles_itself: bool = False
+    """Whether the program used a profiler of torch, beside which no other can run."""
 
 
 def path_of(folder: Path, rank: int) -> Path:
@@ -72,6 +78,30 @@ def path_of(folder: Path, rank: int) -> Path:
 def trace_of(folder: Path, rank: int) -> Path:
     """Return the file of torch's profiler on `rank`."""
     return folder / FOLDER / f"rank-{rank:05d}.torch.json"
+
+
+def remove_ranks(folder: Path, size: int) -> None:
+    """Remove the files of ranks that a world of `size` does not have, which an earlier run left."""
+    for path in (folder / FOLDER).glob("rank-*"):
+        number = path.name.removeprefix("rank-").partition(".")[0]
+        if number.isdecimal() and int(number) >= size:
+            path.unlink(missing_ok=True)
+
+
+def open_file(folder: Path, rank: int) -> TextIO:
+    """Open the file of `rank`, empty; its trace of an earlier run goes.
+
+    Raises:
+        UsageError: if the folder cannot be written to.
+    """
+    try:
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        trace_of(folder, rank).unlink(missing_ok=True)
+        return path_of(folder, rank).open("w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"rank {rank}: the profile's folder {folder} cannot be written to: {error.strerror}; choose another"
+        ) from error
 
 
 def step_line(step: Step) -> dict[str, Any]:
@@ -122,9 +152,9 @@ def write_steps(file: TextIO, steps: Sequence[Step]) -> None:
     file.flush()
 
 
-def write_end(file: TextIO, record: RankRecord) -> None:
-    """Write the last line: all that became known on the way."""
-    _write(file, {"closed": _without_steps(record)})
+def write_state(file: TextIO, record: RankRecord) -> None:
+    """Write a line with all that became known on the way; the last one also says that the record is whole."""
+    _write(file, {"known" if record.ended == KILLED else "closed": _without_steps(record)})
 
 
 def _without_steps(record: RankRecord) -> dict[str, Any]:
@@ -137,10 +167,16 @@ def _write(file: TextIO, line: dict[str, Any]) -> None:
     file.flush()
 
 
+def is_open(path: Path) -> bool:
+    """Return whether the record in the file `path` has no end yet."""
+    return '\n{"closed"' not in path.read_text("utf-8")
+
+
 def read_ranks(folder: Path) -> list[RankRecord]:
     """Return the records of all ranks of the profile in `folder`, in their order; at least one.
 
-    Files of ranks that the world does not have are of an earlier run, and left out; for ranks without a file there is
+    Files that ended before another began, and those of ranks that the world does not have, are of an earlier run, and
+    left out; for ranks without a file there is
     a record without steps.
 
     Raises:
@@ -149,8 +185,9 @@ def read_ranks(folder: Path) -> list[RankRecord]:
     paths = sorted((folder / FOLDER).glob("rank-*.jsonl"))
     if not paths:
         raise UsageError(f"{folder} holds no profile; give the folder that --out named")
-    there = {record.rank: record for record in map(_read, paths)}
-    newest = max(there.values(), key=lambda record: record.started_ns)
+    records = list(map(_read, paths))
+    newest = max(records, key=lambda record: record.began_ns)
+    there = {record.rank: record for record in records if not 0 < record.ended_ns < newest.began_ns}
     return [there.get(rank) or replace(newest, rank=rank, steps=[], ended=MISSING) for rank in range(newest.size)]
 
 
@@ -171,8 +208,8 @@ def _read(path: Path) -> RankRecord:
                 if number + 1 == len(lines):  # cut off when the rank was killed
                     break
                 raise
-            if "closed" in line:
-                end = line["closed"]
+            if known := line.get("closed") or line.get("known"):
+                end = known
             else:
                 steps.append(step_of(line))
         return RankRecord(**end | {"steps": steps, "offsets": [tuple(one) for one in end["offsets"]]})

@@ -60,7 +60,7 @@ class BucketTimes:
     bucket: int
     nbytes: int
     launched: Sequence[float]
-    """When it was complete, and handed to communication."""
+    """When the rank had filled it, and handed it to communication."""
     finished: Sequence[float | None]
     """When its all-reduce was finished; None where that is not known."""
 
@@ -146,8 +146,10 @@ class Report:
     """Of the step's time, mean over steps and ranks: each of :data:`PARTS`, and ``allreduce``: the time in which
     all-reduces ran by that in which they or forward and backward ran."""
     overlap: float | None
-    """The share of the all-reduces' time that lies under backward; None where it was not seen."""
+    """The share of the all-reduces' time in which a rank computes, mean of the ranks; None where it was not seen."""
     timeline: Timeline | None
+    overlap_by_rank: Mapping[str, float] = field(default_factory=dict)
+    """The same of each rank that can tell."""
     operators: Sequence[Operator] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes on rank 0: parameters, gradients, optimizer state, peak."""

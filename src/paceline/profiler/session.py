@@ -3,42 +3,48 @@
 from __future__ import annotations
 
 import os
-import platform
-import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.data_parallel import nested_tensors
-from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.profiler.clocks import are_apart, measure_offset
+from paceline.profiler.describing import describe_model, describe_rank, place, time_of_day
 from paceline.profiler.device_times import DeviceTimes
 from paceline.profiler.noise_scale import squared_norms
 from paceline.profiler.operators import OperatorTrace
-from paceline.profiler.rank_file import FOLDER, RankRecord, path_of, trace_of, write_end, write_head, write_steps
-from paceline.profiler.steps import MEASURED, Step, cut
+from paceline.profiler.rank_file import (
+    KILLED,
+    open_file,
+    remove_ranks,
+    trace_of,
+    write_head,
+    write_state,
+    write_steps,
+)
+from paceline.profiler.steps import MEASURED, MOST, Step, cut
 from paceline.profiler.torch_spans import torch_spans
-from paceline.tracing import Recorder, recorder
+from paceline.torch_internals.profiler import before_profiling
+from paceline.tracing import WAIT, Recorder, recorder
 
 WARM_UP, DETAILED, TRACED = 3, 5, 3
 """Steps at the beginning: not measured; with marks of every gradient; under torch's profiler, and not measured."""
 KEPT = 100
 """Measured steps of which single spans are kept."""
-MOST = 10_000
-"""Steps that are recorded; a longer run is described by its first ones."""
 FLUSH_S = 2.0
 NORMS_EVERY = 4
 """Measured steps from one that takes norms of gradients to the next: they cost two passes over the gradients."""
+CROWD = 50_000
+"""Spans of one step that are kept: a step that has more is left out of the figures, as memory is bounded."""
 
 
 class Session:
@@ -65,9 +71,12 @@ class Session:
     ) -> None:
         if recorder.on:
             raise UsageError("a profile is being recorded already; end it before the next one begins")
-        self._folder, self._wanted, self._on_enough, self._recorder = folder, steps, on_enough, recorder
-        self._record = _describe_rank()
-        self._file = _open_file(folder, self._record.rank)
+        folder = folder.absolute()  # as the program may change its own
+        self._wanted, self._on_enough, self._recorder = steps, on_enough, recorder
+        self._record = describe_rank()
+        self._file = open_file(folder, self._record.rank)
+        if self._record.rank == 0:
+            remove_ranks(folder, self._record.size)
         write_head(self._file, self._record)
         self._traced = TRACED if operators else 0
         self._operators = OperatorTrace(trace_of(folder, self._record.rank))
@@ -88,9 +97,13 @@ class Session:
         self._wrapper: Any = None
         """The wrapper with most parameters."""
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._is_crowded = False
+        """Whether spans of the step under way were dropped."""
         self._is_closed = self._is_over = False
         self._hooks = ExitStack()
         self._hooks.enter_context(torch_spans(recorder, self))
+        self._hooks.enter_context(before_profiling(self._operators.give_way))
+        _recording.add(self)
         recorder.spans.clear()
         recorder.on = True
         self._start = time.perf_counter()
@@ -107,6 +120,8 @@ class Session:
         """Count the forward and its rows."""
         if self._is_over or not (model.training and torch.is_grad_enabled()):
             return
+        if self._wrapper is None:
+            self._check_world()
         self._batches += 1
         self._rows += next((len(tensor) for tensor in nested_tensors((args, kwargs)) if tensor.dim()), 0)
         if model is self._wrapper:
@@ -124,21 +139,52 @@ class Session:
     def backward_ends(self) -> None:
         """Note that an optimizer step would end the step now."""
         self._depth -= 1
-        self._is_due = True
+        self._is_due = self._is_due or self._is_shared()
+        self._thin_out()
         if self._stepped_inside and not self._depth:
-            self._end_step()
+            self._stepped_inside = False
+            if self._is_due:
+                self._end_step()
 
     def batch_came(self) -> None:
         """Note that a DataLoader is used."""
         self._record.loaders_seen = True
+        self._thin_out()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """End the step, unless this is a further optimizer of the same backward."""
+        """End the step, unless this is a further optimizer of the same backward, or no wrapper took part in it.
+
+        Models that a rank trains by itself have no steps of their own, or its steps would not be the others'.
+        """
         self._optimizers.add(optimizer)
+        self._thin_out()
         if self._depth:
             self._stepped_inside = True
         elif self._is_due:
             self._end_step()
+
+    def _is_shared(self) -> bool:
+        """Whether a wrapper took part in the step so far; its forward is not seen in what torch.compile has made."""
+        return self._batches > 0 or any(span.label == WAIT for span in self._recorder.spans)
+
+    def _thin_out(self) -> None:
+        """Drop the spans of a step without end, such as a long evaluation or a training without a wrapper."""
+        if len(self._recorder.spans) > CROWD:
+            self._recorder.spans.clear()
+            self._is_crowded = True
+
+    def _check_world(self) -> None:
+        """Refuse to go on where the ranks came to be after the recording began, and this one took another's place.
+
+        Raises:
+            UsageError: if this is so.
+        """
+        mine, seen = (self._record.rank, self._record.size), place()
+        if mine != seen:
+            raise UsageError(
+                f"rank {seen[0]} of {seen[1]} was not there when its profile began; call paceline.init() or "
+                "init_process_group before `with paceline.profiler.profile(…)`"
+            )
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -155,8 +201,11 @@ class Session:
         kind = self._kind(self._number)
         self._recorder.detailed = kind == "detailed"
         self._recorder.norms = [] if kind in MEASURED and self._number % NORMS_EVERY == 0 else None
+        if kind == "traced":
+            self._record.started_ns = time_of_day()  # again, as torch's profiler counts from it, and clocks are set
         self._operators.follow(is_wanted=kind == "traced")
-        if self._number == WARM_UP and are_apart():
+        # In the first step, if the ranks are there: all of them begin together, and need not take the same steps.
+        if self._number in (0, WARM_UP) and not self._record.offsets and are_apart():
             self._record.offsets.append(measure_offset())
         if self._device_times is not None:
             self._device_times.step_begins()
@@ -167,7 +216,7 @@ class Session:
             return
         end = time.perf_counter()
         spans, self._recorder.spans = self._recorder.spans, []
-        kind = self._kind(self._number)
+        kind = "crowded" if self._is_crowded else self._kind(self._number)
         step = Step(self._number, kind, self._start, end, {}, [], self._rows, self._batches, None, spans)
         if self._recorder.norms:
             self._norms[self._number] = self._recorder.norms
@@ -176,12 +225,12 @@ class Session:
         self._measured += step.is_measured()
         self._start, self._number = end, self._number + 1
         self._rows = self._batches = 0
-        self._is_due = self._stepped_inside = False
+        self._is_due = self._stepped_inside = self._is_crowded = False
         if end - self._flushed > FLUSH_S:
             self._flush()
         if self._number == WARM_UP + DETAILED:
-            self._describe_model()
-        if self._number == MOST or self._measured == self._wanted:
+            self._write_state(KILLED)  # which is true until the end, where it is replaced
+        if self._measured in (MOST, self._wanted):
             self._stop()
             if self._measured == self._wanted:
                 self._on_enough()
@@ -196,13 +245,22 @@ class Session:
         return replace(step, seconds=seconds, meetings=meetings, norms=norms, spans=spans)
 
     def _flush(self) -> None:
-        write_steps(self._file, self._unwritten)
+        """Write what has come together; a disk that is full ends the profile, not the training."""
+        try:
+            write_steps(self._file, self._unwritten)
+        except OSError as error:
+            self._give_up(error)
         self._unwritten, self._flushed = [], time.perf_counter()
+
+    def _give_up(self, error: OSError) -> None:
+        where = f"rank {self.rank}: the profile ends in step {self._number}"
+        print(f"paceline: {where}: it cannot be written: {error.strerror}; make room there", file=sys.stderr)
+        self._stop()
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """Record nothing more."""
+        """Record nothing more. What was put into torch stays until the end, as torch may be going through its hooks."""
         if self._is_over:
             return
         self._is_over = True
@@ -210,7 +268,12 @@ class Session:
         self._recorder.make_event = self._recorder.norms = None
         self._recorder.spans = []
         self._operators.follow(is_wanted=False)
-        self._hooks.close()
+
+    def abandon(self) -> None:
+        """Record nothing in a child that was forked: the file is its parent's."""
+        self._operators.drop()
+        self._is_closed = True
+        self._stop()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the recording and the file; harmless when already closed. With an `error`, alone and not with others."""
@@ -218,89 +281,40 @@ class Session:
             return
         self._is_closed = True
         self._stop()
+        self._hooks.close()
         if self._device_times is not None:
             self._unwritten += map(self._cut, self._device_times.rest())
-        self._describe_model()
         if error is None and are_apart():
             self._record.offsets.append(measure_offset())
-        self._record.ended = "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
-        self._record.groups = {name: list(ranks) for name, ranks in self._recorder.groups.items()}
+        self._record.profiles_itself = self._operators.has_given_way
+        self._record.ended_ns = time.time_ns()
         self._flush()
-        write_end(self._file, self._record)
-        self._file.close()
+        self._write_state("" if error is None else f"{type(error).__name__}: {error}".rstrip(": "))
+        with suppress(OSError):  # which the flush told of
+            self._file.close()
 
-    def _describe_model(self) -> None:
-        """Note what the wrapper and the optimizers hold, while they are there."""
-        record, wrapper = self._record, self._wrapper
-        record.memory["peak"] = peak_memory()
-        if wrapper is None:
-            return
-        if dist.is_initialized():
-            record.backend = str(dist.get_backend(wrapper.process_group))
-        record.wrapper = "paceline" if isinstance(wrapper, DistributedDataParallel) else "torch"
-        named = list(wrapper.module.named_parameters())
-        trained = {name: parameter.nbytes for name, parameter in named if parameter.requires_grad}
-        record.parameters = list(trained.items())
-        if isinstance(wrapper, DistributedDataParallel):
-            layout = wrapper.bucket_layout()
-            record.buckets = [sum(trained.get(name, 0) for name in names) for names in layout]
-        record.embeddings = [
-            f"{name}.weight" if name else "weight"
-            for name, layer in wrapper.module.named_modules()
-            if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and not layer.sparse
-        ]
-        record.memory["parameters"] = sum(parameter.nbytes for _, parameter in named)
-        record.memory["gradients"] = sum(trained.values())
-        # A script's optimizers are gone when it has ended.
-        record.memory["optimizer"] = max(record.memory.get("optimizer", 0), *map(_state_bytes, self._optimizers), 0)
-        if torch.cuda.is_initialized():
-            record.device = torch.cuda.get_device_name()
-
-
-def _describe_rank() -> RankRecord:
-    environment = os.environ.get
-    rank, size = int(environment("RANK", "0")), int(environment("WORLD_SIZE", "1"))
-    if dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-    return RankRecord(
-        rank=rank,
-        size=size,
-        local_size=int(environment("LOCAL_WORLD_SIZE", str(size))),
-        title=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        host=platform.node(),
-        device="cpu",
-        threads=torch.get_num_threads(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        started_ns=time.time_ns() - time.perf_counter_ns(),
-    )
-
-
-def _open_file(folder: Path, rank: int) -> Any:
-    try:
-        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        return path_of(folder, rank).open("w", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"rank {rank}: the profile's folder {folder} cannot be written to: {error.strerror}; choose another"
-        ) from error
+    def _write_state(self, ended: str) -> None:
+        """Write what is known of the rank beside its steps."""
+        describe_model(self._record, self._wrapper, self._optimizers)
+        self._record.groups = {name: list(ranks) for name, ranks in self._recorder.groups.items()}
+        self._record.ended = ended
+        try:
+            write_state(self._file, self._record)
+        except OSError as error:
+            self._give_up(error)
 
 
 def _count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )
+_recording: WeakSet[Session] = WeakSet()
+"""This process's session, while there is one."""
 
 
-def peak_memory() -> int:
-    """Return bytes: of the GPU where one is used, else of the process."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+def _abandon() -> None:
+    for session in list(_recording):
+        session.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon)

@@ -27,6 +27,8 @@ from paceline.tracing import OPTIMIZER as OPTIMIZER_SPAN
 
 MEASURED = ("detailed", "plain")
 """Kinds of steps that count in figures."""
+MOST = 10_000
+"""Measured steps of a run: a longer one is described by its first ones."""
 MEETING = "meeting"
 """Time in collectives, before it is split into bubbles and communication."""
 LEAD = "lead"
@@ -63,7 +65,8 @@ class Step:
 
     number: int
     kind: str
-    """``warm-up``, ``detailed``, ``traced`` (by torch's profiler) or ``plain``."""
+    """``warm-up``, ``detailed``, ``traced`` (by torch's profiler), ``plain``, or ``crowded``:
+    with more spans than are kept."""
     start: float
     end: float
     seconds: dict[str, float]
@@ -90,12 +93,27 @@ class Step:
 
 
 def cut(spans: Iterable[Span], start: float, end: float) -> tuple[dict[str, float], list[Meeting]]:
-    """Cut the time from `start` to `end` into parts, by the innermost span that covers it, and find the meetings.
+    """Cut the time from `start` to `end` into parts, and find the meetings.
 
     Returns:
         Seconds by part, which add up to ``end - start``, and the outermost meetings in their order.
     """
     seconds: dict[str, float] = {}
+    stretches, meetings = cut_into_stretches(spans, start, end)
+    for part, begin, stop in stretches:
+        seconds[part] = seconds.get(part, 0.0) + (stop - begin)
+    return seconds, meetings
+
+
+def cut_into_stretches(
+    spans: Iterable[Span], start: float, end: float
+) -> tuple[list[tuple[str, float, float]], list[Meeting]]:
+    """Cut the time from `start` to `end` where another span becomes the innermost one, and find the meetings.
+
+    Returns:
+        Parts with their begin and end, one after the other, and the outermost meetings in their order.
+    """
+    stretches: list[tuple[str, float, float]] = []
     meetings: list[Meeting] = []
     stack: list[tuple[float, str]] = []  # end and part of the spans that are open, the outermost first
     now = start
@@ -104,9 +122,9 @@ def cut(spans: Iterable[Span], start: float, end: float) -> tuple[dict[str, floa
 
     def go_to(time: float) -> None:
         nonlocal now
-        part = stack[-1][1] if stack else uncovered
-        seconds[part] = seconds.get(part, 0.0) + max(0.0, time - now)
-        now = max(now, time)
+        if time > now:
+            stretches.append((stack[-1][1] if stack else uncovered, now, time))
+            now = time
 
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         part = _PARTS.get(span.label)
@@ -128,4 +146,4 @@ def cut(spans: Iterable[Span], start: float, end: float) -> tuple[dict[str, floa
         go_to(stack[-1][0])
         stack.pop()
     go_to(end)
-    return seconds, meetings
+    return stretches, meetings

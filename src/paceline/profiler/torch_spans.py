@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -89,8 +90,12 @@ def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[Non
 
 
 def _next_batch(recorder: Recorder, listener: Listener, original: Callable[..., Any]) -> Callable[..., Any]:
+    loop = threading.current_thread()
+
     @functools.wraps(original)
     def next_batch(iterator: Any) -> Any:
+        if threading.current_thread() is not loop:  # one that fetches batches in advance, for which nobody waits
+            return original(iterator)
         with recorder.span(DATA_WAIT):
             batch = original(iterator)
         listener.batch_came()

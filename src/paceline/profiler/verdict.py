@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from paceline.profiler.accounting import typical_step
@@ -31,14 +32,14 @@ from paceline.profiler.report import (
 from paceline.rollcall import named_ranks
 
 
-def make_report(folder: Path) -> Report:
-    """Return the report of the profile in `folder`.
+def read_facts(folder: Path) -> Facts:
+    """Return the figures of the profile in `folder`.
 
     Raises:
         UsageError: if there is none, or it cannot be read.
     """
     records = read_ranks(folder)
-    return report_of(Facts(records, read_operators(folder, records)))
+    return Facts(records, read_operators(folder, records))
 
 
 def report_of(facts: Facts) -> Report:
@@ -46,7 +47,6 @@ def report_of(facts: Facts) -> Report:
     records, accounts = facts.records, facts.accounts
     first = records[0]
     advice = advise(facts)
-    seen = facts.busy_and_hidden
     return Report(
         title=first.title,
         backend=first.backend,
@@ -59,7 +59,8 @@ def report_of(facts: Facts) -> Report:
         advice=advice,
         stragglers=facts.stragglers,
         shares=facts.shares | {"allreduce": facts.all_reduce_share()},
-        overlap=seen[1] / seen[0] if seen is not None and seen[0] else None,
+        overlap=fmean(facts.overlap.values()) if facts.overlap else None,
+        overlap_by_rank={str(rank): share for rank, share in facts.overlap.items()},
         timeline=timeline(facts),
         operators=facts.operators.operators,
         memory=first.memory,
@@ -94,6 +95,7 @@ def summary(report: Report) -> dict[str, Any]:
         "data_share": report.shares[DATA],
         "allreduce_share": report.shares["allreduce"],
         "overlap": report.overlap,
+        "overlap_by_rank": dict(report.overlap_by_rank),
         "samples_per_step": report.samples_per_step,
         "gradient_noise_scale": report.noise_scale.get("value"),
         "device": dict(report.device_figures),
@@ -162,9 +164,14 @@ def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
             "backward, where nobody can look, so bubbles and communication count as backward, and buckets are not "
             "shown; use paceline.DistributedDataParallel to see them"
         )
+    if any(record.profiles_itself for record in records):
+        notes.append(
+            "the program ran a profiler of torch itself, beside which no other can run: operators are not shown, and "
+            "its steps were slower than usual while it ran"
+        )
     if not any(record.loaders_seen for record in records):
         notes.append("no DataLoader was seen, so the time before a step's forward counts as waiting for data")
-    if len(records) > 1 and facts.busy_and_hidden is None and records[0].wrapper == "paceline":
+    if len(records) > 1 and not facts.overlap and records[0].wrapper == "paceline":
         notes.append("the ends of all-reduces were not seen, so overlap is not known")
     return notes
 

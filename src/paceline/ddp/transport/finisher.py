@@ -24,7 +24,7 @@ from paceline.ddp.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.streams import is_queued
 from paceline.torch_internals.tensors import multiply_each
-from paceline.tracing import BUCKET_WAIT, COLLECTIVE, DONE, Recorder, recorder
+from paceline.tracing import BUCKET_WAIT, COLLECTIVE, DONE, SENT, Recorder, recorder
 
 CONTROL = "exchange of control blocks"
 Notes = Sequence[tuple[float, float]]
@@ -126,6 +126,8 @@ class AllReduce:
             note = self._ledger.status.note
         elif flat.dtype is torch.float16 and not self._divides_in_copy(flat):
             flat.mul_(1 / sums.size)
+        if self._recorder.detailed:
+            self._recorder.mark(SENT, at)
         launched = sums.all_reduce(flat, note)
         if self._recorder.detailed and isinstance(launched, dist.Work) and flat.device.type == "cpu":
             # Elsewhere others record it: who reduces in shared memory, and torch's profiler on a GPU.

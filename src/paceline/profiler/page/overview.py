@@ -37,7 +37,7 @@ def verdict(report: Report) -> Section:
         ("all-reduce", percent(share(report, "allreduce")), "by the time that it or computing runs"),
     ]
     if report.overlap is not None:
-        tiles.append(("overlap", percent(report.overlap), "of the all-reduces' time lies under backward"))
+        tiles.append(("overlap", percent(report.overlap), "of the all-reduces' time lies under computing"))
     if rate is not None:
         tiles.insert(1, ("samples per second", f"{rate:,.0f}", "all ranks together"))
     figures = "".join(
