@@ -51,9 +51,10 @@ class LastMoments:
         now, epoch = time.monotonic(), time.time()
         if end.stopped:  # its box tells of its end, too
             return state_of(self._seen[end.rank], self._seen_at) if end.rank in self._seen else None
+        has_told = end.record is not None or end.leaving is not None
+        when = end.when if has_told else end.at
         for box in self._read(end.rank):
-            was_killed = end.code < 0 and end.record is None
-            return state_of(box, min(now - (epoch - end.when), now), raised=not was_killed)
+            return state_of(box, min(now - (epoch - when), now), raised=has_told or end.code >= 0)
         return None
 
     def _read(self, rank: int) -> list[Snapshot | None]:
