@@ -116,6 +116,33 @@ def test_two_ranks_that_fail_at_once_both_have_their_phase(tmp_path: Path) -> No
     ] * 2
 
 
+LOADING = """
+import torch, paceline
+from paceline.data import DataLoader
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, index):
+        if index == 20:
+            raise OSError("damaged")
+        return torch.ones(4)
+
+world = paceline.init()
+model = paceline.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in DataLoader(Samples(), 8):
+    model(batch).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_sample_that_cannot_be_loaded_fails_while_data_is_waited_for(tmp_path: Path) -> None:
+    # The loader raises the error after the wait for the batch has ended.
+    done = paceline(tmp_path, "run", script(tmp_path, LOADING), fork="all")
+    assert ") in step 3, data wait, for " in done.stderr.splitlines()[-1]
+
+
 def test_without_a_place_for_boxes_the_report_is_about_the_end_alone(tmp_path: Path) -> None:
     name = script(tmp_path, "import sys; sys.exit(3)")
     done = paceline(tmp_path, "run", "--report", "report.json", name, **{PARENT: "/nowhere"})

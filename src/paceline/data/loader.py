@@ -220,7 +220,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             if isinstance(batch, End):
                 return
             if isinstance(batch, Failure):
-                batch.throw()
+                with recorder.span(DATA_WAIT):  # an error keeps the phase that it leaves, which is this one
+                    batch.throw()
             yield batch
             awaited += 1
 
