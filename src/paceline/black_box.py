@@ -59,7 +59,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank was doing at one moment."""
+    """The state of a rank at one moment: its step, its phase, and how long it waits."""
 
     pid: int
     rank: int

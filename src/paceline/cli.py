@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from paceline import __version__
 from paceline.bench.bench_command import bench
+from paceline.checkpoint.checkpoint_command import checkpoint
 from paceline.compare.modes import MODES
 from paceline.errors import UsageError
 from paceline.explain.explain_command import EXAMPLES, explain
@@ -37,6 +38,7 @@ app = typer.Typer(
 train = typer.Typer(cls=Recipes, help="Train one of the recipes that come with Paceline.")
 app.add_typer(train, name="train")
 app.add_typer(bench, name="bench")
+app.add_typer(checkpoint, name="checkpoint")
 app.command("explain", epilog=EXAMPLES)(explain)
 
 
@@ -201,7 +203,7 @@ def env() -> None:
 def main() -> NoReturn:
     """Entry point of ``paceline`` and ``python -m paceline``."""
     arguments = sys.argv[1:]
-    if not arguments or arguments in (["train"], ["bench"]):
+    if not arguments or arguments in (["train"], ["bench"], ["checkpoint"]):
         arguments.append("--help")
     try:
         command = untyped_flags(typer.main.get_command(app))

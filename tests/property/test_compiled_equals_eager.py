@@ -49,6 +49,11 @@ def sequence() -> nn.Module:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2)])
 
 
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
     """Patient ranks: the first to compile loads torch's compiler, which takes long on a busy machine."""
@@ -122,6 +127,7 @@ layers = partial(Layers, 2)  # a graph each
         ("inside", sequence, FULL),
         ("outside", layers, FULL),
         ("outside", sequence, FULL),
+        ("outside", linear, FULL),  # a class of torch that no other case has called before
         ("in place", layers, FULL),
         ("in a function", layers, {}),
         ("outside", partial(Layers, 2, checkpointing=True), {}),

@@ -20,7 +20,10 @@ from torch import nn
 
 from forked import Forked, call
 from paceline.checkpoint import Checkpointer
+from paceline.checkpoint.room import expect_room, readable
 from paceline.errors import CheckpointError, UsageError
+from paceline.world import World
+from twins import Pools
 
 PATIENCE_S = 60.0
 
@@ -305,6 +308,70 @@ def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path) -> None:
     assert checkpointer.restore() == 1
     assert model.weight.mean().item() == 1.0
     checkpointer.close()
+
+
+def test_a_save_without_room_writes_nothing_and_says_how_much_is_missing(small_disk: Path) -> None:
+    # It used to fill the disk first, so that for a moment nobody else could write there either.
+    checkpointer, model = open_with(small_disk, fill=1.0, keep=1, size=35_000)
+    checkpointer.save(1)
+    before = os.stat(small_disk).st_mtime_ns
+    figures = r"No space left on device: 2\d\d KiB are needed, \d+(\.\d)? KiB are free; the checkpoints before it"
+    for step in (1, 2):
+        with pytest.raises(CheckpointError, match=figures):
+            checkpointer.save(step)
+    assert os.stat(small_disk).st_mtime_ns == before  # no entry was made and removed again
+    nn.init.constant_(model.weight, 2.0)
+    assert checkpointer.restore() == 1
+    assert model.weight.mean().item() == 1.0
+    checkpointer.close()
+
+
+def test_room_that_a_killed_save_left_taken_counts_as_free(small_disk: Path) -> None:
+    checkpointer, _ = open_with(small_disk, size=35_000)
+    leftover = small_disk / ".writing-step-00000009"
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_bytes(bytes(150_000))
+    checkpointer.save(1)
+    assert names(small_disk) == ["step-00000001"]
+    checkpointer.close()
+
+
+def save_by_rank(world: World, folder: str, size: int) -> str:
+    checkpointer = Checkpointer(folder)
+    own = nn.Linear(size if world.rank == 1 else 1, 1)
+    checkpointer.register("own", own, per_rank=True)
+    try:
+        with checkpointer:
+            checkpointer.save(1)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_what_other_ranks_save_takes_room_too(small_disk: Path, pools: Pools) -> None:
+    # Rank 0 fetches and writes their states one after another, and has to know the sum of them before the first.
+    for message in pools.run(2, save_by_rank, str(small_disk), 70_000):
+        assert "No space left on device: 3" in message
+    assert names(small_disk) == []
+    assert pools.run(2, save_by_rank, str(small_disk), 7_000) == ["saved", "saved"]
+
+
+def test_room_is_compared_with_what_the_file_system_says(tmp_path: Path) -> None:
+    expect_room(tmp_path, 1)
+    with pytest.raises(OSError, match=r"No space left on device: 4194304.0 TiB are needed, .* are free") as caught:
+        expect_room(tmp_path, 2**62)
+    assert caught.value.errno == errno.ENOSPC
+    assert os.statvfs("/proc").f_blocks == 0
+    expect_room(Path("/proc"), 2**62)  # one that does not tell is trusted
+    expect_room(tmp_path / "nowhere", 2**62)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 * 1.5, "1.5 MiB"), (2**30 * 700, "700 GiB")],
+)
+def test_sizes_are_short(size: float, text: str) -> None:
+    assert readable(size) == text
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:

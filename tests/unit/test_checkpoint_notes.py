@@ -171,6 +171,19 @@ def test_notes_that_someone_else_wrote_are_bounded_or_refused() -> None:
     for raw in (b"[]", b"{}", b'{"protected":1,"metadata":{"dict":{}}}', b'{"protected":true,"metadata":[]}'):
         with pytest.raises(ValueError):
             notes.parse(raw)
+    for entry in (b'"acc"', b'["acc"]', b'["acc","mean"]', b'[1,"max"]', b'{"acc":"max"}'):
+        with pytest.raises(ValueError, match="keep_best"):
+            notes.parse(b'{"protected":true,"metadata":{"dict":{}},"keep_best":' + entry + b"}")
+
+
+def test_notes_know_by_what_the_best_was_chosen(tmp_path: Path) -> None:
+    # The rule is an argument of the Checkpointer; without it nobody else could tell which one is the best.
+    checkpointer, model = open_with(tmp_path, keep_best="acc", best="min")
+    save(checkpointer, model, 1, metadata={"acc": 5.0})
+    assert notes.read_verified(tmp_path / "step-00000001", 1).keep_best == ("acc", "min")
+    assert notes.parse(notes.Notes({"acc": 1}).render()).keep_best is None
+    save(checkpointer, model, 2)
+    assert not (tmp_path / "step-00000002" / "metadata.json").exists()
 
 
 def on_two_ranks(world: World, folder: str) -> tuple[Any, ...]:

@@ -140,6 +140,16 @@ def _() -> None:
         assert profiler.is_profiling()
 
 
+@contract("torch.autograd.profiler.profile._prepare_trace")
+def _() -> None:
+    begun: list[int] = []
+    with profiler.before_profiling(lambda: begun.append(1)):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            assert begun == [1]
+        with torch.autograd.profiler.profile():
+            assert begun == [1, 1]
+
+
 @contract("Node._saved_reduction")
 def _() -> None:
     values = torch.ones(2, requires_grad=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from paceline.checkpoint import tensor_transfer
+from paceline import rank_consensus
+from paceline.checkpoint import room, tensor_transfer
 from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.saved import GENERATORS
 from paceline.checkpoint.tensorfile import Spec, spec_of
+from paceline.errors import DesyncError, UsageError
 from paceline.rng import rng_state, set_rng_state
+from paceline.world import World
 
 _ASK, _DISMISS = "your turn", "not needed"
 
@@ -46,6 +49,37 @@ def own(entries: Iterable[Registered]) -> Capture:
     encoder = Encoder()
     nodes = {entry.name: entry.capture(encoder, entry.name) for entry in entries}
     return Capture(nodes, encoder.tensors, encoder.aliases)
+
+
+def expect_equal(world: World, step: int, entries: Sequence[Registered], captures: Sequence[Capture]) -> int:
+    """Compare what the ranks of `world` are about to save, on all of them; return how many bytes it takes.
+
+    Args:
+        world: the ranks.
+        step: that is saved.
+        entries: that are registered.
+        captures: the states that all ranks share, of which rank 0's are saved, and last this rank's own.
+
+    Raises:
+        UsageError: if the ranks have registered different objects.
+        DesyncError: if `step` differs between them.
+    """
+    names = [f"{entry.name} (per rank)" if entry.per_rank else entry.name for entry in entries]
+    saved = captures if world.rank == 0 else captures[-1:]
+    size = sum(room.needed(each.tensors.values()) for each in saved)
+    found = rank_consensus.gather(world, {"step": step, "names": names, "size": size})
+    for rank, theirs in enumerate(found):
+        if theirs["names"] != names:
+            raise UsageError(
+                f"rank {rank} has registered {theirs['names']} but rank {world.rank} {names}; register "
+                "the same objects in the same order on every rank"
+            )
+        if theirs["step"] != step:
+            raise DesyncError(
+                f"rank {rank} saves step {theirs['step']} but rank {world.rank} saves step {step}; "
+                "save after the same number of steps on every rank"
+            )
+    return sum(theirs["size"] for theirs in found)
 
 
 def hand_over(capture: Capture) -> None:

@@ -136,17 +136,18 @@ class Checkpointer:
         captures, checked_notes = list[Capture](), list[Notes]()
 
         def capture_all() -> None:
-            checked_notes.append(notes.check(metadata, protect))
-            self._keep.check_metric(checked_notes[0].metadata)
+            checked_notes.append(self._keep.note(notes.check(metadata, protect)))
             self._capture(step, captures)
 
         rank_consensus.agree(world, rank_consensus.error_of(capture_all))
-        self._expect_equal(world, step)
+        size = capture.expect_equal(world, step, list(self._registered.values()), captures)
         *shared, own_states = captures
         if world.rank != 0:
             capture.hand_over(own_states)
         return Path(
-            rank_consensus.decide(world, lambda: str(self._write(world, step, shared, own_states, checked_notes[0])))
+            rank_consensus.decide(
+                world, lambda: str(self._write(world, step, shared, own_states, checked_notes[0], size))
+            )
         )
 
     @called_by_all("Checkpointer.latest()")
@@ -271,25 +272,13 @@ class Checkpointer:
         except Exception as error:
             raise CheckpointError(f"step {step} was not saved: {error}") from error
 
-    def _expect_equal(self, world: World, step: int) -> None:
-        names = [f"{entry.name} (per rank)" if entry.per_rank else entry.name for entry in self._registered.values()]
-        for rank, theirs in enumerate(rank_consensus.gather(world, {"step": step, "names": names})):
-            if theirs["names"] != names:
-                raise UsageError(
-                    f"rank {rank} has registered {theirs['names']} but rank {world.rank} {names}; register "
-                    "the same objects in the same order on every rank"
-                )
-            if theirs["step"] != step:
-                raise DesyncError(
-                    f"rank {rank} saves step {theirs['step']} but rank {world.rank} saves step {step}; "
-                    "save after the same number of steps on every rank"
-                )
-
-    def _write(self, world: World, step: int, shared: list[Capture], own_states: Capture, checked_notes: Notes) -> Path:
-        """Write everything on rank 0, which fetches the other ranks' states one after another."""
+    def _write(
+        self, world: World, step: int, shared: list[Capture], own_states: Capture, checked_notes: Notes, size: int
+    ) -> Path:
+        """Write everything, `size` bytes, on rank 0, which fetches the other ranks' states one after another."""
         waiting = list(range(1, world.size))
         try:
-            with Draft(self._store, step, world.size) as draft:
+            with Draft(self._store, step, world.size, size) as draft:
                 for each in shared:
                     draft.add_shared(each)
                 draft.add_own(0, own_states)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -174,6 +174,32 @@ def _decode(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         case "dtype":
             return DTYPES[content]
     raise ValueError(f"a node has the unknown tag {tag[:40]!r}")
+
+
+def tensors_in(node: Any) -> Iterator[tuple[str, bool]]:
+    """Yield the names of the tensors that `node` refers to, in order; with each whether it is a complex one.
+
+    Raises:
+        ValueError: if `node` is no encoding.
+    """
+    left = [node]
+    while left:
+        each = left.pop()
+        if isinstance(each, list):
+            left += reversed(each)
+        elif isinstance(each, dict):
+            try:
+                ((tag, content),) = each.items()
+                if tag in ("tensor", "complex tensor"):
+                    yield content, tag == "complex tensor"
+                elif tag in ("OrderedDict", "Counter", "tuple", "Size"):
+                    left.append(content)
+                elif tag == "dict":
+                    left += reversed(content.values())
+                elif tag == "items":
+                    left += [item for _, item in reversed(content)]
+            except (TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"a node cannot be read: {str(error)[:80]}") from None
 
 
 def _from_items(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -25,6 +25,10 @@ _FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+class NewerFormat(ValueError):
+    """A manifest of a format that this Paceline does not know yet."""
+
+
 @dataclass(frozen=True)
 class File:
     """One file of a checkpoint; ``size`` in bytes. ``tensors`` is empty unless it is a safetensors file."""
@@ -73,11 +77,17 @@ def parse(raw: bytes) -> Manifest:
     Raises:
         ValueError: if they are damaged, malformed, of another format version, or name a path outside the
             folder.
+        NewerFormat: if they are of a later format version, which says nothing about damage.
     """
     body = documents.parse(raw)
     if not isinstance(body, dict):
         raise ValueError("it is no JSON object")
     version = body.get("format_version")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise NewerFormat(
+            f"its format_version is {documents.shown(version)}, this Paceline reads {FORMAT_VERSION}; use the Paceline "
+            "that wrote it, or a newer one"
+        )
     if version != FORMAT_VERSION:
         raise ValueError(f"its format_version is {documents.shown(version)}, this Paceline reads {FORMAT_VERSION}")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -25,13 +25,17 @@ class Notes:
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
     protected: bool = False
+    keep_best: tuple[str, str] | None = None
+    """The number in the metadata by which the run that saved it chose the best one, and "max" or "min"."""
 
     def __bool__(self) -> bool:
         return bool(self.metadata) or self.protected
 
     def render(self) -> bytes:
         """Return the bytes of ``metadata.json``."""
-        body = {"protected": self.protected, "metadata": Encoder().encode(self.metadata)}
+        body: dict[str, Any] = {"protected": self.protected, "metadata": Encoder().encode(self.metadata)}
+        if self.keep_best is not None:
+            body["keep_best"] = list(self.keep_best)
         return documents.render(body, indent=1) + b"\n"
 
 
@@ -66,12 +70,22 @@ def parse(raw: bytes) -> Notes:
         ValueError: if they hold none.
     """
     body = documents.parse(raw)
-    if not isinstance(body, dict) or body.keys() != {"protected", "metadata"} or type(body["protected"]) is not bool:
+    if not isinstance(body, dict) or body.keys() - {"keep_best"} != {"protected", "metadata"}:
         raise ValueError("it has other entries than it should")
+    if type(body["protected"]) is not bool:
+        raise ValueError("its entry protected is neither true nor false")
     metadata = codec.decode(body["metadata"], {})
     if not isinstance(metadata, dict):
         raise ValueError("its metadata are no dict")
-    return Notes(metadata, body["protected"])
+    return Notes(metadata, body["protected"], _ranking_in(body.get("keep_best")))
+
+
+def _ranking_in(entry: Any) -> tuple[str, str] | None:
+    if entry is None:
+        return None
+    if not isinstance(entry, list) or [type(part) for part in entry] != [str, str] or entry[1] not in ("max", "min"):
+        raise ValueError("its entry keep_best is no name with max or min")
+    return entry[0], entry[1]
 
 
 def read(folder: Path) -> Notes:
@@ -125,18 +139,21 @@ class Keep:
         if self.better not in ("max", "min"):
             raise UsageError(f"best must be max or min, not {self.better!r}")
 
-    def check_metric(self, metadata: Mapping[str, Any]) -> None:
-        """Refuse metadata whose metric is no number; one that is not there, or None, is of no checkpoint's concern.
+    def note(self, given: Notes) -> Notes:
+        """Return the notes `given` with the metric of this rule, which has to be a number if it is there and not None.
 
         Raises:
             UsageError: names the metric and its value.
         """
-        value = metadata.get(self.metric or "")
+        if self.metric is None:
+            return given
+        value = given.metadata.get(self.metric)
         if value is not None and not _is_number(value):
             raise UsageError(
                 f"keep_best={self.metric!r} compares numbers, but metadata[{self.metric!r}] is "
                 f"{documents.shown(value)}; give a number, or leave it out"
             )
+        return replace(given, keep_best=(self.metric, self.better))
 
     def best(self, notes: Mapping[int, Notes]) -> int | None:
         """Return the step whose metric is best, the first of equal ones; None if none has it. NaN is never best."""

@@ -30,6 +30,7 @@ from paceline.checkpoint import notes
 from paceline.checkpoint.lock import FolderLock
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.notes import Keep, Notes
+from paceline.checkpoint.room import expect_room
 from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 
@@ -126,11 +127,12 @@ class Storage:
         """Return the path of the folder of `step`."""
         return self.folder / step_name(step)
 
-    def start(self, step: int) -> Path:
+    def start(self, step: int, size: int) -> Path:
         """Make an empty temporary folder for `step`, to be handed to :meth:`commit` or :meth:`abandon`.
 
         Raises:
-            OSError: if it cannot be made, or something else has the checkpoint's name.
+            OSError: if it cannot be made, there is no room for `size` bytes, or something else has the checkpoint's
+                name.
             UsageError: if the folder was removed and made again, and another run uses the new one.
         """
         if not self._lock.is_on(self.folder):
@@ -141,6 +143,7 @@ class Storage:
         final = self.path(step)
         if os.path.lexists(final) and (final.is_symlink() or not final.is_dir()):
             raise FileExistsError(errno.EEXIST, f"{final.name} is there and is no folder")
+        expect_room(self.folder, size)
         draft = self.folder / f".writing-{step_name(step)}"
         draft.mkdir(FOLDER_MODE)
         return draft

@@ -20,6 +20,10 @@ class Damaged(Exception):
     """A checkpoint that cannot be used; the message is the reason."""
 
 
+class Newer(Damaged):
+    """A checkpoint of a later format version; whether it is damaged is not known."""
+
+
 def read_whole(folder: Path, step: int) -> Manifest:
     """Verify every file of the checkpoint `folder` by size and SHA-256; return its manifest.
 
@@ -27,12 +31,32 @@ def read_whole(folder: Path, step: int) -> Manifest:
         Damaged: if anything is missing, altered, of another step or malformed.
     """
     found = read_manifest(folder, step)
-    for file in found.files:
-        check_bytes(folder / file.path, file)
-    for file in found.files:
-        if file.path.endswith(".safetensors"):
-            _check_tensors(folder / file.path, file)
+    for _, damage in damages(folder, found):
+        raise damage
     return found
+
+
+def damages(folder: Path, found: Manifest, every_byte: bool = True) -> Iterator[tuple[File, Damaged]]:
+    """Yield each file of the checkpoint `folder` that is not as its manifest `found` says, with the reason.
+
+    Args:
+        folder: of the checkpoint.
+        found: its manifest.
+        every_byte: whether to read every byte; if not, sizes and lists of tensors are compared alone.
+    """
+    altered = set()
+    for file in found.files:
+        try:
+            check_bytes(folder / file.path, file, every_byte)
+        except Damaged as damage:
+            altered.add(file.path)
+            yield file, damage
+    for file in found.files:
+        if file.path.endswith(".safetensors") and file.path not in altered:
+            try:
+                _check_tensors(folder / file.path, file)
+            except Damaged as damage:
+                yield file, damage
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
@@ -40,9 +64,12 @@ def read_manifest(folder: Path, step: int) -> Manifest:
 
     Raises:
         Damaged: if it is missing, altered, of another step or malformed.
+        Newer: if it is of a later format version.
     """
     try:
         found = manifest.parse(read_document(folder / manifest.NAME))
+    except manifest.NewerFormat as error:
+        raise Newer(f"{manifest.NAME}: {error}") from None
     except ValueError as error:
         raise Damaged(f"{manifest.NAME}: {error}") from None
     if found.step != step:
@@ -68,8 +95,8 @@ def read_document(path: Path) -> bytes:
         return bytes(raw)
 
 
-def check_bytes(path: Path, file: File) -> None:
-    """Compare the content of `path` with the manifest's entry `file`.
+def check_bytes(path: Path, file: File, every_byte: bool = True) -> None:
+    """Compare the content of `path` with the manifest's entry `file`; unless `every_byte` is true, its size alone.
 
     Raises:
         Damaged: if it is missing, or has another size or SHA-256.
@@ -78,6 +105,8 @@ def check_bytes(path: Path, file: File) -> None:
         size = os.fstat(descriptor).st_size
         if size != file.size:
             raise Damaged(f"{file.path} has {size} bytes, the manifest says {file.size}")
+        if not every_byte:
+            return
         digest = hashlib.sha256()
         while piece := os.read(descriptor, PIECE):
             digest.update(piece)

@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline import documents
 from paceline.checkpoint import codec, manifest, storage, tensorfile, verify
+from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.registered import Outline, Registered
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
@@ -72,24 +73,43 @@ def _read_file(path: Path) -> dict[str, torch.Tensor]:
 def _read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Tensor]]:
     """Return step, node and tensors of the object `name` in the checkpoint, or the newest one of the run, `folder`."""
     step = storage.step_of(folder.resolve().name)
-    try:
-        if step is not None:
+    if step is not None:
+        try:
             found = verify.read_whole(folder, step)
-        elif (newest := storage.newest(folder, set())) is not None:
-            folder, found = newest
-        else:
-            raise NoCheckpoint(f"there is no checkpoint in {folder} that is whole; check the path")
+        except verify.Damaged as damage:
+            raise _damaged(folder, damage) from None
+    elif (newest := storage.newest(folder, set())) is not None:
+        folder, found = newest
+    else:
+        raise NoCheckpoint(f"there is no checkpoint in {folder} that is whole; check the path")
+    return found.step, *read_object(folder, found, name)
+
+
+def read_object(folder: Path, found: Manifest, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return node and tensors of the object `name` in the checkpoint `folder`, which was verified by `found`.
+
+    Raises:
+        CheckpointError: if it is malformed.
+        UsageError: if nothing that all ranks share is saved as `name`.
+    """
+    try:
         state = documents.parse(verify.read_document(folder / manifest.STATE))
         node = state["objects"].get(name)
         if node is None:
             raise UsageError(
-                f"nothing is saved as {name!r} in {folder}, which has {sorted(state['objects'])}; give name="
+                f"nothing is saved as {name!r} in {folder}, which has {sorted(state['objects'])}; give one of these "
+                "names"
             )
         file = found.file(name)
         tensors = {} if file is None else tensorfile.read(folder / file.path, file.tensors)
         codec.decode(node["state"], tensors)
+        codec.decode(node["metadata"], tensors)
     except UsageError:
         raise
     except (verify.Damaged, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the checkpoint {folder} is damaged: {error}; use another one") from None
-    return found.step, node, tensors
+        raise _damaged(folder, error) from None
+    return node, tensors
+
+
+def _damaged(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"the checkpoint {folder} is damaged: {error}; use another one")

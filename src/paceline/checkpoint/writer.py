@@ -22,17 +22,18 @@ class Draft:
     """The checkpoint of `step` while it is being written. As a context manager it removes itself if the block raises.
 
     Raises:
-        OSError: from every method, if the disk does not take it.
+        OSError: at once if the disk has no room for `size` bytes of tensors, and from every method, if it does not
+            take them.
     """
 
-    def __init__(self, store: Storage, step: int, world_size: int) -> None:
+    def __init__(self, store: Storage, step: int, world_size: int, size: int) -> None:
         self._storage = store
         self._step = step
         self._world_size = world_size
         self._files: list[File] = []
         self._objects: dict[str, Any] = {}
         self._ranks: list[Mapping[str, Any]] = []
-        self._folder = store.start(step)
+        self._folder = store.start(step, size)
 
     def add_shared(self, capture: Capture) -> None:
         """Write the tensors of an object that all ranks share, and keep its node for ``state.json``."""

@@ -96,7 +96,7 @@ class Meter:
         self.steps: list[Step] = []
         """Those that have ended, from the first one on, the warm-up's included."""
         self.all_reduce_seconds: list[float] = []
-        """What all-reducing the gradients of a step takes by itself, at the end of each turn."""
+        """Seconds that all-reducing the gradients of a step takes by itself, at the end of each turn."""
         self._all_reduce = AllReduce()
         self._turns = Turns(run.place)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

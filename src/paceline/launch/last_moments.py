@@ -15,7 +15,7 @@ from paceline.launch.state import State, state_of
 
 
 class LastMoments:
-    """What the ranks of the present start were doing when the first one failed."""
+    """The states of the ranks of the present start when the first one failed."""
 
     def __init__(self, boxes: JobFolder | None) -> None:
         self._boxes = boxes

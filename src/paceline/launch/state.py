@@ -1,4 +1,4 @@
-"""What a rank was doing when a job failed: plain values from its black box, and the words for them."""
+"""The state of a rank when a job failed: plain values from its black box, and the words for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DOING = {
 
 @dataclass(frozen=True)
 class State:
-    """What a rank was doing at one moment."""
+    """The step and the phase of a rank at one moment."""
 
     completed: int
     """Steps."""

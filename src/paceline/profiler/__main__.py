@@ -42,8 +42,18 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
     sys.argv = program[1:] if is_module else program
     script = os.path.abspath(program[0])
     if not is_module:
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
+        if sys.path[0] in ("", os.getcwd()):  # which ``python -m`` has put there
+            del sys.path[0]
+        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     session = Session(Path(settings["folder"]), settings["steps"], operators=settings["operators"], on_enough=_enough)
+    leave = os._exit
+
+    def close_and_leave(status: int) -> NoReturn:
+        """End the record of a program that skips the interpreter's shutdown."""
+        session.close(SystemExit(status) if status else None)
+        leave(status)
+
+    os._exit = close_and_leave
     try:
         if is_module:
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)
@@ -55,6 +65,8 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
     except BaseException as error:
         session.close(error)
         raise
+    finally:
+        os._exit = leave
     session.close()
 
 

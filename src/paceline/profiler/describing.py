@@ -1,4 +1,4 @@
-"""What a rank runs on, and what it trains, as its record tells it."""
+"""Describes a rank for its record: the machine it runs on, and the model it trains."""
 
 from __future__ import annotations
 

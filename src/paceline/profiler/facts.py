@@ -64,7 +64,7 @@ def _is_in_launch(inner: Span, step: Step) -> bool:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was measured."""
+    """Figures of one run, each computed once, when it is first asked for."""
 
     records: Sequence[RankRecord]
     operators: OperatorTable

@@ -27,7 +27,7 @@ MISSING = "missing"
 
 @dataclass
 class RankRecord:
-    """What one rank recorded."""
+    """The record of one rank."""
 
     rank: int
     size: int

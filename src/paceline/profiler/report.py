@@ -1,4 +1,4 @@
-"""What a profile says: the figures of all ranks together, as ``summary.json`` and the page show them.
+"""The report of a profile: the figures of all ranks together, as ``summary.json`` and the page show them.
 
 A step of a rank is cut into parts that add up to its length:
 
@@ -55,7 +55,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """What one bucket of gradients did in the step of the timeline, in its seconds; by rank."""
+    """Times of one bucket of gradients in the step of the timeline, in its seconds; by rank."""
 
     bucket: int
     nbytes: int
@@ -90,7 +90,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to change, why, and what that would bring."""
+    """A change to make: why, and the gain it promises."""
 
     kind: str
     """Such as ``straggler``, ``accumulation``, ``data-loading``."""

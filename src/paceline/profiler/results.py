@@ -10,9 +10,10 @@ from paceline.errors import UsageError
 from paceline.profiler.chrome_trace import write_trace
 from paceline.profiler.hta_traces import write_hta_traces
 from paceline.profiler.page import page
-from paceline.profiler.rank_file import RankRecord, read_ranks
+from paceline.profiler.rank_file import KILLED, RankRecord, read_ranks
 from paceline.profiler.report import Report
 from paceline.profiler.verdict import read_facts, report_of, summary
+from paceline.rollcall import named_ranks
 
 
 def write_results(folder: Path) -> Report:
@@ -41,6 +42,11 @@ def write_results(folder: Path) -> Report:
 
 def _why_nothing(records: Sequence[RankRecord]) -> str:
     taken = max(len(record.steps) for record in records)
+    if killed := [record.rank for record in records if record.ended == KILLED]:
+        return (
+            f"no step was measured: {named_ranks(killed)} ended before the record did, of which a part reaches the "
+            "file every 2 s; let the program train longer, or end by itself"
+        )
     if not any(record.wrapper for record in records):
         return (
             "this process trained no model in DistributedDataParallel, so there is no step of data parallelism to "

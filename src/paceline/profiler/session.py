@@ -22,17 +22,10 @@ from paceline.profiler.describing import describe_model, describe_rank, place, t
 from paceline.profiler.device_times import DeviceTimes
 from paceline.profiler.noise_scale import squared_norms
 from paceline.profiler.operators import OperatorTrace
-from paceline.profiler.rank_file import (
-    KILLED,
-    open_file,
-    remove_ranks,
-    trace_of,
-    write_head,
-    write_state,
-    write_steps,
-)
+from paceline.profiler.rank_file import KILLED, open_file, remove_ranks, trace_of, write_head, write_state, write_steps
 from paceline.profiler.steps import MEASURED, MOST, Step, cut
 from paceline.profiler.torch_spans import torch_spans
+from paceline.torch_internals.compile import class_never_compiled
 from paceline.torch_internals.profiler import before_profiling
 from paceline.tracing import WAIT, Recorder, recorder
 
@@ -47,6 +40,7 @@ CROWD = 50_000
 """Spans of one step that are kept: a step that has more is left out of the figures, as memory is bounded."""
 
 
+@class_never_compiled
 class Session:
     """Records this rank until :meth:`close`. Every rank has one.
 
@@ -274,6 +268,7 @@ class Session:
         self._operators.drop()
         self._is_closed = True
         self._stop()
+        self._hooks.close()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the recording and the file; harmless when already closed. With an `error`, alone and not with others."""

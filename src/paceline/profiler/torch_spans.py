@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline.torch_internals.compile import compiled_below
 from paceline.torch_internals.data import BatchIterator
 from paceline.tracing import BACKWARD, COLLECTIVE, DATA_WAIT, FORWARD, OPTIMIZER, Recorder
 
@@ -120,10 +121,9 @@ def _backward(recorder: Recorder, listener: Listener, original: Callable[..., An
 
 
 def _forward(recorder: Recorder, listener: Listener, original: Callable[..., Any]) -> Callable[..., Any]:
+    @compiled_below  # so that it is called where the wrapper was compiled, too
     @functools.wraps(original)
     def forward(model: TorchDDP, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(model, *args, **kwargs)
         listener.forward_begins(model, args, kwargs)
         with recorder.span(FORWARD):
             return original(model, *args, **kwargs)

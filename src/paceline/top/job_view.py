@@ -14,7 +14,7 @@ from paceline.top.standing import ENDED, RUNNING, STARTING, UNREADABLE, Standing
 
 @dataclass(frozen=True)
 class JobView:
-    """What the view shows of a job."""
+    """The ranks of a job as the view shows them."""
 
     note: JobNote
     standings: list[Standing]

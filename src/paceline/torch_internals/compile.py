@@ -96,6 +96,7 @@ def call_module(wrapper: TorchDDP | None, module: nn.Module, inputs: Sequence[An
 
 
 @cache
+@never_compiled  # as it runs for a class's first call, in the middle of what is to be one graph
 def _caller(kind: type[nn.Module]) -> Callable[..., Any]:
     """A function that calls a module of the class `kind`."""
     if not getattr(kind.forward, "__module__", "").startswith("torch."):

@@ -1,4 +1,4 @@
-"""What is drawn in the browser: the timeline, every step, the gradient noise scale. Here: their data and controls."""
+"""Data and controls of the charts that the browser draws: the timeline, every step, the gradient noise scale."""
 
 from __future__ import annotations
 

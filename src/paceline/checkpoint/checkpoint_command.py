@@ -1,0 +1,277 @@
+"""``paceline checkpoint``: what a folder of checkpoints holds, whether it is whole, and a file of it for others."""
+
+from __future__ import annotations
+
+import errno
+import json as json_text
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from paceline.checkpoint import export as exporting
+from paceline.checkpoint import inspection, storage
+from paceline.checkpoint.inspection import Inspected, SavedObject
+from paceline.checkpoint.room import readable
+from paceline.errors import CheckpointError, NoCheckpoint, UsageError
+from paceline.output_tables import print_table
+
+EXAMPLES = """Examples:
+
+paceline checkpoint list runs/7
+
+paceline checkpoint verify runs/7 --step 120
+
+paceline checkpoint export runs/7 --out model.safetensors
+"""
+
+
+class _Group(TyperGroup):
+    """The commands, of which one that cannot write its output says so in a line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command.
+
+        Raises:
+            UsageError: if stdout takes no more, as a file on a full disk.
+        """
+        try:
+            return super().invoke(ctx)
+        except OSError as error:  # of files our functions raise errors of their own
+            if error.errno == errno.EPIPE:
+                raise  # a reader that has seen enough, such as head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is left would fail again at exit
+            raise UsageError(f"the output cannot be written: {storage.reason(error)}; send it elsewhere") from error
+
+
+checkpoint = typer.Typer(cls=_Group, help="List, verify and show checkpoints, and export weights.")
+Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder, or that of one checkpoint.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@checkpoint.callback(epilog=EXAMPLES)
+def _group() -> None:
+    """List, verify and show checkpoints, and export weights. No pickle is loaded, and no checkpoint is changed."""
+
+
+@checkpoint.command("list")
+def list_checkpoints(
+    folder: Folder,
+    quick: Annotated[bool, typer.Option("--quick", help="Compare sizes alone, instead of reading every byte.")] = False,
+    json: Json = False,
+) -> None:
+    """List the checkpoints: step, size, age, whether it is complete, and metadata.
+
+    The newest complete one, which a run resumes from, is marked as latest; best is by what the run gave as keep_best.
+    """
+    place, steps = inspection.locate(folder)
+    found = list(inspection.inspect(place, steps, every_byte=not quick))
+    complete = [each for each in found if not each.damages]
+    latest = complete[-1].step if complete else None
+    best = inspection.best_of(complete)
+    if json:
+        rows = [_summary(each) for each in found]
+        _print_json({"folder": str(place), "latest": latest, "best": best, "checkpoints": rows})
+        return
+    table = _table(">step", ">size", ">age", "state", "", "metadata")
+    for each in found:
+        roles = {"latest": each.step == latest, "best": each.step == best, "protected": each.notes.protected}
+        marks = ", ".join(role for role, holds in roles.items() if holds)
+        metadata = ", ".join(f"{key}={_short(value)}" for key, value in each.notes.metadata.items())
+        age = _age(time.time() - each.saved_at) if each.saved_at else ""
+        _add_row(table, each.step, readable(each.nbytes), age, each.state, marks, metadata)
+    print_table(table)
+    for each in found:
+        for damage in each.damages:
+            _say(f"step {each.step} is {'of a newer format' if each.newer else 'damaged'}: {damage}")
+
+
+@checkpoint.command("verify")
+def verify_checkpoints(
+    folder: Folder,
+    step: Annotated[int | None, typer.Option(help="Verify this one; all by default.")] = None,
+    json: Json = False,
+) -> None:
+    """Read every byte and compare checksums, which cover every tensor. The exit code is 1 if anything is damaged.
+
+    Every damaged file is named, with whose tensors it holds.
+    """
+    found = []
+    for each in inspection.inspect(*inspection.locate(folder, step), every_byte=True):
+        found.append(each)
+        if json:
+            continue
+        if each.manifest is not None and not each.damages:
+            count = sum(len(file.tensors) for file in each.manifest.files)
+            files = len(each.manifest.files) + 1  # and the manifest, which has a checksum of its own
+            typer.echo(f"step {each.step}: complete ({_tensors(count)} in {files} files, {readable(each.nbytes)})")
+        for damage in each.damages:
+            typer.echo(f"step {each.step}: {each.state}: {_printable(damage)}")
+    if not found:
+        raise NoCheckpoint(f"there is no checkpoint in {folder} any more; check whether its run is deleting them")
+    if json:
+        damaged = [each.step for each in found if each.state == "damaged"]
+        _print_json({"damaged": damaged, "checkpoints": [_summary(each) for each in found]})
+    if any(each.state == "damaged" for each in found):
+        raise typer.Exit(1)
+    if newer := [each for each in found if each.newer]:
+        raise UsageError(f"step {newer[0].step} cannot be verified: {newer[0].damages[0]}")
+
+
+@checkpoint.command("show")
+def show_checkpoint(
+    folder: Folder,
+    step: Annotated[int | None, typer.Option(help="Show this one; the newest complete one by default.")] = None,
+    json: Json = False,
+) -> None:
+    """Show what a checkpoint holds: objects by name, tensors with shape, dtype and bytes, versions, metadata.
+
+    Tensors are not read, so that this is quick: verify finds out whether they are intact.
+    """
+    found = _choose(folder, step, every_byte=False)
+    objects = inspection.contents(found)
+    known = found.manifest
+    assert known is not None, "a chosen checkpoint is not damaged"
+    if json:
+        versions = {"torch_version": known.torch_version, "paceline_version": known.paceline_version}
+        listed = [{**asdict(each), "nbytes": each.nbytes} for each in objects]
+        _print_json({**_summary(found), "world_size": known.world_size, **versions, "objects": listed})
+        return
+    typer.echo(f"step {found.step} in {found.path}: {readable(found.nbytes)}, {_age(time.time() - found.saved_at)} old")
+    ranks = "1 rank" if known.world_size == 1 else f"{known.world_size} ranks"
+    typer.echo(_printable(f"saved by {ranks} with Paceline {known.paceline_version}, torch {known.torch_version}"))
+    for key, value in found.notes.metadata.items():
+        typer.echo(_printable(f"metadata {key} = {_short(value)}"))
+    if found.notes.protected:
+        typer.echo("protected: it is never deleted to make room")
+    print_table(_contents_table(objects))
+
+
+@checkpoint.command("export")
+def export_object(
+    folder: Folder,
+    out: Annotated[str, typer.Option(metavar="FILE", help="Gets the state; it appears whole or not at all.")],
+    step: Annotated[int | None, typer.Option(help="Export from this one; the newest complete one by default.")] = None,
+    name: Annotated[str, typer.Option(help="Under which the module was registered.")] = "model",
+    format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="safetensors|torch",
+            help=f"By the file's ending if left out: torch with {', '.join(exporting.TORCH_ENDINGS)}.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    json: Json = False,
+) -> None:
+    """Write a module's state_dict into a file that needs no Paceline: safetensors, or what torch.load reads.
+
+    The checkpoint is verified first. Tied weights are in the file under each of their names.
+    """
+    kind = exporting.format_of(out, format)
+    target = exporting.check_target(out, force)
+    found = _choose(folder, step, every_byte=True)
+    assert found.manifest is not None, "a chosen checkpoint is not damaged"
+    try:
+        count, nbytes = exporting.export(found.path, found.manifest, name, target, kind)
+    except UsageError:
+        raise
+    except CheckpointError as error:
+        raise NoCheckpoint(str(error)) from error
+    if json:
+        about = {"step": found.step, "name": name, "format": kind, "file": str(target)}
+        _print_json({**about, "tensors": count, "nbytes": nbytes})
+    else:
+        typer.echo(f"{out}: {name!r} of step {found.step}, {_tensors(count)}, {readable(nbytes)}, as {kind}")
+
+
+def _choose(folder: str, step: int | None, every_byte: bool) -> Inspected:
+    """Return the checkpoint of `step`, or the newest complete one; names those that are skipped on stderr."""
+    found, skipped = inspection.newest(*inspection.locate(folder, step), every_byte)
+    for each in skipped:
+        _say(f"step {each.step} is skipped: {each.damages[0]}")
+    return found
+
+
+def _summary(found: Inspected) -> dict[str, Any]:
+    """Return what is known about a checkpoint without its contents, for JSON."""
+    return {
+        "step": found.step,
+        "path": str(found.path),
+        "state": found.state,
+        "damages": found.damages,
+        "nbytes": found.nbytes,
+        "saved_at": found.saved_at or None,
+        "protected": found.notes.protected,
+        "metadata": found.notes.metadata,
+    }
+
+
+def _contents_table(objects: Sequence[SavedObject]) -> Table:
+    table = _table("object", "rank", "tensor", "dtype", "shape", ">bytes")
+    for each in objects:
+        rank = "all" if each.rank is None else str(each.rank)
+        _add_row(table, each.name, rank, _tensors(len(each.tensors)), "", "", f"{each.nbytes:,}")
+        for tensor in each.tensors:
+            size = f"{tensor.nbytes:,}" if tensor.tied_to is None else f"as {tensor.tied_to}"
+            _add_row(table, "", "", f"  {tensor.name}", tensor.dtype, str(list(tensor.shape)), size)
+    return table
+
+
+def _table(*columns: str) -> Table:
+    """Return a table without a frame; columns whose name begins with ``>`` are aligned to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return table
+
+
+def _add_row(table: Table, *cells: Any) -> None:
+    table.add_row(*(Text(_printable(str(cell))) for cell in cells))
+
+
+def _tensors(count: int) -> str:
+    return "plain values" if count == 0 else "1 tensor" if count == 1 else f"{count} tensors"
+
+
+def _printable(text: str) -> str:
+    """Return `text`, which may be anybody's, without what a terminal would obey."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json_text.dumps(_plain(value), indent=1))
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as JSON can hold it; what JSON does not know becomes a string."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def _say(text: str) -> None:
+    print(f"warning: {_printable(text)}", file=sys.stderr)
