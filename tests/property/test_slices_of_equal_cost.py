@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -36,6 +36,7 @@ splits = pytest.mark.parametrize(("split", "cost_of"), SPLITS.values(), ids=SPLI
 
 @splits
 @given(costs_of_a_batch, st.integers(1, 6), st.integers(0, 3))
+@example([0, 1.9e-73], 1, 1)
 def test_every_sample_is_in_one_share_and_none_is_empty_while_there_are_enough(
     split: Any, cost_of: Any, costs: list[float], ranks: int, seed: int
 ) -> None:

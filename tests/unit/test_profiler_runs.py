@@ -22,6 +22,7 @@ from paceline.tracing import recorder
 from paceline.world import World
 from ranks import run_ranks
 
+STEPS = 22
 PATCHED = (
     (torch.autograd, "backward"),
     (dist, "all_reduce"),
@@ -57,7 +58,7 @@ def profiled(world: World, folder: Path, wrapper: str, sleep: float, options: di
     wrap: Any = DistributedDataParallel if wrapper == "paceline" else nn.parallel.DistributedDataParallel
     model = wrap(net(), **options)
     with profile(folder):
-        train(model, 30, sleep * (world.rank == 1))
+        train(model, STEPS, sleep * (world.rank == 1))
     same = [one is other for one, other in zip(before, originals(), strict=True)]
     return [*same, not recorder.on, not recorder.detailed, not recorder.spans, recorder.norms is None]
 
@@ -66,19 +67,20 @@ def profiled(world: World, folder: Path, wrapper: str, sleep: float, options: di
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_sleeps_is_found_and_all_files_are_there(tmp_path: Path, backend: str | None, ranks: int) -> None:
     options = {"bucket_cap_mb": 0.02}
-    restored = run_ranks(ranks, profiled, tmp_path / "out", "paceline", 0.06, options, backend=backend)
+    # Long, as other work on the machine makes ranks wait, too.
+    restored = run_ranks(ranks, profiled, tmp_path / "out", "paceline", 0.15, options, backend=backend)
     assert all(map(all, restored)), "what was put into torch is taken out again"
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["straggler_rank"] == 1
-    assert summary["steps"] == 30 - 3 - 3 - 1, "without those that warm up, are traced, or end the trace"
-    assert summary["bubble_ms_per_step"]["0"] > 20 > summary["bubble_ms_per_step"]["1"]
+    assert summary["steps"] == STEPS - 3 - 3 - 1, "without those that warm up, are traced, or end the trace"
+    assert summary["bubble_ms_per_step"]["0"] > 60 > summary["bubble_ms_per_step"]["1"]
     assert set(summary["bubble_ms_per_step"]) == set(map(str, range(ranks)))
     assert summary["advice"][0]["kind"] == "straggler"
     assert summary["samples_per_step"] == 8 * ranks
     assert 0 < summary["allreduce_share"] < 1
     assert summary["overlap"] is not None
     parts = summary["parts_ms_per_step"]["1"]
-    assert parts["other"] > 50, "the sleep is in the loop's own code"
+    assert parts["other"] > 140, "the sleep is in the loop's own code"
     trace = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in trace} == set(range(ranks))
     names = {event["name"] for event in trace}
@@ -93,7 +95,7 @@ def test_parts_add_up_to_the_measured_steps(tmp_path: Path) -> None:
         for step in record.steps:
             assert sum(step.seconds.values()) == pytest.approx(step.length, rel=0.01)
         assert (record.loaders_seen, record.wrapper, record.ended) == (True, "paceline", "")
-        assert [step.number for step in record.steps] == list(range(30))
+        assert [step.number for step in record.steps] == list(range(STEPS))
         assert record.memory["optimizer"] > record.memory["parameters"]
 
 
@@ -101,7 +103,7 @@ def test_torchs_wrapper_is_seen_from_outside_and_what_is_missing_is_said(tmp_pat
     restored = run_ranks(2, profiled, tmp_path, "torch", 0.0, {}, backend="gloo")
     assert all(map(all, restored))
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["steps"] == 23
+    assert summary["steps"] == STEPS - 7
     assert summary["parts_ms_per_step"]["0"]["backward"] > 0 < summary["parts_ms_per_step"]["0"]["forward"]
     assert any("torch's DistributedDataParallel" in note for note in summary["missing"])
 

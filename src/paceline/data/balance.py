@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ def _cuts(descending: Sequence[float], loads: Sequence[float]) -> list[int]:
     count = len(descending)
     low = max(loads)
     high = low + (count + 1) * max(descending, default=0.0)  # below which any rank could take all
-    best = _groups_below(high, descending, loads)
+    best = _groups_below(math.inf, descending, loads)  # all are in it, also where costs vanish beside the loads
     for _ in range(60):  # until the limits are neighbours, but for rounding
         middle = (low + high) / 2
         groups = _groups_below(middle, descending, loads)

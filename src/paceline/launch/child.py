@@ -36,6 +36,15 @@ def become(command: "list[str]") -> None:
         os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE)
 
 
+def pin() -> None:
+    """Keep to the cores that the launcher chose for this rank, if it did; threads and children inherit that."""
+    shares = os.environ.get("PACELINE_CORES")
+    if shares:
+        cores = shares.split(";")[int(os.environ["RANK"])]  # all are on this host
+        os.sched_setaffinity(0, map(int, cores.split(",")))
+
+
 if __name__ == "__main__":
     die_with(int(sys.argv[1]))
+    pin()
     become(sys.argv[2:])

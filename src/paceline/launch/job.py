@@ -22,6 +22,7 @@ from paceline.launch.agent import Agent
 from paceline.launch.files import Logs, RankFiles
 from paceline.launch.job_report import JobReport
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
+from paceline.launch.pinning import CORES, as_setting, pinned
 from paceline.launch.record import LAUNCHER
 from paceline.launch.signals import FORWARDED, Caught, Stopped
 from paceline.world import TIMEOUT
@@ -47,6 +48,7 @@ class Job:
         signals: the signals to the launcher that end the job.
         worker_spec: more fields of torchelastic's ``WorkerSpec``.
         report: the file for a report as JSON, see :mod:`paceline.launch.job_report`.
+        pin: whether each rank keeps to cores of its own, see :mod:`paceline.launch.pinning`.
 
     Raises:
         UsageError: if there is no command, or a number is out of range.
@@ -63,6 +65,7 @@ class Job:
     signals: Sequence[signal.Signals] = FORWARDED
     worker_spec: Mapping[str, Any] = field(default_factory=dict)
     report: str | None = None
+    pin: bool = False
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -171,13 +174,16 @@ def escaped(arguments: Sequence[str]) -> list[str]:
 
 def rank_environment(job: Job) -> dict[str, str]:
     """Return the environment that ranks of one host get besides torchrun's; the user's own settings win."""
+    shares = pinned(job.nproc) if job.pin else []
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores() // job.nproc)),
+        "OMP_NUM_THREADS": str(min(map(len, shares)) if shares else max(1, cores() // job.nproc)),
         # Nothing has to be reachable from outside; both would pick the interface of the host's name.
         **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
     }
     environment = {name: value for name, value in defaults.items() if name not in os.environ}
     environment.update(job.env)
+    if shares or CORES in os.environ:  # of a job around this one
+        environment[CORES] = as_setting(shares)
     environment[LAUNCHER] = str(os.getpid())
     environment["PYTHONPATH"] = hooked(environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))
     return environment

@@ -14,6 +14,7 @@ from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from paceline.errors import UsageError
+from paceline.launch import pinning
 from paceline.launch.files import Logs
 from paceline.launch.job import TIMEOUT_S, Job, launch, resolve_nproc, say, timeout_environment
 from paceline.launch.job_report import OPTION
@@ -71,6 +72,11 @@ def parser() -> ArgumentParser:
         metavar="FILE",
         help="Write there as JSON how the job ended: exit code, restarts, and for each failure the first rank with its "
         "error, step and phase, and what the others did. For one host.",
+    )
+    ours.add_argument(
+        pinning.OPTION,
+        action="store_true",
+        help="Keep each rank to cores of its own, of one NUMA node where that is possible. For one host.",
     )
     # argparse shows groups in this order: what most people need first.
     base._action_groups.sort(key=lambda group: group is not ours)
@@ -140,8 +146,9 @@ def start(arguments: Sequence[str]) -> int:
     nproc, note = resolve_nproc(options.nproc_per_node)
     command = rank_command(options)
     if several_hosts(options):
-        if options.report is not None:
-            raise UsageError(f"{OPTION} is for jobs on one host; leave it out, or --nnodes and the rendezvous")
+        for name, given in ((OPTION, options.report is not None), (pinning.OPTION, options.pin)):
+            if given:
+                raise UsageError(f"{name} is for jobs on one host; leave it out, or --nnodes and the rendezvous")
         from paceline.launch.rendezvous_hosts import launch_hosts
 
         os.environ.update(timeout_environment(options.timeout))
@@ -231,6 +238,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         env=timeout_environment(options.timeout),
         worker_spec=_worker_spec(options),
         report=options.report,
+        pin=options.pin,
     )
 
 

@@ -228,7 +228,7 @@ def threads(facts: Facts) -> Advice | None:
             return Advice(
                 "threads",
                 f"Give each rank fewer threads: OMP_NUM_THREADS={max(1, record.cores // hosts[record.host])}, which "
-                "paceline run sets if you do not",
+                "paceline run sets if you do not; --pin keeps each rank to cores of its own",
                 f"{hosts[record.host]} ranks on {record.host} have {wanted} threads together, for {record.cores} cores",
                 # Threads that take turns lose at barriers of every operator; a cautious share of what is too many.
                 over * compute / 4,
