@@ -153,6 +153,8 @@ def start(arguments: Sequence[str]) -> int:
 
         os.environ.update(timeout_environment(options.timeout))
         return launch_hosts(options, command, nproc)
+    if options.pin:
+        pinning.pinned(nproc)  # which refuses more ranks than cores
     job = single_host(options, command, nproc)
     for remark in (note, unused(options)):
         if remark:
