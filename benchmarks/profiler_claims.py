@@ -138,7 +138,7 @@ ratios = []
 for turn in range(turns):
     on = {}
     for profiled in (True, False) if turn % 2 else (False, True):
-        with paceline.profiler.profile(folder, operators=False) if profiled else contextlib.nullcontext():
+        with paceline.profiler.profile(f"{folder}/{turn}", operators=False) if profiled else contextlib.nullcontext():
             on[profiled] = steps(60)
     ratios.append(on[True] / on[False])
 if world.is_main:

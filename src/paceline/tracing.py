@@ -29,12 +29,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
 from torch.profiler import record_function
 
 from paceline.box_writer import BlackBox, open_box
-from paceline.torch_internals.compile import never_compiled
+from paceline.torch_internals.compile import class_never_compiled, never_compiled
 from paceline.torch_internals.profiler import is_profiling
 
 DATA_WAIT, FORWARD, BACKWARD = "data wait", "forward", "backward"
@@ -46,8 +47,7 @@ LABELS = (DATA_WAIT, FORWARD, BACKWARD, LAUNCH, CONTROL, WAIT, BUCKET_WAIT, REDU
 LOCAL, AVERAGED = "local", "averaged"
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A stretch of time: ``start`` and ``end`` in seconds of ``time.perf_counter``."""
 
     label: str
@@ -108,20 +108,44 @@ class Recorder:
         stack.enter_context(self._timed(label, None, None))
         return stack.close
 
-    @contextmanager
-    def _timed(self, label: str, bucket: int | None, group: str | None) -> Iterator[None]:
-        start, make_event = time.perf_counter(), self.make_event
-        event = make_event() if make_event is not None else None
-        try:
-            with (
-                self.box.span(label, bucket) if self.box is not None else _OFF,
-                record_function(label if bucket is None else f"{label} {bucket}") if is_profiling() else _OFF,
-            ):
-                yield
-        finally:
-            if self.on:
-                events = (event, make_event()) if make_event is not None else None
-                self.spans.append(Span(label, start, time.perf_counter(), bucket, group, events))
+    def _timed(self, label: str, bucket: int | None, group: str | None) -> AbstractContextManager[None]:
+        timed = _Timed(self, label, bucket, group)
+        return _labelled(timed, label if bucket is None else f"{label} {bucket}") if is_profiling() else timed
+
+
+@class_never_compiled
+class _Timed:
+    """Records one stretch of time; a class, as a generator costs more, and there are dozens in a step."""
+
+    __slots__ = ("_box", "_bucket", "_event", "_group", "_label", "_recorder", "_start")
+
+    def __init__(self, recorder: Recorder, label: str, bucket: int | None, group: str | None) -> None:
+        self._recorder, self._label, self._bucket, self._group = recorder, label, bucket, group
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        self._box = recorder.box.span(self._label, self._bucket) if recorder.box is not None else None
+        if self._box is not None:
+            self._box.__enter__()
+        self._event = recorder.make_event() if recorder.make_event is not None else None
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        recorder, end = self._recorder, time.perf_counter()
+        if recorder.on:
+            events = (self._event, recorder.make_event()) if recorder.make_event is not None else None
+            recorder.spans.append(Span(self._label, self._start, end, self._bucket, self._group, events))
+        if self._box is not None:
+            self._box.__exit__(kind, error, trace)
+
+
+@contextmanager
+def _labelled(timed: _Timed, label: str) -> Iterator[None]:
+    """Show `timed` under `label` in the trace of torch's profiler, too."""
+    with timed, record_function(label):
+        yield
 
 
 def _nothing() -> None:

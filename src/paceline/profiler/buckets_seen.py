@@ -33,7 +33,7 @@ def detailed_steps(records: Sequence[RankRecord]) -> list[Steps]:
 def _moved(step: Step, offset: float) -> Step:
     if not offset:
         return step
-    spans = [replace(span, start=span.start - offset, end=span.end - offset) for span in step.spans]
+    spans = [span._replace(start=span.start - offset, end=span.end - offset) for span in step.spans]
     return replace(step, start=step.start - offset, end=step.end - offset, spans=spans)
 
 

@@ -69,4 +69,4 @@ def _by_device(span: Span, seconds: Any) -> Span:
     """Return `span` by the device's times; marks have none, and stay out of figures of devices."""
     if span.events is None or None in span.events:
         return span
-    return replace(span, start=seconds(span.events[0]), end=seconds(span.events[1]), events=None)
+    return span._replace(start=seconds(span.events[0]), end=seconds(span.events[1]), events=None)

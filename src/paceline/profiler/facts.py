@@ -54,6 +54,8 @@ def always_last(busy: Sequence[Sequence[float]], length: float) -> Straggler | N
 
 _NOTABLE = 0.03
 """Share of the time that others have to wait for a straggler."""
+_LEAST = 0.001
+"""Seconds of a step that others have to wait for a straggler: less is how ranks of one host wake each other."""
 _ADD = 1.5
 """To add a gradient to one that is there moves three times its bytes, a copy into a bucket two."""
 
@@ -174,7 +176,7 @@ class Facts:
     def _is_waited_for(self, straggler: Straggler) -> bool:
         """Whether others spent so much of the time waiting for it that it is worth a look."""
         caused = math.fsum(row[straggler.rank] for row in self.accounts.waited_for) / max(1, len(self.records) - 1)
-        return caused > _NOTABLE * self.length
+        return caused > max(_NOTABLE * self.length, _LEAST)
 
     def _describe(self, straggler: Straggler) -> SlowRank:
         accounts = self.accounts
