@@ -28,7 +28,7 @@ from paceline.tracing import LAUNCH, REDUCE, Span
 
 _ALWAYS = 0.85
 """Share of the steps in which a rank is the slowest, from which that is no chance in 12 steps or more."""
-_FEWEST, _SHORTEST = 12, 0.05
+_FEWEST, _SHORTEST = 12, 0.1
 """Steps that this takes, and by what share of a step it has to be slower."""
 
 
@@ -52,8 +52,9 @@ def always_last(busy: Sequence[Sequence[float]], length: float) -> Straggler | N
     return Straggler(rank, None, 0, len(busy) - 1, slowdown, "persistent", len(whole), seconds)
 
 
-_NOTABLE = 0.03
-"""Share of the time that others have to wait for a straggler."""
+_SLOWDOWN, _NOTABLE = 1.15, 0.08
+"""How much longer a straggler computes, and the share of the time that others wait for it. Less is usual among clean
+ranks of one host: the one that sleeps in a collective wakes late, and its cores and caches are not the others'."""
 _LEAST = 0.001
 """Seconds of a step that others have to wait for a straggler: less is how ranks of one host wake each other."""
 _ADD = 1.5
@@ -168,7 +169,7 @@ class Facts:
         if len(self.records) < 2 or not accounts.steps:
             return []
         busy = accounts.busy()
-        found = find_stragglers(busy, min_slowdown=1.05)
+        found = find_stragglers(busy, min_slowdown=_SLOWDOWN)
         if not found and (last := always_last(busy, self.length)) is not None:
             found = [last]
         return [self._describe(straggler) for straggler in found if self._is_waited_for(straggler)]
