@@ -169,10 +169,12 @@ def _newest(memory: mmap.mmap, layout: struct.Struct, slots: tuple[int, int], pa
         first = [memory[at : at + layout.size] for at in slots]
         again = [memory[at : at + layout.size] for at in slots]
         whole = [
-            fields
+            (fields, one == other)
             for one, other in zip(first, again, strict=True)
-            if one == other and (fields := layout.unpack(one))[0] == fields[-1] != 0
+            if (fields := layout.unpack(one))[0] == fields[-1] != 0
         ]
-        if whole:
-            return max(whole)[1:-1]
+        # If the newer one was written to meanwhile, the other one is older than what a reader may have seen before.
+        fields, is_still = max(whole, default=((), False))
+        if is_still:
+            return fields[1:-1]
     raise ValueError(f"the black box {path} is damaged: neither slot of an area is whole")

@@ -15,7 +15,18 @@ from typing import Any
 
 import pytest
 
-from paceline.black_box import FOLDER, PHASE, PHASE_AT, PHASES, SIZE, STEP_AT, is_running, path_of, read_box
+from paceline.black_box import (
+    FOLDER,
+    PHASE,
+    PHASE_AT,
+    PHASES,
+    SIZE,
+    STEP_AT,
+    _newest,
+    is_running,
+    path_of,
+    read_box,
+)
 from paceline.box_writer import BUCKET_WAIT, BlackBox, open_box
 from paceline.job_folders import PARENT, JobFolder, read_note, running_jobs
 from paceline.tracing import Recorder
@@ -100,6 +111,23 @@ def test_a_reader_never_sees_half_a_write(path: Path) -> None:
     assert steps == sorted(steps)
     assert changes == sorted(changes)
     assert len(set(steps)) > 10, "it was written while it was read"
+
+
+class Changing:
+    """Memory whose slots are written to between two looks: what each look at a slot sees, in order."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.looks = [PHASE.pack(number, 1, number, float(number), number) for number in numbers]
+
+    def __getitem__(self, place: slice) -> bytes:
+        return self.looks.pop(0)
+
+
+def test_a_slot_that_is_written_to_while_it_is_read_is_read_again_and_no_older_one_taken(path: Path) -> None:
+    # The first two looks at both slots: the newer one, 11, has become 13 before it was looked at again.
+    memory = Changing(10, 11, 10, 13, 12, 13, 14, 13)
+    assert _newest(memory, PHASE, PHASE_AT, path) == (1, 13, 13.0)  # type: ignore[arg-type]
+    assert memory.looks == []
 
 
 def test_a_rank_killed_at_any_moment_leaves_a_whole_record(path: Path) -> None:
