@@ -11,7 +11,6 @@ Run by: paceline run --nproc 2 benchmarks/black_box.py --help
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -22,32 +21,26 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline
+from clocks import CLOCKS, Clocks, between, medians, now, without_collections
 from dated_results import save
 from paceline.bench.turns import take_turns
 from paceline.box_writer import FORWARD, BlackBox
 from paceline.tracing import recorder
 
-CLOCKS: dict[str, Callable[[], int]] = {
-    "wall": time.perf_counter_ns,
-    "thread": time.thread_time_ns,
-    "process": time.process_time_ns,
-}
 CALLS = 2000
 
 
-def turn(step: Callable[[], None], box: BlackBox | None, repeat: int) -> dict[str, float]:
+def turn(step: Callable[[], None], box: BlackBox | None, repeat: int) -> Clocks:
     """Return the median seconds of `repeat` steps with this `box`, or None."""
     recorder.box = box
     dist.barrier()
-    gc.disable()  # its pauses would fall into one variant or the other
-    seconds: list[list[float]] = []
-    for _ in range(repeat):
-        began = [clock() for clock in CLOCKS.values()]
-        step()
-        seconds.append([1e-9 * (clock() - start) for clock, start in zip(CLOCKS.values(), began, strict=True)])
-    gc.enable()
-    gc.collect()
-    return {name: statistics.median(column) for name, column in zip(CLOCKS, zip(*seconds, strict=True), strict=True)}
+    stretches = []
+    with without_collections():
+        for _ in range(repeat):
+            began = now()
+            step()
+            stretches.append(between(began, now()))
+    return medians(stretches)
 
 
 def change_seconds(box: BlackBox) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.launch.job import cores
+from paceline.launch.pinning import cores
 
 RESULTS = Path(__file__).parent / "results"
 

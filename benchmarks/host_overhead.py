@@ -23,8 +23,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,18 +33,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import paceline
+from clocks import CLOCKS, Clocks, between, medians, now, without_collections
 from dated_results import save
 from paceline.bench.turns import median_ratio, take_turns
 
-CLOCKS: dict[str, Callable[[], int]] = {
-    "wall": time.perf_counter_ns,
-    "thread": time.thread_time_ns,
-    "process": time.process_time_ns,
-}
 ELEMENTS = 64
 """Of each parameter."""
 VIEWS, BATCHED = "torch views", "torch batched"
-Clocks = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -105,25 +98,18 @@ def turn(model: nn.Module, repeat: int) -> dict[str, Clocks]:
     whole: list[list[int]] = []
     backward: list[list[int]] = []
     dist.barrier()
-    gc.disable()  # its pauses would fall into one variant or another
-    for _ in range(repeat):
-        loss_began = [clock() for clock in CLOCKS.values()]
-        loss = model(x)
-        began = [clock() for clock in CLOCKS.values()]
-        loss.backward()
-        ended = [clock() for clock in CLOCKS.values()]
-        whole.append([b - a for a, b in zip(loss_began, ended, strict=True)])
-        backward.append([b - a for a, b in zip(began, ended, strict=True)])
-        for parameter in model.parameters():
-            parameter.grad = None
-    gc.enable()
-    gc.collect()
-    return {"backward": _medians(backward), "forward and backward": _medians(whole)}
-
-
-def _medians(nanoseconds: Sequence[Sequence[int]]) -> Clocks:
-    columns = zip(*nanoseconds, strict=True)
-    return {name: 1e-9 * statistics.median(column) for name, column in zip(CLOCKS, columns, strict=True)}
+    with without_collections():
+        for _ in range(repeat):
+            loss_began = now()
+            loss = model(x)
+            began = now()
+            loss.backward()
+            ended = now()
+            whole.append(between(loss_began, ended))
+            backward.append(between(began, ended))
+            for parameter in model.parameters():
+                parameter.grad = None
+    return {"backward": medians(backward), "forward and backward": medians(whole)}
 
 
 def compare(models: dict[str, nn.Module], rounds: int, repeat: int) -> dict[str, dict[str, dict[str, float]]]:

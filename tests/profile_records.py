@@ -69,7 +69,6 @@ def records(
             now[rank] = after
     common: dict[str, Any] = {
         "size": ranks,
-        "local_size": ranks,
         "title": "train.py",
         "host": "here",
         "device": "cpu",

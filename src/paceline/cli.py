@@ -176,7 +176,8 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str)
         UsageError: for a mistake, before any rank is started.
     """
     from paceline.launch.job import resolve_nproc, say
-    from paceline.profiler.profile_command import expect_script, run_profiled
+    from paceline.launch.program import expect_script
+    from paceline.profiler.profile_command import run_profiled
 
     count, note = resolve_nproc(nproc)
     if target in RECIPES:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import __version__
-from paceline.launch.job import cores
+from paceline.launch.pinning import cores
 from paceline.supported import RANGE, untested
 from paceline.world import OWN_BACKEND
 

@@ -17,10 +17,10 @@ from browser import run_in_page
 from paceline.errors import UsageError
 from paceline.profiler.page import comparison_page, page
 from paceline.profiler.page.outliers import find_outliers
+from paceline.profiler.printed import parts_table, print_comparison, print_summary
 from paceline.profiler.report import PARTS, Advice, BucketTimes, Operator, RankInfo, Report, Slice, Timeline
 from paceline.profiler.report_file import read_report, report_from_json
 from paceline.profiler.side_by_side import compare
-from paceline.profiler.terminal import parts_table, print_comparison, print_summary
 from paceline.profiler.wording import mean_parts, notable_ranks, sentence
 from profiles import holes, made_up
 

@@ -19,9 +19,10 @@ from paceline.profiler.chrome_trace import trace_events
 from paceline.profiler.facts import Facts
 from paceline.profiler.hta_traces import ALL_REDUCE, COMPUTE, write_hta_traces
 from paceline.profiler.intervals import shared, total
-from paceline.profiler.operator_table import OperatorTable, overlap_of_kernels, read_operators
+from paceline.profiler.operator_table import OperatorTable, overlap_of_kernels
 from paceline.profiler.rank_file import trace_of
 from paceline.profiler.steps import Step
+from paceline.profiler.verdict import facts_of
 from paceline.tracing import BACKWARD, DONE, FORWARD, LAUNCH, OPTIMIZER, REDUCE, SENT, WAIT, Span
 from paceline.world import World
 from profile_records import records
@@ -192,7 +193,7 @@ def test_kernels_of_a_gpu_are_what_that_program_reads_and_overlap_is_theirs(tmp_
     made[0].steps[9] = Step(**vars(made[0].steps[9]) | {"kind": "traced"})
     trace_of(tmp_path, 0).parent.mkdir()
     trace_of(tmp_path, 0).write_text(json.dumps({"baseTimeNanoseconds": 5, "traceEvents": events}))
-    facts = Facts(made, read_operators(tmp_path, made))
+    facts = facts_of(tmp_path, made)
     assert facts.overlap == {0: pytest.approx(0.5)}
     write_hta_traces(tmp_path, facts)
     traces = rank_traces(tmp_path)

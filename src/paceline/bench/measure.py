@@ -20,7 +20,7 @@ from paceline.bench.rows import Row, fitted
 from paceline.bench.turns import slowest_timed, take_turns
 from paceline.bench.variants import Variant, own_part, release, variants
 from paceline.errors import PacelineError
-from paceline.launch.job import cores
+from paceline.launch.pinning import cores
 from paceline.world import World, init
 
 BYTES_A_TURN = 8_000_000

@@ -19,7 +19,7 @@ from paceline.compare.comparison import Row, as_json, compare_weights, figures, 
 from paceline.compare.modes import MODES, Mode, Run, choose_modes, devices_of, ranks_of
 from paceline.compare.turn_taking import Place
 from paceline.errors import UsageError
-from paceline.launch.program import ProgramConfig
+from paceline.launch.program import ProgramConfig, expect_script
 from paceline.output_files import check_file, write_file
 from paceline.output_tables import print_table
 
@@ -33,15 +33,6 @@ class Target:
     """A recipe's, checked already; None for a script."""
     arguments: Sequence[str] = ()
     """A script's."""
-
-    def expect_script(self) -> None:
-        """Refuse a script that is not there.
-
-        Raises:
-            UsageError: names the file.
-        """
-        if self.config is None and not Path(self.name).is_file():
-            raise UsageError(f"{self.name!r} is neither a recipe nor a file; name a recipe, or a Python script")
 
     def arguments_for(self, mode: Mode) -> tuple[str, ...]:
         """Return what the program gets in `mode`: a recipe accumulates batches of the size that it has."""
@@ -71,7 +62,8 @@ class Comparison:
         Raises:
             UsageError: for what cannot work, before anything runs.
         """
-        target.expect_script()
+        if target.config is None:
+            expect_script(target.name)
         if self.steps < 1:
             raise UsageError(f"--steps must be at least 1, not {self.steps}")
         if nproc < 2:
@@ -89,7 +81,7 @@ def compare(target: Target, settings: Comparison, nproc: int) -> int:
     Raises:
         UsageError: for a mistake in `settings` or `target`.
     """
-    from paceline.launch.job import cores
+    from paceline.launch.pinning import cores
 
     names = settings.check(target, nproc)
     threads = max(1, cores() // nproc)

@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import json
 import os
-import resource
 import runpy
 import sys
 import time
@@ -28,6 +27,7 @@ from paceline.compare.turn_taking import TURN, Turns
 from paceline.data_parallel import nested_tensors
 from paceline.digests import tensor_digest
 from paceline.errors import UsageError
+from paceline.profiler.describing import peak_memory
 from paceline.unwrapping import unwrap
 
 WARM_UP = 3
@@ -155,7 +155,7 @@ class Meter:
             "waited": sum(step.waited for step in timed),
             "batches": [step.batches for step in timed],
             "rows": [step.rows for step in timed],
-            "memory": _peak_memory(),
+            "memory": peak_memory(),
             "sha256": _sha256(self.wrappers),
         }
         ranks: list[Any] = [None] * dist.get_world_size()
@@ -172,14 +172,6 @@ def _sha256(wrappers: Sequence[nn.Module]) -> str:
     """Return a digest of all parameters; torch's wrapper lets buffers differ."""
     digests = (tensor_digest(parameter) for wrapper in wrappers for parameter in wrapper.parameters())
     return hashlib.sha256(b"".join(digests)).hexdigest()
-
-
-def _peak_memory() -> int:
-    """Return bytes: of the GPU where one is used, else of the process."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def _sampled_weights(wrappers: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -68,8 +68,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         seed: decides order and random streams; with `batch_size` only.
         cost, padded, accumulate: for slices of equal cost, see :class:`GlobalBatchSampler`; with `batch_size` only.
         collate_fn: as in torch; it runs with the same seeds as the fetch.
-        options: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers`` and what else
-            torch's DataLoader takes.
+        options: ``num_workers``, ``pin_memory``, ``prefetch_factor`` and whatever else torch's DataLoader takes.
 
     Raises:
         UsageError: for arguments that do not go together, or an iterable data set that nobody splits.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -278,14 +279,9 @@ class FinalModel:
     def _bring_up_to_date(self, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
         is_source = self._channel.rank == source
         box: list[Any] = [[optimizer.state_dict() for optimizer in self._optimizers] if is_source else None]
-        self._channel.run(
-            "broadcast of optimizer state",
-            dist.broadcast_object_list,
-            box,
-            group=group,
-            group_src=source,
-            device=device,
-        )
+        broadcast = partial(dist.broadcast_object_list, box, group=group, group_src=source, device=device)
+        with self._channel.meeting():
+            self._channel.run("broadcast of optimizer state", broadcast)
         if not is_source:
             for optimizer, state in zip(self._optimizers, box[0], strict=True):
                 optimizer.load_state_dict(state)

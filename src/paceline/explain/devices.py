@@ -79,7 +79,7 @@ def _legend(way: Way) -> tuple[str, ...]:
 
 
 class Devices:
-    """Where things are, and what they look like."""
+    """Draws the devices of one way of training: their rows, cells and figures."""
 
     def __init__(self, way: Way) -> None:
         self.way = way

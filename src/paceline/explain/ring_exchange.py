@@ -144,7 +144,7 @@ def _in_result(schedule: Schedule, rank: int, chunk: int) -> bool:
 
 
 class Board:
-    """Where the ranks' cells are, and what they look like."""
+    """Draws the cells of all ranks, one for each chunk."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.size, self.chunks = schedule.size, schedule.chunks

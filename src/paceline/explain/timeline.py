@@ -137,7 +137,7 @@ class Bar:
 
     @property
     def middle(self) -> tuple[float, float]:
-        """Where the baseline of its bucket's number is, in the bar, or above one that is too narrow."""
+        """The baseline of its bucket's number: in the bar, or above one that is too narrow."""
         return self.x + self.width / 2, self.y + (15 if self.width >= NARROW else -3)
 
     def draw(self, until: float) -> str:

@@ -22,7 +22,7 @@ from paceline.launch.agent import Agent
 from paceline.launch.files import Logs, RankFiles
 from paceline.launch.job_report import JobReport
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
-from paceline.launch.pinning import CORES, as_setting, pinned
+from paceline.launch.pinning import CORES, as_setting, cores, pinned
 from paceline.launch.record import LAUNCHER
 from paceline.launch.signals import FORWARDED, Caught, Stopped
 from paceline.world import TIMEOUT
@@ -210,11 +210,6 @@ def timeout_environment(timeout: str | None) -> dict[str, str]:
 def hooked(path: str) -> str:
     """Put the folder whose ``sitecustomize`` records uncaught exceptions in front of `path`."""
     return os.pathsep.join([str(HERE / "hook"), *([path] if path else [])])
-
-
-def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def resolve_nproc(wanted: str | int) -> tuple[int, str | None]:

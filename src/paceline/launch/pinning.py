@@ -16,6 +16,11 @@ NODES = Path("/sys/devices/system/node")
 CPUS = Path("/sys/devices/system/cpu")
 
 
+def cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def pinned(ranks: int) -> list[list[int]]:
     """Return the cores for each of `ranks` ranks on this host, of those that this process may use.
 

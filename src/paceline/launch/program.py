@@ -6,9 +6,12 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
+
+from paceline.errors import UsageError
 
 Config = TypeVar("Config", bound="ProgramConfig")
 
@@ -36,6 +39,16 @@ def option(default: Any, help: str, metavar: str | None = None) -> Any:
         metavar: the word that stands for the value in ``--help``; by default the field's type.
     """
     return field(default=default, metadata={"help": help, "metavar": metavar})
+
+
+def expect_script(name: str) -> None:
+    """Refuse a script that is not there.
+
+    Raises:
+        UsageError: names the file.
+    """
+    if not Path(name).is_file():
+        raise UsageError(f"{name!r} is neither a recipe nor a file; name a recipe, or a Python script")
 
 
 def start_program(

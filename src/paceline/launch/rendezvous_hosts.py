@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 from paceline.black_box import FOLDER
 from paceline.launch.failure import End, headline, remarks
-from paceline.launch.job import black_boxes, cores, escaped, farewell, hooked, say, tied
+from paceline.launch.job import black_boxes, escaped, farewell, hooked, say, tied
+from paceline.launch.pinning import cores
 from paceline.launch.record import read
 
 

@@ -43,6 +43,10 @@ class Accounts:
             for at, lengths in enumerate(self.lengths)
         ]
 
+    def caused(self, rank: int) -> float:
+        """Return the seconds of a step that each other rank spends in bubbles that `rank` causes, their mean."""
+        return math.fsum(row[rank] for row in self.waited_for) / max(1, len(self.waited_for) - 1)
+
     def mean(self, part: str) -> float:
         """Return the mean seconds of `part` in a step of a rank."""
         return mean_of(self.parts[part])

@@ -49,7 +49,7 @@ def straggler(facts: Facts) -> Advice | None:
         return None
     slow = facts.stragglers[0]
     ranks = facts.records
-    saved = math.fsum(row[slow.rank] for row in facts.accounts.waited_for) / max(1, len(ranks) - 1)
+    saved = facts.accounts.caused(slow.rank)
     own = ranks[slow.rank]
     others = [record for record in ranks if record.rank != slow.rank]
     text = f"Look at rank {slow.rank} ({own.host}): its {slow.phase} takes {slow.seconds * 1e3:.1f} ms longer"
@@ -72,7 +72,7 @@ def balance(facts: Facts) -> Advice | None:
     share = facts.shares[BUBBLE]
     if facts.stragglers or share < 0.05 or len(facts.records) < 2:
         return None
-    caused = [math.fsum(row[rank] for row in facts.accounts.waited_for) for rank in range(len(facts.records))]
+    caused = [facts.accounts.caused(rank) for rank in range(len(facts.records))]
     most = max(caused) / math.fsum(caused)
     rows = [value for step in facts.accounts.rows for value in step if not math.isnan(value)]
     uneven = f"; batches have {min(rows):.0f} to {max(rows):.0f} rows" if rows and max(rows) > min(rows) else ""
@@ -103,9 +103,9 @@ def accumulation(facts: Facts) -> Advice | None:
     share = facts.shares[COMMUNICATION]
     if len(facts.records) < 2 or share < 0.05:
         return None
-    predictions = {str(times): facts.all_reduce_share(times) for times in _ACCUMULATED}
+    shares = {times: facts.all_reduce_share(times) for times in _ACCUMULATED}
     now = facts.all_reduce_share()
-    then = ", ".join(f"{facts.all_reduce_share(times):.0%} at {times}" for times in _ACCUMULATED)
+    then = ", ".join(f"{predicted:.0%} at {times}" for times, predicted in shares.items())
     saved = (share + facts.shares[OPTIMIZER]) * (1 - 1 / 4)
     many = "4" if facts.batches == 1 else f"{facts.batches * 4:.0f} in place of {facts.batches:.0f}"
     return Advice(
@@ -114,7 +114,7 @@ def accumulation(facts: Facts) -> Advice | None:
         f"communication costs {share:.0%} of a step; all-reduce is {now:.0%} of the work, and would be {then} times "
         "the batches",
         saved,
-        predictions,
+        {str(times): predicted for times, predicted in shares.items()},
     )
 
 

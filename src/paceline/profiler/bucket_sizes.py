@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from paceline.buckets import CAPACITY, FIRST_CAPACITY, MIB, arrival_order, assign, overlap
-from paceline.profiler.buckets_seen import bucket_times, gradient_times
+from paceline.profiler.buckets_seen import gradient_times
 from paceline.profiler.facts import Facts
 from paceline.profiler.report import COMMUNICATION
 from paceline.tracing import LAUNCH
@@ -21,8 +21,7 @@ def all_reduce_times(facts: Facts) -> list[tuple[int, float]]:
     """Return bytes and median seconds of each bucket's all-reduce, in the order of launch; none if they are unknown."""
     sizes = facts.records[0].buckets
     seen: list[list[float]] = [[] for _ in sizes]
-    for steps in facts.detailed:
-        buckets = bucket_times(steps, sizes)
+    for buckets in facts.buckets:
         if len(buckets) != len(sizes):
             return []
         before = 0.0

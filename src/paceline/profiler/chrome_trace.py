@@ -5,7 +5,6 @@ The format is Google's Trace Event Format; times are microseconds since the firs
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,8 +12,10 @@ from typing import Any
 
 from paceline.profiler.buckets_seen import bucket_times, detailed_steps
 from paceline.profiler.clocks import offset_at
-from paceline.profiler.rank_file import RankRecord, read_ranks, trace_of
+from paceline.profiler.facts import Facts
+from paceline.profiler.rank_file import RankRecord
 from paceline.profiler.steps import Step
+from paceline.profiler.trace_file import Event, write_events
 from paceline.tracing import FORWARD, LABELS, LAUNCH, Span
 
 SPANS, BUCKETS = 10_000_000, 10_000_001
@@ -22,18 +23,11 @@ SPANS, BUCKETS = 10_000_000, 10_000_001
 Torch's threads and streams keep their numbers, which are smaller."""
 _NS = 3
 """Decimals of microseconds that are kept, so that what lies inside something else stays inside."""
-Event = dict[str, Any]
 
 
-def write_trace(folder: Path) -> None:
+def write_trace(folder: Path, facts: Facts) -> None:
     """Write ``trace.json`` into the profile's `folder`."""
-    records = read_ranks(folder)
-    with (folder / "trace.json").open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        events = trace_events(records, [_torch_trace(folder, record) for record in records])
-        for number, event in enumerate(events):
-            file.write((",\n" if number else "") + json.dumps(event))
-        file.write("\n]}\n")
+    write_events(folder / "trace.json", {"displayTimeUnit": "ms"}, trace_events(facts.records, facts.traces))
 
 
 def trace_events(records: Sequence[RankRecord], torch_traces: Sequence[dict[str, Any]]) -> Iterator[Event]:
@@ -152,11 +146,3 @@ def _complete(name: str, start: float, end: float, rank: int, lane: int) -> Even
     ts, last = round(start * 1e6, _NS), round(end * 1e6, _NS)
     micro = {"ts": ts, "dur": round(max(0.0, last - ts), _NS)}
     return {"ph": "X", "name": name, "cat": "paceline", "pid": rank, "tid": lane} | micro
-
-
-def _torch_trace(folder: Path, record: RankRecord) -> dict[str, Any]:
-    try:
-        trace: dict[str, Any] = json.loads(trace_of(folder, record.rank).read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return trace

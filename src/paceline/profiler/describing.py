@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.ddp import DistributedDataParallel
+from paceline.launch.pinning import cores
 from paceline.profiler.rank_file import RankRecord
 from paceline.unwrapping import plain_name
 
@@ -29,17 +30,15 @@ def place() -> tuple[int, int]:
 
 def describe_rank() -> RankRecord:
     """Return a record of this rank, without steps."""
-    environment = os.environ.get
     rank, size = place()
     return RankRecord(
         rank=rank,
         size=size,
-        local_size=int(environment("LOCAL_WORLD_SIZE", str(size))),
         title=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         host=platform.node(),
         device="cpu",
         threads=torch.get_num_threads(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=cores(),
         started_ns=time_of_day(),
         began_ns=time.time_ns(),
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
+from typing import Any
 
 from paceline.profiler.accounting import Accounts, account
 from paceline.profiler.buckets_seen import Lanes, Steps, bucket_times, detailed_steps, lanes
@@ -14,12 +15,12 @@ from paceline.profiler.operator_table import OperatorTable
 from paceline.profiler.rank_file import RankRecord
 from paceline.profiler.report import (
     BACKWARD,
-    BUBBLE,
     COMMUNICATION,
     FORWARD,
     OPTIMIZER,
     PARTS,
     WAITING,
+    BucketTimes,
     SlowRank,
 )
 from paceline.profiler.steps import Step
@@ -71,6 +72,8 @@ class Facts:
 
     records: Sequence[RankRecord]
     operators: OperatorTable
+    traces: Sequence[dict[str, Any]] = ()
+    """Of torch's profiler, by rank; empty where a rank left none."""
 
     @cached_property
     def accounts(self) -> Accounts:
@@ -105,9 +108,14 @@ class Facts:
         return detailed_steps(self.records)
 
     @cached_property
+    def buckets(self) -> list[list[BucketTimes]]:
+        """The buckets of each detailed step."""
+        return [bucket_times(steps, self.records[0].buckets) for steps in self.detailed]
+
+    @cached_property
     def lanes(self) -> list[list[Lanes | None]]:
         """For each detailed step, when each rank computed and when all-reduces ran."""
-        return [lanes(steps, bucket_times(steps, self.records[0].buckets)) for steps in self.detailed]
+        return [lanes(steps, times) for steps, times in zip(self.detailed, self.buckets, strict=True)]
 
     @cached_property
     def all_reduces_run(self) -> float | None:
@@ -176,8 +184,7 @@ class Facts:
 
     def _is_waited_for(self, straggler: Straggler) -> bool:
         """Whether others spent so much of the time waiting for it that it is worth a look."""
-        caused = math.fsum(row[straggler.rank] for row in self.accounts.waited_for) / max(1, len(self.records) - 1)
-        return caused > max(_NOTABLE * self.length, _LEAST)
+        return self.accounts.caused(straggler.rank) > max(_NOTABLE * self.length, _LEAST)
 
     def _describe(self, straggler: Straggler) -> SlowRank:
         accounts = self.accounts
@@ -203,13 +210,3 @@ class Facts:
             max(lost, key=lambda part: lost[part]),
             straggler.seconds_lost / max(1, straggler.steps_slow),
         )
-
-    @cached_property
-    def bubble_by_rank(self) -> list[float]:
-        """Mean seconds of a step that each rank spent in bubbles."""
-        table = self.accounts.parts[BUBBLE]
-        means = []
-        for rank in range(len(self.records)):
-            values = [row[rank] for row in table if not math.isnan(row[rank])]
-            means.append(fmean(values) if values else 0.0)
-        return means

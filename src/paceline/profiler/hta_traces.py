@@ -8,19 +8,17 @@ buckets on another, under a name that it takes for NCCL's. Its overlap of commun
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from paceline.profiler.clocks import offset_at
 from paceline.profiler.facts import Facts
-from paceline.profiler.rank_file import RankRecord, trace_of
+from paceline.profiler.rank_file import RankRecord
+from paceline.profiler.trace_file import Event, write_events
 
 FOLDER = "hta"
 COMPUTE, ALL_REDUCE = 7, 20
 """Streams: those of PyTorch's first one and, as a rule, NCCL's."""
-Event = dict[str, Any]
 
 
 def write_hta_traces(folder: Path, facts: Facts) -> None:
@@ -32,10 +30,11 @@ def write_hta_traces(folder: Path, facts: Facts) -> None:
             continue
         (folder / FOLDER).mkdir(exist_ok=True)
         file = folder / FOLDER / f"rank-{record.rank}.json"
+        # The second line names the rank: the first `"rank": N` in a file counts.
         if facts.operators.overlap:
-            _write(file, *_torch_trace(folder, record))
+            write_events(file, *_torch_trace(facts.traces[record.rank], record))
         else:
-            _write(file, _head(record), hta_events(facts, record.rank))
+            write_events(file, _head(record), hta_events(facts, record.rank))
 
 
 def hta_events(facts: Facts, rank: int) -> Iterator[Event]:
@@ -77,19 +76,8 @@ def _head(record: RankRecord) -> Event:
     }
 
 
-def _torch_trace(folder: Path, record: RankRecord) -> tuple[Event, Iterator[Event]]:
+def _torch_trace(trace: Event, record: RankRecord) -> tuple[Event, list[Event]]:
     """Return what torch's profiler wrote: its head, which has to name the rank, and its events."""
-    trace = json.loads(trace_of(folder, record.rank).read_text("utf-8"))
-    events = trace.pop("traceEvents")
-    info = {"rank": record.rank, "world_size": record.size} | trace.pop("distributedInfo", {})
-    return {"distributedInfo": info} | trace, iter(events)
-
-
-def _write(file: Path, head: Event, events: Iterator[Event]) -> None:
-    """Write a trace whose second line names the rank: the first `"rank": N` in it counts."""
-    with file.open("w", encoding="utf-8") as out:
-        out.write("{\n" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()))
-        out.write('"traceEvents": [\n')
-        for number, event in enumerate(events):
-            out.write((",\n" if number else "") + json.dumps(event))
-        out.write("\n]}\n")
+    head = {name: value for name, value in trace.items() if name not in ("traceEvents", "distributedInfo")}
+    info = {"rank": record.rank, "world_size": record.size} | trace.get("distributedInfo", {})
+    return {"distributedInfo": info} | head, trace["traceEvents"]

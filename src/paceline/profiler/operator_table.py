@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from paceline.profiler.intervals import Interval, shared, total
-from paceline.profiler.rank_file import RankRecord, trace_of
+from paceline.profiler.intervals import Interval, merged, shared, total
+from paceline.profiler.rank_file import RankRecord
 from paceline.profiler.report import Operator
+from paceline.profiler.trace_file import Event, complete_events
 
 MOST = 30
 TENSOR_CORE_KERNELS = ("gemm", "cutlass", "xmma", "wgmma", "hmma", "cudnn")
@@ -36,13 +35,13 @@ class OperatorTable:
     """By rank, the share of the time of NCCL's kernels in which others compute; empty where there are none."""
 
 
-def read_operators(folder: Path, records: Sequence[RankRecord]) -> OperatorTable:
-    """Read the traces of the ranks that left one."""
-    found: list[tuple[list[dict[str, Any]], int]] = []
+def operators_in(traces: Sequence[dict[str, Any]], records: Sequence[RankRecord]) -> OperatorTable:
+    """Return the operators of torch's `traces` of the ranks, which are empty where a rank left none."""
+    found: list[tuple[list[Event], int]] = []
     overlap = {}
-    for record in records:
+    for trace, record in zip(traces, records, strict=True):
         steps = sum(step.kind == "traced" for step in record.steps)
-        events = read_events(trace_of(folder, record.rank))
+        events = complete_events(trace)
         if events and steps:
             found.append((events, steps))
             if (share := overlap_of_kernels(events)) is not None:
@@ -50,7 +49,7 @@ def read_operators(folder: Path, records: Sequence[RankRecord]) -> OperatorTable
     return replace(tabulate(found), overlap=overlap)
 
 
-def overlap_of_kernels(events: Sequence[dict[str, Any]]) -> float | None:
+def overlap_of_kernels(events: Sequence[Event]) -> float | None:
     """Return the share of the time of NCCL's kernels in which kernels compute; None without the former.
 
     That is also what Holistic Trace Analysis takes for overlap.
@@ -65,16 +64,7 @@ def overlap_of_kernels(events: Sequence[dict[str, Any]]) -> float | None:
     return shared(communicating, computing) / time if time else None
 
 
-def read_events(file: Path) -> list[dict[str, Any]]:
-    """Return the complete events of a trace; none if it is missing or was cut off."""
-    try:
-        trace = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
-        return []
-    return [event for event in trace.get("traceEvents", []) if event.get("ph") == "X"]
-
-
-def tabulate(traces: Sequence[tuple[list[dict[str, Any]], int]]) -> OperatorTable:
+def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
     """Add up the events of each rank's trace, which covers so many steps."""
     if not traces:
         return OperatorTable()
@@ -86,18 +76,18 @@ def tabulate(traces: Sequence[tuple[list[dict[str, Any]], int]]) -> OperatorTabl
         for name, microseconds in timed:
             seconds[name] += microseconds / 1e6 / steps / len(traces)
             calls[name] += 1 / steps / len(traces)
-    total = sum(seconds.values())
     names = sorted(seconds, key=lambda name: -seconds[name])
-    table = [Operator(name, calls[name], seconds[name], seconds[name] / total if total else 0.0) for name in names]
+    whole = sum(seconds.values())
+    table = [Operator(name, calls[name], seconds[name], seconds[name] / whole if whole else 0.0) for name in names]
     figures = figures_of_kernels(traces)
     plain = [name for name in names if figures or name.startswith("aten::")]
     called, spent = (math.fsum(values[name] for name in plain) for values in (calls, seconds))
     return OperatorTable(table[:MOST], called, spent, figures)
 
 
-def own_times(events: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
+def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
     """Return each operator with its microseconds, without the operators that it called in its thread."""
-    threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    threads: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op":
             threads[event.get("tid")].append(event)
@@ -115,21 +105,20 @@ def own_times(events: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
     return times
 
 
-def figures_of_kernels(traces: Sequence[tuple[list[dict[str, Any]], int]]) -> dict[str, float]:
+def figures_of_kernels(traces: Sequence[tuple[list[Event], int]]) -> dict[str, float]:
     """Return what kernels tell of the GPU, between 0 and 1: of the time in which any runs, and of that of kernels.
 
     Empty without kernels. Occupancy and blocks are as Kineto estimates them for each launch.
     """
     covered = span = busy = occupied = filled = tensor = 0.0
     for events, _ in traces:
-        kernels = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
+        kernels = [event for event in events if event.get("cat") == "kernel"]
         if not kernels:
             continue
-        end = kernels[0]["ts"]
+        running = merged((kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in kernels)
+        covered += total(running)
+        span += running[-1][1] - running[0][0]
         for kernel in kernels:
-            last = kernel["ts"] + kernel["dur"]
-            covered += max(0.0, last - max(end, kernel["ts"]))
-            end = max(end, last)
             arguments = kernel.get("args", {})
             busy += kernel["dur"]
             occupied += kernel["dur"] * float(arguments.get("est. achieved occupancy %", 0)) / 100
@@ -137,7 +126,6 @@ def figures_of_kernels(traces: Sequence[tuple[list[dict[str, Any]], int]]) -> di
             name = kernel["name"].lower()
             is_matrix = any(word in name for word in TENSOR_CORE_KERNELS)
             tensor += kernel["dur"] * (is_matrix and not any(word in name for word in _NOT_ON_THEM))
-        span += end - kernels[0]["ts"]
     if not busy:
         return {}
     utilization = covered / span if span else 0.0

@@ -97,8 +97,8 @@ def show_results(folder: Path, *, failed: bool = False) -> None:
     Raises:
         UsageError: if there is nothing to show, unless the program `failed`, which said why.
     """
+    from paceline.profiler.printed import print_summary
     from paceline.profiler.results import write_results
-    from paceline.profiler.terminal import print_summary
 
     try:
         report = write_results(folder)
@@ -111,16 +111,6 @@ def show_results(folder: Path, *, failed: bool = False) -> None:
     print(f"{folder / 'report.html'}: open it in a browser; {folder / 'trace.json'}: in https://ui.perfetto.dev")
 
 
-def expect_script(name: str) -> None:
-    """Refuse a script that is not there.
-
-    Raises:
-        UsageError: names the file.
-    """
-    if not Path(name).is_file():
-        raise UsageError(f"{name!r} is neither a recipe nor a file; name a recipe, or a Python script")
-
-
 def compare_profiles(first: str, second: str) -> int:
     """Show two profiles side by side in the terminal, and in ``compare.html`` in the folder of the second one.
 
@@ -128,9 +118,9 @@ def compare_profiles(first: str, second: str) -> int:
         UsageError: if one of them cannot be read.
     """
     from paceline.profiler.page import comparison_page
+    from paceline.profiler.printed import print_comparison
     from paceline.profiler.report_file import read_report
     from paceline.profiler.side_by_side import compare
-    from paceline.profiler.terminal import print_comparison
 
     reports = read_report(first), read_report(second)
     comparison = compare(*reports, (first, second))

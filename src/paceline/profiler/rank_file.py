@@ -32,8 +32,6 @@ class RankRecord:
     rank: int
     size: int
     """Ranks in the world."""
-    local_size: int
-    """Ranks on this host."""
     title: str
     """The program."""
     host: str

@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 from paceline.profiler.chrome_trace import write_trace
 from paceline.profiler.hta_traces import write_hta_traces
 from paceline.profiler.page import page
-from paceline.profiler.rank_file import KILLED, RankRecord, read_ranks
+from paceline.profiler.rank_file import KILLED, RankRecord
 from paceline.profiler.report import Report
 from paceline.profiler.verdict import read_facts, report_of, summary
 from paceline.rollcall import named_ranks
@@ -29,14 +29,13 @@ def write_results(folder: Path) -> Report:
     try:
         (folder / "summary.json").write_text(json.dumps(summary(report), indent=1) + "\n", "utf-8")
         (folder / "report.json").write_text(json.dumps(report.to_json()) + "\n", "utf-8")
-        write_trace(folder)
+        write_trace(folder, facts)
         write_hta_traces(folder, facts)
         (folder / "report.html").write_text(page(report), "utf-8")
     except OSError as error:
         raise UsageError(f"the results cannot be written to {folder}: {error.strerror}; make room there") from error
-    records = read_ranks(folder)
-    if not report.steps or not any(record.wrapper for record in records):
-        raise UsageError(_why_nothing(records))
+    if not report.steps or not any(record.wrapper for record in facts.records):
+        raise UsageError(_why_nothing(facts.records))
     return report
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from paceline.profiler.accounting import typical_step
 from paceline.profiler.advice import advise
-from paceline.profiler.buckets_seen import bucket_times
 from paceline.profiler.facts import Facts
 from paceline.profiler.noise_scale import describe, noise_scale
-from paceline.profiler.operator_table import read_operators
+from paceline.profiler.operator_table import operators_in
 from paceline.profiler.rank_file import KILLED, MISSING, RankRecord, read_ranks
 from paceline.profiler.report import (
     BACKWARD,
@@ -29,6 +28,8 @@ from paceline.profiler.report import (
     Slice,
     Timeline,
 )
+from paceline.profiler.trace_file import read_traces
+from paceline.profiler.wording import rank_parts
 from paceline.rollcall import named_ranks
 
 
@@ -38,8 +39,13 @@ def read_facts(folder: Path) -> Facts:
     Raises:
         UsageError: if there is none, or it cannot be read.
     """
-    records = read_ranks(folder)
-    return Facts(records, read_operators(folder, records))
+    return facts_of(folder, read_ranks(folder))
+
+
+def facts_of(folder: Path, records: Sequence[RankRecord]) -> Facts:
+    """Return the figures of the ranks whose `records`, and whose torch's traces, are in `folder`."""
+    traces = read_traces(folder, records)
+    return Facts(records, operators_in(traces, records), traces)
 
 
 def report_of(facts: Facts) -> Report:
@@ -73,8 +79,7 @@ def report_of(facts: Facts) -> Report:
 
 def summary(report: Report) -> dict[str, Any]:
     """Return the figures that programs read: ``summary.json``."""
-    bubbles = report.parts[BUBBLE]
-    ranks = range(len(report.ranks))
+    parts = {str(rank): _in_ms(rank_parts(report, rank)) for rank in range(len(report.ranks))}
     lengths = sorted(max(value for value in row if value is not None) for row in report.step_seconds if any(row))
     return {
         "title": report.title,
@@ -84,11 +89,8 @@ def summary(report: Report) -> dict[str, Any]:
         "step_ms": round(1e3 * lengths[len(lengths) // 2], 4) if lengths else None,
         "straggler_rank": report.stragglers[0].rank if report.stragglers else None,
         "stragglers": report.to_json()["stragglers"],
-        "bubble_ms_per_step": {str(rank): round(1e3 * _mean([row[rank] for row in bubbles]), 4) for rank in ranks},
-        "parts_ms_per_step": {
-            str(rank): {part: round(1e3 * _mean([row[rank] for row in report.parts[part]]), 4) for part in PARTS}
-            for rank in ranks
-        },
+        "bubble_ms_per_step": {rank: row[BUBBLE] for rank, row in parts.items()},
+        "parts_ms_per_step": parts,
         "compute_share": sum(report.shares[part] for part in COMPUTE),
         "exposed_communication_share": report.shares[COMMUNICATION],
         "bubble_share": report.shares[BUBBLE],
@@ -137,7 +139,8 @@ def headline(facts: Facts, advice: Sequence[Advice]) -> str:
 def timeline(facts: Facts) -> Timeline | None:
     """Return the typical step, on the clock of rank 0."""
     number = typical_step(facts.records)
-    steps = next((steps for steps in facts.detailed if steps[0].number == number), None)
+    found = ((steps, times) for steps, times in zip(facts.detailed, facts.buckets, strict=True))
+    steps, times = next((pair for pair in found if pair[0][0].number == number), (None, ()))
     if number is None or steps is None:
         return None
     zero = min(step.start for step in steps)
@@ -145,7 +148,7 @@ def timeline(facts: Facts) -> Timeline | None:
         [Slice(s.label, s.start - zero, s.end - zero, s.bucket) for s in step.spans if s.end > s.start]
         for step in steps
     ]
-    return Timeline(number, slices, bucket_times(steps, facts.records[0].buckets))
+    return Timeline(number, slices, times)
 
 
 def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
@@ -180,6 +183,6 @@ def _nones(row: Sequence[float]) -> list[float | None]:
     return [None if math.isnan(value) else value for value in row]
 
 
-def _mean(values: Sequence[float | None]) -> float:
-    there = [value for value in values if value is not None]
-    return math.fsum(there) / len(there) if there else 0.0
+def _in_ms(seconds: Mapping[str, float] | None) -> dict[str, float]:
+    """Return a rank's mean times in milliseconds; zeros for one that took no step."""
+    return {part: round(1e3 * seconds[part], 4) if seconds else 0.0 for part in PARTS}

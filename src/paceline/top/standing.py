@@ -1,4 +1,4 @@
-"""Where each rank stands, and which one the others wait for: plain values and pure functions."""
+"""The step and phase of each rank, and the rank that the others wait for: plain values and pure functions."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class BuffersAtRest:
         """Wait for the broadcast and take it over; returns whether one was launched."""
         travelled = bool(self._launched)
         for launched in self._launched:
-            self._channel.wait(launched, "broadcast of buffers")
+            self._channel.meet(launched, "broadcast of buffers")
         if travelled and self._channel.rank != 0:
             copy_each(self._tensors, self._places)
         self._launched, self._tensors = [], []

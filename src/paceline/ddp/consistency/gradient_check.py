@@ -24,7 +24,7 @@ def expect_equal_gradients(names: Sequence[str], parameters: Sequence[nn.Paramet
     """
     table = torch.zeros(channel.size, len(parameters), dtype=torch.int64)
     table[channel.rank] = torch.tensor([_digest(parameter.grad) for parameter in parameters], dtype=torch.int64)
-    channel.wait(channel.host.all_reduce(table), "comparison of gradients")
+    channel.meet(channel.host.all_reduce(table), "comparison of gradients")
     if (difference := unequal(names, table.tolist())) is not None:
         raise UsageError(
             f"model.gradients_are_averaged() found gradients that differ between ranks: {difference}; average them "

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.transport.channel import Channel, Pausing, gather_numbers
+from paceline.ddp.transport.channel import Channel, Pausing
+from paceline.ddp.transport.gathering import gather_numbers
 from paceline.digests import quick_digest
 from paceline.rollcall import named_ranks
 from paceline.torch_internals.dtensor import local_of

@@ -15,8 +15,9 @@ from paceline.ddp.engine.module_changes import NON_FINITE, SPARSE, Change, Modul
 from paceline.ddp.engine.parts import EngineParts
 from paceline.ddp.engine.second_pass import launch_late, wait_for_late
 from paceline.ddp.engine.sparse import as_dense, average_sparse
-from paceline.ddp.transport.channel import Channel, Pausing, gather_numbers
+from paceline.ddp.transport.channel import Channel, Pausing
 from paceline.ddp.transport.finisher import AllReduce
+from paceline.ddp.transport.gathering import gather_numbers
 from paceline.digests import quick_digest
 from paceline.errors import PacelineError, ReplicaMismatch, UsageError
 from paceline.torch_internals.dtensor import local_of

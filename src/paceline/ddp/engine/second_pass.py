@@ -73,7 +73,7 @@ def wait_for_late(
 ) -> None:
     """Wait for the sums and add them, scaled, to the averages in `targets`."""
     for reduction in launched:
-        channel.wait(reduction.launched, "all-reduce of late gradients")
+        channel.meet(reduction.launched, "all-reduce of late gradients")
         offset = 0
         for index in reduction.indices:
             target = targets[index]

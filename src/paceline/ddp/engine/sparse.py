@@ -15,7 +15,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from paceline.ddp.transport.channel import Channel, Pausing, gather_numbers
+from paceline.ddp.transport.channel import Channel, Pausing
+from paceline.ddp.transport.gathering import gather_numbers
 from paceline.errors import DesyncError
 
 
@@ -92,7 +93,7 @@ class _Gathered:
     def average(self, scale: float, channel: Channel) -> Tensor:
         """Wait, and add up in the order of ranks."""
         for launched in self._launched:
-            channel.wait(launched, "gathering of sparse gradients")
+            channel.meet(launched, "gathering of sparse gradients")
         keys, place = torch.unique(self._keys, return_inverse=True)
         # Half precision is added up in single: a sum of N may overflow where the mean does not.
         dtype = torch.promote_types(self._values.dtype, torch.float32)

@@ -12,7 +12,7 @@ import os
 import pickle
 import time
 from collections.abc import Generator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -129,7 +129,8 @@ class Channel:
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Make `tensors` equal to those of rank `source`, in place; returns when that is done."""
         if tensors:
-            self.run("broadcast", broadcast_coalesced, self.group, tensors, 25 * 2**20, source)
+            with self.meeting():
+                self.run("broadcast", broadcast_coalesced, self.group, tensors, 25 * 2**20, source)
 
     def reduce_scatter(self, flat: Tensor) -> Launched:
         """Launch the sum of `flat` over all ranks, of which each gets its own shard, in place; see :meth:`shard`.
@@ -179,11 +180,11 @@ class Channel:
         """Every rank's `value`, in the order of ranks."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes, launched = self.gather_rows(torch.tensor(len(mine)))
-        self.wait(launched, "all-gather of sizes")
+        self.meet(launched, "all-gather of sizes")
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: len(mine)] = mine
         table, launched = self.gather_rows(padded)
-        self.wait(launched, "all-gather")
+        self.meet(launched, "all-gather")
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(table, sizes.tolist(), strict=True)]
 
     def count_launch(self) -> None:
@@ -198,6 +199,15 @@ class Channel:
         """
         self.run(what, launched.wait)
         self._outstanding.count -= 1
+
+    def meet(self, launched: Launched, what: str) -> None:
+        """Wait as :meth:`wait` does, for a collective that is no part of the wait at the end of a backward."""
+        with self.meeting():
+            self.wait(launched, what)
+
+    def meeting(self) -> AbstractContextManager[None]:
+        """Record the block as a place where the ranks meet."""
+        return recorder.span(COLLECTIVE, group=self.name)
 
     def leave(self, _launched: Launched) -> None:
         """Never wait for a launched collective of host data, without which the channel can be closed."""
@@ -214,8 +224,7 @@ class Channel:
     def run(self, what: str, function: Any, *arguments: Any, **options: Any) -> None:
         """Call a collective, with a failure turned into an error that says what it was doing."""
         try:
-            with recorder.span(COLLECTIVE, group=self.name):
-                function(*arguments, **options)
+            function(*arguments, **options)
         except PacelineError:
             raise
         except RuntimeError as error:
@@ -308,12 +317,3 @@ class _InSharedMemory:
             self._tensor.view(-1).copy_(self._copy)
             self._channel.free(self._copy)
             self._copy = None
-
-
-def gather_numbers(channel: Channel, numbers: Sequence[int], what: str) -> Pausing[list[list[int]]]:
-    """Every rank's `numbers`, of which all have as many, in the order of ranks; `what` names it in errors."""
-    table, launched = channel.gather_rows(torch.tensor(numbers, dtype=torch.int64))
-    yield True
-    channel.wait(launched, what)
-    rows: list[list[int]] = table.tolist()
-    return rows

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from paceline.html_pages import document, resource
 from paceline.profiler.page import charts, overview, tables, waits
-from paceline.profiler.page.bars import legend, longest_step, rank_bars
 from paceline.profiler.page.elements import Section, folded
 from paceline.profiler.page.pairs import pair_sections
+from paceline.profiler.page.rank_bars import legend, longest_step, rank_bars
 from paceline.profiler.report import Report
 from paceline.profiler.side_by_side import Comparison
 from paceline.profiler.wording import mean_parts

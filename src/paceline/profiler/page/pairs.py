@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from paceline.profiler.page.bars import bar, legend, longest_step, rank_bars
 from paceline.profiler.page.elements import Section, table
+from paceline.profiler.page.rank_bars import bar, legend, longest_step, rank_bars
 from paceline.profiler.side_by_side import Comparison, Pair
 from paceline.profiler.wording import kind_name, percent, sentence
 
