@@ -312,7 +312,7 @@ def test_a_corrupt_sample_is_named_with_rank_and_worker(workers: int) -> None:
     assert "truncated file" in str(caught.value.__cause__)
     assert loader.progress.position == 0
     # While the traceback keeps the iterator: the garbage collector would end them through pipes that it has closed.
-    assert not multiprocessing.active_children()
+    assert not [child for child in multiprocessing.active_children() if child.daemon]
 
 
 def test_an_error_in_collate_names_the_samples() -> None:

