@@ -22,7 +22,7 @@ def open_folder(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str
     assert config.checkpoint_dir is not None
     if config.resume:
         rank_consensus.decide(rank_consensus.here(), lambda: _expect_folder(config.checkpoint_dir))
-    checkpointer = Checkpointer(config.checkpoint_dir, config.keep)
+    checkpointer = Checkpointer(config.checkpoint_dir, config.keep, async_save=config.async_save)
     try:
         if (steps := checkpointer.steps()) and not config.resume:
             raise UsageError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
@@ -16,7 +15,7 @@ from paceline import rank_consensus
 from paceline.checkpoint import Checkpointer
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
-from paceline.errors import CheckpointError, CheckpointWarning, UsageError
+from paceline.errors import UsageError
 from paceline.train.agreement import expect_same_data
 from paceline.train.averages import LossAverage
 from paceline.train.evaluation import Evaluation, evaluate, expect_evaluation
@@ -38,6 +37,7 @@ from paceline.train.requirements import (
     summed_loss,
 )
 from paceline.train.result import Result
+from paceline.train.saves import Saves
 from paceline.train.train_config import TrainConfig
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
@@ -102,6 +102,7 @@ class Trainer:
         model.watch(loader.progress)
         model.check_finite = model.check_finite or config.check_finite
         self._checkpointer = self._open_checkpoints() if config.checkpoint_dir else None
+        self._saves = None if self._checkpointer is None else Saves(self._checkpointer, self.result.failed_saves)
 
     def _schedule(self) -> LRScheduler:
         config, optimizer = self.config, self.optimizer
@@ -156,6 +157,8 @@ class Trainer:
             self.result.steps = self.result.resumed_from_step = step
             self._resumed = True
         self._train_and_log()
+        if self._saves is not None and not self._closed:
+            self._saves.finish()
         self.close()
         return self.result
 
@@ -287,8 +290,9 @@ class Trainer:
         return open_folder(self.config, shared, {"comm_hook": hook} if is_saved else {})  # each rank's own residuals
 
     def _save_if_due(self) -> None:
-        if self._checkpointer is None:
+        if self._saves is None:
             return
+        self._saves.look()
         every = self.config.checkpoint_every
         at_end = self.loader.at_last and (every is None or self._is_last_step)
         if at_end or (every is not None and self.result.steps % every == 0):
@@ -300,16 +304,6 @@ class Trainer:
         return self.loader.at_last and self._sampler.epoch == self.config.epochs - 1
 
     def _save(self) -> None:
-        """Save, or warn on every rank that it failed: the training is worth more than the checkpoint."""
-        assert self._checkpointer is not None
+        assert self._saves is not None
         self._average.gather()
-        try:
-            self._checkpointer.save(step := self.result.steps)
-        except CheckpointError as error:
-            self.result.failed_saves.append(step)
-            goes_on = (
-                "training has ended with it"
-                if self._is_last_step
-                else "training goes on, and the next save tries again"
-            )
-            warnings.warn(f"{error}; {goes_on}", CheckpointWarning, stacklevel=2)
+        self._saves.save(self.result.steps, self._is_last_step)

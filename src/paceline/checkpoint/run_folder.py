@@ -1,0 +1,76 @@
+"""Rank 0's end of a Checkpointer: the folder, what is in it, and the writer that adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint import restoring
+from paceline.checkpoint.background import BackgroundWriter
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.notes import Keep
+from paceline.checkpoint.saving import Writer
+from paceline.checkpoint.storage import Storage
+from paceline.errors import UsageError
+
+
+class RunFolder:
+    """A run's folder, opened. Its answers are about what is durable, also while a save is being written.
+
+    Raises:
+        UsageError: if an argument is malformed, or the folder cannot be used.
+    """
+
+    writer: Writer
+
+    def __init__(self, folder: Path, keep: Keep, async_save: bool) -> None:
+        keep.check()
+        if not isinstance(async_save, bool):
+            raise UsageError(f"async_save must be True or False, not {async_save!r}")
+        self._keep = keep
+        self._storage = Storage(folder)
+        self.writer = (BackgroundWriter if async_save else Writer)(self._storage, keep)
+
+    def newest(self) -> str | None:
+        """Return the path of the newest whole checkpoint; None if there is none."""
+        with self._storage.settled:
+            found = self._storage.newest()
+        return None if found is None else str(found[0])
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a folder."""
+        with self._storage.settled:
+            return self._storage.steps()
+
+    def best(self) -> int | None:
+        """Return the step of the best checkpoint; None if there is none, or nothing says what is best."""
+        with self._storage.settled:
+            return self._keep.best(self._storage.notes()) if self._keep.metric else None
+
+    def metadata(self, step: int | None) -> Mapping[str, Any]:
+        """Return the metadata of the checkpoint of `step`, or of the newest whole one.
+
+        Raises:
+            NoCheckpoint: if there is none, or they are damaged.
+        """
+        with self._storage.settled:
+            if step is None:
+                step = restoring.choose(self._storage, None)[1].step
+            return restoring.read_notes(self._storage, step).metadata
+
+    def choose(self, step: int | None) -> tuple[Path, Manifest]:
+        """Return the checkpoint to restore: that of `step`, or the newest whole one, once nothing is being written.
+
+        Raises:
+            NoCheckpoint: if there is none, or that of `step` is damaged.
+        """
+        self.writer.join()
+        return restoring.choose(self._storage, step)
+
+    def close(self) -> None:
+        """Wait until nothing is being written, and release the folder for other runs."""
+        try:
+            self.writer.close()
+        finally:
+            self._storage.close()
