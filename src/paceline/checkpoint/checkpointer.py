@@ -112,6 +112,8 @@ class Checkpointer:
         entry = Registered.of(name, object, per_rank, self._registered)
         entry.capture(Encoder())
         self._registered[name] = entry
+        if self._opened is not None:
+            self._opened.ledger.register(name, object)
         return object
 
     @called_by_all("Checkpointer.save()")
@@ -155,7 +157,9 @@ class Checkpointer:
 
         def write() -> str:
             with parts(world, captures) as states:
-                return str(self._run_folder.writer.save(Save(step, world.size, size, checked_notes[0]), states))
+                runs = self._run_folder.ledger.runs(step, world.size)
+                order = Save(step, world.size, size, checked_notes[0], runs)
+                return str(self._run_folder.writer.save(order, states))
 
         path = rank_consensus.decide(world, write)
         self._in_flight = self._async_save
@@ -250,6 +254,7 @@ class Checkpointer:
         entries = list(self._registered.values())
         rank_consensus.agree(world, rank_consensus.error_of(compare, entries, saved, world, allow_changed_settings))
         restoring.restore(world, saved, entries, allow_changed_settings)
+        rank_consensus.decide(world, lambda: self._run_folder.resumed(saved.path, saved.manifest))
         return saved.step
 
     def close(self) -> None:

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import restoring
+from paceline.checkpoint import ledger, restoring
 from paceline.checkpoint.background import BackgroundWriter
+from paceline.checkpoint.ledger import Ledger
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.notes import Keep
 from paceline.checkpoint.saving import Writer
 from paceline.checkpoint.storage import Storage
-from paceline.errors import UsageError
+from paceline.checkpoint.verify import Damaged
+from paceline.errors import CheckpointError, UsageError
 
 
 class RunFolder:
@@ -23,6 +25,7 @@ class RunFolder:
     """
 
     writer: Writer
+    ledger: Ledger
 
     def __init__(self, folder: Path, keep: Keep, async_save: bool) -> None:
         keep.check()
@@ -30,6 +33,7 @@ class RunFolder:
             raise UsageError(f"async_save must be True or False, not {async_save!r}")
         self._keep = keep
         self._storage = Storage(folder)
+        self.ledger = Ledger()
         self.writer = (BackgroundWriter if async_save else Writer)(self._storage, keep)
 
     def newest(self) -> str | None:
@@ -67,6 +71,18 @@ class RunFolder:
         """
         self.writer.join()
         return restoring.choose(self._storage, step)
+
+    def resumed(self, path: Path, found: Manifest) -> None:
+        """Note in the ledger that the run goes on from the checkpoint `path`.
+
+        Raises:
+            CheckpointError: if that one's ledger cannot be read.
+        """
+        try:
+            before = ledger.read(path, found)
+        except Damaged as damage:
+            raise CheckpointError(f"the checkpoint {path} was damaged while it was read: {damage}") from damage
+        self.ledger.resume(before, found.step, max([self._storage.begun, *self._storage.steps()]))
 
     def close(self) -> None:
         """Wait until nothing is being written, and release the folder for other runs."""

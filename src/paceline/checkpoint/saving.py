@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paceline.checkpoint import capture
 from paceline.checkpoint.capture import Capture
+from paceline.checkpoint.ledger import Run
 from paceline.checkpoint.notes import Keep, Notes
 from paceline.checkpoint.storage import Storage, reason
 from paceline.checkpoint.writer import Draft
@@ -21,12 +22,13 @@ Part = tuple[int | None, Capture]
 
 @dataclass(frozen=True)
 class Save:
-    """A save of `step` by `world_size` ranks, whose tensors take `size` bytes, with the user's `notes`."""
+    """A save of `step` by `world_size` ranks, whose tensors take `size` bytes, with the user's notes and the ledger."""
 
     step: int
     world_size: int
     size: int
     notes: Notes
+    runs: Sequence[Run] = ()
 
 
 @contextmanager
@@ -95,6 +97,7 @@ class Writer:
                 else:
                     draft.add_own(rank, part)
             draft.add_notes(order.notes)
+            draft.add_ledger(order.runs)
             path = draft.commit()
         self._store.prune(order.step, self._keep)
         return path
