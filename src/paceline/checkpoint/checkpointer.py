@@ -24,6 +24,7 @@ from paceline.checkpoint.saved import GENERATORS, RANK_ROLE, Saved, compare
 from paceline.checkpoint.saving import Save, parts
 from paceline.errors import CheckpointError, DesyncError, UsageError
 from paceline.rollcall import called_by_all
+from paceline.torch_internals.dtensor import local_of
 from paceline.tracing import CHECKPOINT, recorder
 from paceline.world import World
 
@@ -110,7 +111,7 @@ class Checkpointer:
                 "state_dict and load_state_dict; give it these methods"
             )
         entry = Registered.of(name, object, per_rank, self._registered)
-        entry.capture(Encoder())
+        entry.capture(Encoder(None if per_rank else local_of))
         self._registered[name] = entry
         if self._opened is not None:
             self._opened.ledger.register(name, object)
@@ -148,9 +149,14 @@ class Checkpointer:
 
         def capture_all() -> None:
             checked_notes.append(self._keep.note(notes.check(metadata, protect)))
-            captures.extend(capture.of_all(step, self._registered.values()))
+            capture.check(step, self._registered.values())
+            if not is_sharded:
+                captures.extend(capture.of_all(world, step, self._registered.values()))
 
+        is_sharded = any(entry.is_sharded for entry in self._registered.values())
         rank_consensus.agree(world, rank_consensus.error_of(capture_all))
+        if is_sharded:
+            captures.extend(capture.of_all(world, step, self._registered.values()))
         size = capture.expect_equal(world, step, list(self._registered.values()), captures)
         if world.rank != 0:
             capture.hand_over(captures[-1])

@@ -24,6 +24,7 @@ from paceline.checkpoint.storage import Storage, step_name
 from paceline.checkpoint.tensorfile import stored
 from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointWarning, NoCheckpoint
+from paceline.torch_internals.dtensor import whole_of
 from paceline.world import World
 
 Result = TypeVar("Result")
@@ -119,7 +120,7 @@ class _Before:
 
     @classmethod
     def of(cls, entry: Registered) -> _Before:
-        encoder = Encoder()
+        encoder = Encoder(None if entry.per_rank else whole_of)  # by all ranks together
         node = entry.capture(encoder)
         return cls(entry, node, {name: stored(tensor.clone()) for name, tensor in encoder.tensors.items()})
 
