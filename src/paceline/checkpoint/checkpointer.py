@@ -260,7 +260,7 @@ class Checkpointer:
         entries = list(self._registered.values())
         rank_consensus.agree(world, rank_consensus.error_of(compare, entries, saved, world, allow_changed_settings))
         restoring.restore(world, saved, entries, allow_changed_settings)
-        rank_consensus.decide(world, lambda: self._run_folder.resumed(saved.path, saved.manifest))
+        rank_consensus.decide(world, lambda: self._run_folder.resumed(saved.step))
         return saved.step
 
     def close(self) -> None:

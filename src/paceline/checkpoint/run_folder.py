@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.checkpoint import ledger, restoring
 from paceline.checkpoint.background import BackgroundWriter
-from paceline.checkpoint.ledger import Ledger
+from paceline.checkpoint.ledger import Ledger, Run
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.notes import Keep
 from paceline.checkpoint.saving import Writer
@@ -34,6 +34,7 @@ class RunFolder:
         self._keep = keep
         self._storage = Storage(folder)
         self.ledger = Ledger()
+        self._runs_before: tuple[Run, ...] = ()  # that led to the checkpoint chosen last
         self.writer = (BackgroundWriter if async_save else Writer)(self._storage, keep)
 
     def newest(self) -> str | None:
@@ -68,21 +69,19 @@ class RunFolder:
 
         Raises:
             NoCheckpoint: if there is none, or that of `step` is damaged.
+            CheckpointError: if its ledger is malformed, which its checksum does not rule out.
         """
         self.writer.join()
-        return restoring.choose(self._storage, step)
-
-    def resumed(self, path: Path, found: Manifest) -> None:
-        """Note in the ledger that the run goes on from the checkpoint `path`.
-
-        Raises:
-            CheckpointError: if that one's ledger cannot be read.
-        """
+        path, found = restoring.choose(self._storage, step)
         try:
-            before = ledger.read(path, found)
+            self._runs_before = ledger.read(path, found)
         except Damaged as damage:
-            raise CheckpointError(f"the checkpoint {path} was damaged while it was read: {damage}") from damage
-        self.ledger.resume(before, found.step, max([self._storage.begun, *self._storage.steps()]))
+            raise CheckpointError(f"the checkpoint {path} cannot be used: {damage}; use another one") from None
+        return path, found
+
+    def resumed(self, step: int) -> None:
+        """Note in the ledger that the run goes on from the chosen checkpoint, that of `step`."""
+        self.ledger.resume(self._runs_before, step, max([self._storage.begun, *self._storage.steps()]))
 
     def close(self) -> None:
         """Wait until nothing is being written, and release the folder for other runs."""
