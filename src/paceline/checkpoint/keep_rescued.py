@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 
 
 def keep(folder: Path) -> str | None:
-    """Copy the newest checkpoint in the rescued `folder`; returns a line for the user, None if there is none to copy."""
+    """Copy the newest checkpoint in the rescued `folder`; returns a line for the user, None if nothing is to copy."""
     found = newest_rescued(folder)
     if found is None:
         return None
