@@ -118,7 +118,8 @@ def by_bytes(draw: random.Random, raw: bytearray) -> None:
 VALUES: tuple[Any, ...] = (
     None, True, 0, -1, 2**40, 2**62, 1.5, "", "..", "../../etc/passwd", "/etc/passwd", "F64", "float64", [], {}, [[]],
     "0 0 99999999 99999999 1", {"tensor": "0.weight"}, {"items": [[1, 2]]}, {"int": "0x" + "f" * 300},
-    {"dtype": "torch.int8"}, {"Size": [2**50, 2**50]}, {"float": "nan"}, {"bytes": "AAAA"}, {"OrderedDict": {"dict": {}}},
+    {"dtype": "torch.int8"}, {"Size": [2**50, 2**50]},
+    {"float": "nan"}, {"bytes": "AAAA"}, {"OrderedDict": {"dict": {}}},
 )  # fmt: skip
 
 

@@ -7,30 +7,31 @@ host needs the folder. Every decision is rank 0's, and an error on any rank is a
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from paceline import rank_consensus
 from paceline.checkpoint import capture, codec, notes, restoring
-from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.codec import Encoder
-from paceline.checkpoint.notes import Keep, Notes
+from paceline.checkpoint.notes import Keep
+from paceline.checkpoint.recovery import History, Recovery
 from paceline.checkpoint.registered import Registered, Stateful
+from paceline.checkpoint.registering import expect_registrable
 from paceline.checkpoint.run_folder import RunFolder
-from paceline.checkpoint.saved import GENERATORS, RANK_ROLE, Saved, compare
-from paceline.checkpoint.saving import Save, parts
-from paceline.errors import CheckpointError, DesyncError, UsageError
+from paceline.checkpoint.saved import Saved, compare
+from paceline.checkpoint.saving import Save, collect, parts
+from paceline.checkpoint.schedule import Schedule
+from paceline.checkpoint.storage import Storage
+from paceline.errors import CheckpointError, UsageError
 from paceline.rollcall import called_by_all
 from paceline.torch_internals.dtensor import local_of
 from paceline.tracing import CHECKPOINT, recorder
 from paceline.world import World
 
 Object = TypeVar("Object", bound=Stateful)
-_NAME = re.compile(r"[a-z0-9_]{1,64}")
-_RESERVED = ("state", RANK_ROLE, GENERATORS)
 
 
 class Checkpointer:
@@ -43,6 +44,10 @@ class Checkpointer:
         checkpointer.register("model", model)
         checkpointer.register("optimizer", optimizer)
         step = checkpointer.restore() if checkpointer.steps() else 0
+        for batch in batches:
+            ...
+            optimizer.step()
+            step = checkpointer.step()
 
     The random generators of every rank are always saved, without being registered.
 
@@ -53,6 +58,7 @@ class Checkpointer:
         keep_best: the name of a number in the metadata that :meth:`save` is given. The checkpoint in which it is
             best stays, too, however old it is.
         best: whether the best number is the largest or the smallest.
+        every: how often :meth:`step` saves: after so many steps, or so much time. By default it does not.
         async_save: whether :meth:`save` returns once rank 0 has a copy of everything, which a thread then writes
             while training goes on. Rank 0's host needs memory for that copy, and for what other ranks own. One save is
             written at a time. What goes wrong is raised by the next :meth:`save`, :meth:`wait` or :meth:`close`.
@@ -69,6 +75,7 @@ class Checkpointer:
         keep: int = 3,
         keep_best: str | None = None,
         best: Literal["max", "min"] = "max",
+        every: int | timedelta | None = None,
         async_save: bool = False,
     ) -> None:
         world = rank_consensus.here()
@@ -79,7 +86,11 @@ class Checkpointer:
         self._opened: RunFolder | None = None  # rank 0's
         self._closed = False
         self._in_flight = False  # on all ranks alike: a save was started in the background, and not waited for
+        self._schedule = Schedule(every)
         self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
+        self._recovery = Recovery(world, self._folder, lambda: list(self._registered.values()), self._storage_at_rest)
+        if world.rank == 0:
+            self._run_folder.recovery = self._recovery
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
         """Register `object`, to be saved and restored as `name`; return it.
@@ -98,24 +109,46 @@ class Checkpointer:
             UsageError: if the name is taken or malformed, or the object's state cannot be encoded; then the
                 message names the path to the value.
         """
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
-            raise UsageError(
-                f"{name!r} cannot be the name of a registered object; use lower-case letters, digits and "
-                f"underscores, and none of {', '.join(_RESERVED)}"
-            )
-        if name in self._registered:
-            raise UsageError(f"an object is registered as {name!r} already; give this one another name")
-        if not callable(getattr(object, "state_dict", None)) or not callable(getattr(object, "load_state_dict", None)):
-            raise UsageError(
-                f"the object to register as {name!r}, a {type(object).__qualname__}, does not have both "
-                "state_dict and load_state_dict; give it these methods"
-            )
+        expect_registrable(name, object, self._registered)
         entry = Registered.of(name, object, per_rank, self._registered)
         entry.capture(Encoder(None if per_rank else local_of))
         self._registered[name] = entry
         if self._opened is not None:
             self._opened.ledger.register(name, object)
+        self._recovery.boundary.watch(entry)
         return object
+
+    def step(self, metadata: Mapping[str, Any] | None = None) -> int:
+        """Mark the end of a training step, at which everything registered is consistent; return the steps done.
+
+        Call it on all ranks as the last thing of a loop's turn that changes anything: after the optimizer and the
+        scheduler, before collectives of your own. It costs microseconds. A turn in which no registered optimizer has
+        stepped, because gradients accumulate or a GradScaler skipped it, belongs to the next step. The number counts on
+        from what :meth:`restore` returned.
+
+        Under Paceline's launcher, on one host and with parameters on the CPU, no step that ended here is lost when a
+        rank ends: the ranks that are left save the last one into memory, and the next start restores it. From the first
+        call on, optimizers wait in ``step()`` for all ranks to have their gradients. Elsewhere, inside ``join``, and if
+        all ranks end at once, a run goes on from the newest checkpoint on disk.
+
+        Args:
+            metadata: as in :meth:`save`, if this step is saved.
+
+        Raises:
+            CommunicationError: if a rank has ended.
+            CheckpointError: as :meth:`save`, in a step that is saved.
+        """
+        if self._closed:
+            self._world()
+        boundary = self._recovery.boundary
+        if boundary.mark() and self._schedule.is_due(boundary.step):
+            self.save(boundary.step, metadata)
+        return boundary.step
+
+    @property
+    def history(self) -> History:
+        """What has happened to this run so far: restarts, and steps that were computed again."""
+        return self._recovery.history()
 
     @called_by_all("Checkpointer.save()")
     def save(self, step: int, metadata: Mapping[str, Any] | None = None, protect: bool = False) -> Path:
@@ -145,26 +178,16 @@ class Checkpointer:
     def _save(self, step: int, metadata: Mapping[str, Any] | None, protect: bool) -> Path:
         world = self._world()
         self._finish(world)
-        captures, checked_notes = list[Capture](), list[Notes]()
-
-        def capture_all() -> None:
-            checked_notes.append(self._keep.note(notes.check(metadata, protect)))
-            capture.check(step, self._registered.values())
-            if not is_sharded:
-                captures.extend(capture.of_all(world, step, self._registered.values()))
-
-        is_sharded = any(entry.is_sharded for entry in self._registered.values())
-        rank_consensus.agree(world, rank_consensus.error_of(capture_all))
-        if is_sharded:
-            captures.extend(capture.of_all(world, step, self._registered.values()))
-        size = capture.expect_equal(world, step, list(self._registered.values()), captures)
+        entries = list(self._registered.values())
+        captures, checked_notes = collect(world, step, entries, lambda: self._keep.note(notes.check(metadata, protect)))
+        size = capture.expect_equal(world, step, entries, captures)
         if world.rank != 0:
             capture.hand_over(captures[-1])
 
         def write() -> str:
             with parts(world, captures) as states:
                 runs = self._run_folder.ledger.runs(step, world.size)
-                order = Save(step, world.size, size, checked_notes[0], runs)
+                order = Save(step, world.size, size, checked_notes, runs)
                 return str(self._run_folder.writer.save(order, states))
 
         path = rank_consensus.decide(world, write)
@@ -201,7 +224,7 @@ class Checkpointer:
 
     @called_by_all("Checkpointer.steps()")
     def steps(self) -> list[int]:
-        """Return the steps that have a folder, whole or damaged, in ascending order."""
+        """Return the steps that have a folder, whole or damaged, in ascending order; also one rescued into memory."""
         return list(rank_consensus.decide(self._world(), lambda: self._run_folder.steps()))
 
     @called_by_all("Checkpointer.best()")
@@ -250,17 +273,13 @@ class Checkpointer:
             UsageError: as an object's ``load_state_dict`` raises it.
         """
         world = self._world()
-        for rank, theirs in enumerate(rank_consensus.gather(world, step)):
-            if theirs != step:
-                raise DesyncError(
-                    f"rank {rank} restores step {theirs} but rank {world.rank} restores step {step}; choose the "
-                    "same step on every rank"
-                )
+        restoring.expect_same_step(world, step)
         saved = Saved.open(world, lambda: self._run_folder.choose(step))
         entries = list(self._registered.values())
         rank_consensus.agree(world, rank_consensus.error_of(compare, entries, saved, world, allow_changed_settings))
         restoring.restore(world, saved, entries, allow_changed_settings)
         rank_consensus.decide(world, lambda: self._run_folder.resumed(saved.step))
+        self._recovery.go_on_from(saved.step, "disk" if saved.path.parent == self._folder else "memory")
         return saved.step
 
     def close(self) -> None:
@@ -277,6 +296,7 @@ class Checkpointer:
                 self._finish(rank_consensus.here())
         finally:
             self._closed = True
+            self._recovery.close()
             if self._opened is not None:
                 self._opened.close()
             self._opened = None
@@ -297,6 +317,13 @@ class Checkpointer:
     def _run_folder(self) -> RunFolder:
         assert self._opened is not None, "only rank 0 uses the folder"
         return self._opened
+
+    def _storage_at_rest(self) -> Storage | None:
+        """Return rank 0's opened folder, in which nothing is being written."""
+        if self._opened is None:
+            return None
+        self._opened.writer.join()
+        return self._opened.storage
 
     def _open(self, async_save: bool) -> bool:
         self._opened = RunFolder(self._folder, self._keep, async_save)

@@ -23,7 +23,7 @@ from paceline.checkpoint.saved import Saved
 from paceline.checkpoint.storage import Storage, step_name
 from paceline.checkpoint.tensorfile import stored
 from paceline.checkpoint.verify import Damaged, read_whole
-from paceline.errors import CheckpointWarning, NoCheckpoint
+from paceline.errors import CheckpointWarning, DesyncError, NoCheckpoint
 from paceline.torch_internals.dtensor import whole_of
 from paceline.world import World
 
@@ -50,6 +50,20 @@ def choose(store: Storage, step: int | None) -> tuple[Path, Manifest]:
     raise NoCheckpoint(
         f"there is no checkpoint in {store.folder} to resume from; check the path, or start without resuming"
     )
+
+
+def expect_same_step(world: World, step: int | None) -> None:
+    """Raise on every rank unless all of them restore the same `step`.
+
+    Raises:
+        DesyncError: names two ranks.
+    """
+    for rank, theirs in enumerate(rank_consensus.gather(world, step)):
+        if theirs != step:
+            raise DesyncError(
+                f"rank {rank} restores step {theirs} but rank {world.rank} restores step {step}; choose the same step "
+                "on every rank"
+            )
 
 
 def _choose_step(store: Storage, step: int) -> tuple[Path, Manifest]:
@@ -97,6 +111,9 @@ def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_cha
             for entry in [*(entry for entry in entries if entry.per_rank), generators()]:
                 _load(world, entry, saved.ranks[world.rank][entry.name], tensors, saved.step, undo)
         else:
+            for entry in entries:
+                if entry.per_rank:
+                    _load_merged(world, entry, saved, undo)
             rank_consensus.decide(world, lambda: _warn_of_other_size(saved, world))
         # Last, because a layout ends the search for the order in which gradients arrive.
         for entry in entries:
@@ -131,6 +148,15 @@ def _load(
     def load() -> None:
         undo.append(before := _Before.of(entry))
         entry.load(node, tensors, step)
+        before.took_another = True
+
+    rank_consensus.agree(world, rank_consensus.error_of(load))
+
+
+def _load_merged(world: World, entry: Registered, saved: Saved, undo: list[_Before]) -> None:
+    def load() -> None:
+        undo.append(before := _Before.of(entry))
+        entry.load_rank_states([nodes[entry.name] for nodes in saved.ranks], saved.step)
         before.took_another = True
 
     rank_consensus.agree(world, rank_consensus.error_of(load))

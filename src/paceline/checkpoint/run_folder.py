@@ -11,6 +11,7 @@ from paceline.checkpoint.background import BackgroundWriter
 from paceline.checkpoint.ledger import Ledger, Run
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.notes import Keep
+from paceline.checkpoint.recovery import Recovery
 from paceline.checkpoint.saving import Writer
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.verify import Damaged
@@ -24,34 +25,38 @@ class RunFolder:
         UsageError: if an argument is malformed, or the folder cannot be used.
     """
 
+    storage: Storage
     writer: Writer
     ledger: Ledger
+    recovery: Recovery | None = None
+    """Knows of a checkpoint that was rescued into memory."""
 
     def __init__(self, folder: Path, keep: Keep, async_save: bool) -> None:
         keep.check()
         if not isinstance(async_save, bool):
             raise UsageError(f"async_save must be True or False, not {async_save!r}")
         self._keep = keep
-        self._storage = Storage(folder)
+        self.storage = Storage(folder)
         self.ledger = Ledger()
         self._runs_before: tuple[Run, ...] = ()  # that led to the checkpoint chosen last
-        self.writer = (BackgroundWriter if async_save else Writer)(self._storage, keep)
+        self.writer = (BackgroundWriter if async_save else Writer)(self.storage, keep)
 
     def newest(self) -> str | None:
         """Return the path of the newest whole checkpoint; None if there is none."""
-        with self._storage.settled:
-            found = self._storage.newest()
+        with self.storage.settled:
+            found = self._rescued(None) or self.storage.newest()
         return None if found is None else str(found[0])
 
     def steps(self) -> list[int]:
-        """Return the steps that have a folder."""
-        with self._storage.settled:
-            return self._storage.steps()
+        """Return the steps that have a folder; also one rescued into memory."""
+        with self.storage.settled:
+            rescued = [] if self.recovery is None else self.recovery.rescued_step()
+            return sorted({*self.storage.steps(), *rescued})
 
     def best(self) -> int | None:
         """Return the step of the best checkpoint; None if there is none, or nothing says what is best."""
-        with self._storage.settled:
-            return self._keep.best(self._storage.notes()) if self._keep.metric else None
+        with self.storage.settled:
+            return self._keep.best(self.storage.notes()) if self._keep.metric else None
 
     def metadata(self, step: int | None) -> Mapping[str, Any]:
         """Return the metadata of the checkpoint of `step`, or of the newest whole one.
@@ -59,10 +64,10 @@ class RunFolder:
         Raises:
             NoCheckpoint: if there is none, or they are damaged.
         """
-        with self._storage.settled:
+        with self.storage.settled:
             if step is None:
-                step = restoring.choose(self._storage, None)[1].step
-            return restoring.read_notes(self._storage, step).metadata
+                step = restoring.choose(self.storage, None)[1].step
+            return restoring.read_notes(self.storage, step).metadata
 
     def choose(self, step: int | None) -> tuple[Path, Manifest]:
         """Return the checkpoint to restore: that of `step`, or the newest whole one, once nothing is being written.
@@ -72,7 +77,7 @@ class RunFolder:
             CheckpointError: if its ledger is malformed, which its checksum does not rule out.
         """
         self.writer.join()
-        path, found = restoring.choose(self._storage, step)
+        path, found = self._rescued(step) or restoring.choose(self.storage, step)
         try:
             self._runs_before = ledger.read(path, found)
         except Damaged as damage:
@@ -81,11 +86,15 @@ class RunFolder:
 
     def resumed(self, step: int) -> None:
         """Note in the ledger that the run goes on from the chosen checkpoint, that of `step`."""
-        self.ledger.resume(self._runs_before, step, max([self._storage.begun, *self._storage.steps()]))
+        self.ledger.resume(self._runs_before, step, max([self.storage.begun, *self.storage.steps()]))
+
+    def _rescued(self, step: int | None) -> tuple[Path, Manifest] | None:
+        """Return the checkpoint in memory if it is the newest, or that of `step`, which is not on disk."""
+        return None if self.recovery is None else self.recovery.rescued(step, self.storage.steps())
 
     def close(self) -> None:
         """Wait until nothing is being written, and release the folder for other runs."""
         try:
             self.writer.close()
         finally:
-            self._storage.close()
+            self.storage.close()
