@@ -170,13 +170,13 @@ def mutate(draw: random.Random, folder: Path) -> tuple[str, bool]:
     forged = draw.random() < 0.5
     try:
         (by_values if draw.random() < 0.5 else by_bytes)(draw, raw)
-    except (ValueError, KeyError):  # a change that made the structure cyclic, or nothing to change
+    except (ValueError, KeyError, RecursionError):  # a change that made the structure cyclic, or nothing to change
         by_bytes(draw, raw)
     (folder / name).write_bytes(raw)
     if forged:
         try:
             resign(folder, name)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             forged = False  # what it has become is beyond signing
     return name, forged
 
