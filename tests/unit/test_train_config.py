@@ -56,6 +56,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"clip_norm": float("nan")}, "clip_norm must be greater than 0, not nan"),
     ({"checkpoint_dir": "d", "checkpoint_every": 0}, "checkpoint_every must be at least 1, not 0"),
     ({"checkpoint_every": 5}, "checkpoint_every needs checkpoint_dir"),
+    ({"async_save": True}, "async_save needs checkpoint_dir"),
+    ({"checkpoint_dir": "d", "async_save": 1}, "async_save must be True or False"),
     ({"resume": True}, "resume needs checkpoint_dir"),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import threading
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,9 @@ def on_a_disk_that_is_full(world: Any, run: Run, steps: list[int]) -> tuple[Outc
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         try:
             save(trainer)
+            for thread in threading.enumerate():
+                if thread.name == "paceline-checkpoint":
+                    thread.join()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -50,12 +54,15 @@ def config(folder: Path, **options: Any) -> TrainConfig:
     )
 
 
+@pytest.mark.parametrize("async_save", [False, True], ids=["", "async"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_training_goes_on_and_the_next_save_tries_again(pools: Pools, tmp_path: Path, size: int) -> None:
+def test_training_goes_on_and_the_next_save_tries_again(
+    pools: Pools, tmp_path: Path, size: int, async_save: bool
+) -> None:
     # A full disk ended the training, which lost what was learnt since the checkpoint before.
     run = Run(config(tmp_path / "whole", keep=9), dropout=0.3)
     whole = pools.run(size, train, run)
-    cut = replace(run, config=config(tmp_path / "cut", keep=9))
+    cut = replace(run, config=config(tmp_path / "cut", keep=9, async_save=async_save))
     for one, (outcome, warned) in zip(whole, pools.run(size, on_a_disk_that_is_full, cut, [2, 3]), strict=True):
         assert (outcome.error, outcome.bits()) == ("", one.bits())
         assert outcome.result.failed_saves == [2, 3]
@@ -67,8 +74,11 @@ def test_training_goes_on_and_the_next_save_tries_again(pools: Pools, tmp_path: 
     assert names == [f"step-0000000{step}" for step in (1, 4, 5, 6)]
 
 
-def test_the_last_good_checkpoint_is_kept_and_the_end_without_one_is_said(pools: Pools, tmp_path: Path) -> None:
-    run = Run(config(tmp_path, keep=1))
+@pytest.mark.parametrize("async_save", [False, True], ids=["", "async"])
+def test_the_last_good_checkpoint_is_kept_and_the_end_without_one_is_said(
+    pools: Pools, tmp_path: Path, async_save: bool
+) -> None:
+    run = Run(config(tmp_path, keep=1, async_save=async_save))
     for outcome, warned in pools.run(2, on_a_disk_that_is_full, run, [3, 4, 5, 6]):
         assert (outcome.error, outcome.result.steps, outcome.result.failed_saves) == ("", STEPS, [3, 4, 5, 6])
         assert "training has ended with it" in warned[-1]

@@ -14,7 +14,7 @@ from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.saved import GENERATORS
 from paceline.checkpoint.tensorfile import Spec, spec_of
-from paceline.errors import DesyncError, UsageError
+from paceline.errors import CheckpointError, DesyncError, UsageError
 from paceline.rng import rng_state, set_rng_state
 from paceline.world import World
 
@@ -28,6 +28,25 @@ class Capture:
     nodes: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str]
+
+
+def of_all(step: int, entries: Iterable[Registered]) -> list[Capture]:
+    """Return the state of each of `entries` that is shared, then this rank's own, as they are at `step`.
+
+    Raises:
+        UsageError: if `step` is no number of steps, or a state cannot be saved now.
+        CheckpointError: if a state cannot be taken.
+    """
+    if type(step) is not int or not 0 <= step < 10**18:
+        raise UsageError(f"step must be a whole number >= 0, not {step!r}")
+    entries = list(entries)
+    for entry in entries:
+        entry.expect_whole(step)
+    try:
+        found = [shared(entry) for entry in entries if not entry.per_rank]
+        return [*found, own([*(entry for entry in entries if entry.per_rank), generators()])]
+    except Exception as error:
+        raise CheckpointError(f"step {step} was not saved: {error}") from error
 
 
 def shared(entry: Registered) -> Capture:

@@ -7,7 +7,7 @@ host needs the folder. Every decision is rank 0's, and an error on any rank is a
 from __future__ import annotations
 
 import os
-import re
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -17,22 +17,19 @@ from paceline import rank_consensus
 from paceline.checkpoint import capture, codec, notes, restoring
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.codec import Encoder
-from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.notes import Keep, Notes
 from paceline.checkpoint.recovery import History, Recovery
 from paceline.checkpoint.registered import Registered, Stateful
-from paceline.checkpoint.saved import GENERATORS, RANK_ROLE, Saved, compare
+from paceline.checkpoint.run_folder import RunFolder, expect_path
+from paceline.checkpoint.saved import Saved, compare, expect_registrable
+from paceline.checkpoint.saving import Save, parts
 from paceline.checkpoint.schedule import Schedule
-from paceline.checkpoint.storage import Storage, reason
-from paceline.checkpoint.writer import Draft
-from paceline.errors import CheckpointError, DesyncError, UsageError
+from paceline.errors import CheckpointError, UsageError
 from paceline.rollcall import called_by_all
 from paceline.tracing import CHECKPOINT, recorder
 from paceline.world import World
 
 Object = TypeVar("Object", bound=Stateful)
-_NAME = re.compile(r"[a-z0-9_]{1,64}")
-_RESERVED = ("state", RANK_ROLE, GENERATORS)
 
 
 class Checkpointer:
@@ -60,6 +57,9 @@ class Checkpointer:
             best stays, too, however old it is.
         best: whether the best number is the largest or the smallest.
         every: how often :meth:`step` saves: after so many steps, or so much time. By default it does not.
+        async_save: whether :meth:`save` returns once rank 0 has a copy of everything, which a thread then writes
+            while training goes on. Rank 0's host needs memory for that copy, and for what other ranks own. One save is
+            written at a time. What goes wrong is raised by the next :meth:`save`, :meth:`wait` or :meth:`close`.
 
     Raises:
         UsageError: on every rank, if `keep` is below 1, another argument is malformed, or the folder cannot be made
@@ -74,17 +74,19 @@ class Checkpointer:
         keep_best: str | None = None,
         best: Literal["max", "min"] = "max",
         every: int | timedelta | None = None,
+        async_save: bool = False,
     ) -> None:
         world = rank_consensus.here()
-        rank_consensus.agree(world, rank_consensus.error_of(_check_folder, folder))
+        rank_consensus.agree(world, rank_consensus.error_of(expect_path, folder))
         self._folder = Path(folder).absolute()
         self._keep = Keep(keep, keep_best, best)
         self._registered: dict[str, Registered] = {}
-        self._storage: Storage | None = None  # rank 0's
+        self._opened: RunFolder | None = None  # rank 0's
         self._closed = False
+        self._in_flight = False  # on all ranks alike: a save was started in the background, and not waited for
         self._schedule = Schedule(every)
-        rank_consensus.decide(world, self._open)
-        self._recovery = Recovery(world, self._folder, lambda: list(self._registered.values()), lambda: self._storage)
+        self._recovery = Recovery(world, self._folder, lambda: list(self._registered.values()), lambda: self._opened)
+        self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
         """Register `object`, to be saved and restored as `name`; return it.
@@ -103,18 +105,7 @@ class Checkpointer:
             UsageError: if the name is taken or malformed, or the object's state cannot be encoded; then the
                 message names the path to the value.
         """
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
-            raise UsageError(
-                f"{name!r} cannot be the name of a registered object; use lower-case letters, digits and "
-                f"underscores, and none of {', '.join(_RESERVED)}"
-            )
-        if name in self._registered:
-            raise UsageError(f"an object is registered as {name!r} already; give this one another name")
-        if not callable(getattr(object, "state_dict", None)) or not callable(getattr(object, "load_state_dict", None)):
-            raise UsageError(
-                f"the object to register as {name!r}, a {type(object).__qualname__}, does not have both "
-                "state_dict and load_state_dict; give it these methods"
-            )
+        expect_registrable(name, object, self._registered)
         entry = Registered.of(name, object, per_rank, self._registered)
         entry.capture(Encoder())
         self._registered[name] = entry
@@ -124,15 +115,12 @@ class Checkpointer:
     def step(self, metadata: Mapping[str, Any] | None = None) -> int:
         """Mark the end of a training step, at which everything registered is consistent; return the steps done.
 
-        Call it on all ranks as the last thing of a loop's turn that changes anything: after the optimizer and the
-        scheduler, before collectives of your own. It costs microseconds. A turn in which no registered optimizer has
-        stepped, because gradients accumulate or a GradScaler skipped it, belongs to the next step. The number counts on
-        from what :meth:`restore` returned.
+        Call it on all ranks, after the optimizer and the scheduler, before collectives of your own. A turn in which no
+        registered optimizer has stepped, because gradients accumulate, belongs to the next step.
 
-        Under Paceline's launcher, on one host and with parameters on the CPU, no step that ended here is lost when a
-        rank ends: the ranks that are left save the last one into memory, and the next start restores it. From the first
-        call on, optimizers wait in ``step()`` for all ranks to have their gradients. Elsewhere, inside ``join``, and if
-        all ranks end at once, a run goes on from the newest checkpoint on disk.
+        Under ``paceline run``, on one host and on the CPU, no step that ended here is lost when a rank ends: the others
+        save the last one into memory, and the next start restores it. For that, optimizers wait in ``step()`` until all
+        ranks have their gradients. Otherwise a run goes on from the newest checkpoint on disk.
 
         Args:
             metadata: as in :meth:`save`, if this step is saved.
@@ -141,8 +129,7 @@ class Checkpointer:
             CommunicationError: if a rank has ended.
             CheckpointError: as :meth:`save`, in a step that is saved.
         """
-        if self._closed:
-            self._world()
+        self._expect_open()
         boundary = self._recovery.boundary
         if boundary.mark() and self._schedule.is_due(boundary.step):
             self.save(boundary.step, metadata)
@@ -157,6 +144,8 @@ class Checkpointer:
     def save(self, step: int, metadata: Mapping[str, Any] | None = None, protect: bool = False) -> Path:
         """Save every registered object as the checkpoint of `step`; it is durable when this returns.
 
+        With ``async_save`` it is durable once :meth:`wait`, or the next :meth:`save`, has returned.
+
         If `step` is there already it is replaced: the old one goes only once the new one is complete. Then all but the
         newest ``keep`` up to `step`, the protected and the best one are deleted. The path is that on rank 0's host.
 
@@ -168,6 +157,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: on every rank, if it could not be written. Nothing is deleted, and it can be tried again.
+                With ``async_save``, also if the save before was not written; then this one was not begun.
             UsageError: if `step` is no whole number from 0 on, the ranks have registered different objects, a
                 registered wrapper is in the middle of an accumulation window, or what `keep_best` names is no number.
             DesyncError: if `step` differs between ranks.
@@ -177,22 +167,43 @@ class Checkpointer:
 
     def _save(self, step: int, metadata: Mapping[str, Any] | None, protect: bool) -> Path:
         world = self._world()
+        self._finish(world)
         captures, checked_notes = list[Capture](), list[Notes]()
 
         def capture_all() -> None:
             checked_notes.append(self._keep.note(notes.check(metadata, protect)))
-            self._capture(step, captures)
+            captures.extend(capture.of_all(step, self._registered.values()))
 
         rank_consensus.agree(world, rank_consensus.error_of(capture_all))
         size = capture.expect_equal(world, step, list(self._registered.values()), captures)
-        *shared, own_states = captures
         if world.rank != 0:
-            capture.hand_over(own_states)
-        return Path(
-            rank_consensus.decide(
-                world, lambda: str(self._write(world, step, shared, own_states, checked_notes[0], size))
-            )
-        )
+            capture.hand_over(captures[-1])
+
+        def write() -> str:
+            with parts(world, captures) as states:
+                return str(self._run_folder.writer.save(Save(step, world.size, size, checked_notes[0]), states))
+
+        path = rank_consensus.decide(world, write)
+        self._in_flight = self._async_save
+        return Path(path)
+
+    @called_by_all("Checkpointer.wait()")
+    def wait(self) -> None:
+        """Wait until the save in the background, if there is one, is durable.
+
+        Raises:
+            CheckpointError: on every rank, if it was not written; once.
+        """
+        self._finish(self._world())
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """The error of the save in the background, on rank 0, as soon as it has failed; elsewhere None.
+
+        Look after every step to hear of it at once. It needs no other rank, and the next :meth:`save`, :meth:`wait` or
+        :meth:`close` raises it on every rank all the same.
+        """
+        return None if self._opened is None else self._opened.writer.failure()
 
     @called_by_all("Checkpointer.latest()")
     def latest(self) -> Path | None:
@@ -201,19 +212,19 @@ class Checkpointer:
         Damaged ones are skipped, and rank 0 warns of each once, with the reason. The path is that on rank 0's
         host.
         """
-        answer = rank_consensus.decide(self._world(), lambda: _path_of(self._newest()))
+        answer = rank_consensus.decide(self._world(), lambda: self._run_folder.newest())
         return None if answer is None else Path(answer)
 
     @called_by_all("Checkpointer.steps()")
     def steps(self) -> list[int]:
         """Return the steps that have a folder, whole or damaged, in ascending order; also one rescued into memory."""
-        rescued = self._recovery.rescued_step
-        return list(rank_consensus.decide(self._world(), lambda: sorted({*self._store.steps(), *rescued()})))
+        return list(rank_consensus.decide(self._world(), lambda: self._run_folder.steps()))
 
     @called_by_all("Checkpointer.best()")
     def best(self) -> int | None:
         """Return the step of the checkpoint in which ``keep_best`` is best; None if none has it."""
-        return None if (found := rank_consensus.decide(self._world(), self._best)) is None else int(found)
+        found = rank_consensus.decide(self._world(), lambda: self._run_folder.best())
+        return None if found is None else int(found)
 
     @called_by_all("Checkpointer.metadata()")
     def metadata(self, step: int | None = None) -> dict[str, Any]:
@@ -222,7 +233,7 @@ class Checkpointer:
         Raises:
             NoCheckpoint: if there is no such checkpoint, or its metadata are damaged.
         """
-        node = rank_consensus.decide(self._world(), lambda: Encoder().encode(dict(self._metadata(step))))
+        node = rank_consensus.decide(self._world(), lambda: Encoder().encode(dict(self._run_folder.metadata(step))))
         return dict(codec.decode(node, {}))
 
     @called_by_all("Checkpointer.restore()")
@@ -255,13 +266,8 @@ class Checkpointer:
             UsageError: as an object's ``load_state_dict`` raises it.
         """
         world = self._world()
-        for rank, theirs in enumerate(rank_consensus.gather(world, step)):
-            if theirs != step:
-                raise DesyncError(
-                    f"rank {rank} restores step {theirs} but rank {world.rank} restores step {step}; choose the "
-                    "same step on every rank"
-                )
-        saved = Saved.open(world, lambda: self._rescued(step) or restoring.choose(self._store, step))
+        restoring.expect_same_step(world, step)
+        saved = Saved.open(world, lambda: self._run_folder.choose(step))
         entries = list(self._registered.values())
         rank_consensus.agree(world, rank_consensus.error_of(compare, entries, saved, world, allow_changed_settings))
         restoring.restore(world, saved, entries, allow_changed_settings)
@@ -269,12 +275,24 @@ class Checkpointer:
         return saved.step
 
     def close(self) -> None:
-        """Release the folder for other runs. Harmless when already closed."""
-        self._closed = True
-        self._recovery.close()
-        if self._storage is not None:
-            self._storage.close()
-            self._storage = None
+        """Release the folder for other runs, at the end of training. Harmless when already closed.
+
+        A save in the background is waited for, on all ranks; so call it on all of them then. While an exception is
+        handled, which other ranks may not have, only rank 0 waits, and warns if the save failed.
+
+        Raises:
+            CheckpointError: on every rank, if the save in the background was not written.
+        """
+        failing = sys.exc_info()[0] is not None
+        try:
+            if not self._closed and not failing:
+                self._finish(rank_consensus.here())
+        finally:
+            self._closed = True
+            self._recovery.close(failing)
+            if self._opened is not None:
+                self._opened.close()
+            self._opened = None
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -282,82 +300,25 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close()
 
-    def _newest(self) -> tuple[Path, Manifest] | None:
-        return self._rescued(None) or self._store.newest()
-
-    def _rescued(self, step: int | None) -> tuple[Path, Manifest] | None:
-        """Return, on rank 0, the checkpoint in memory if it is the newest, or that of `step`, which is not on disk."""
-        return self._recovery.rescued(step, self._store.steps())
-
-    def _best(self) -> int | None:
-        return self._keep.best(self._store.notes()) if self._keep.metric else None
-
-    def _metadata(self, step: int | None) -> Mapping[str, Any]:
-        if step is None:
-            step = restoring.choose(self._store, None)[1].step
-        return restoring.read_notes(self._store, step).metadata
+    def _finish(self, world: World) -> None:
+        """Wait on every rank for the save in the background, if there is one, and raise its error there."""
+        in_flight, self._in_flight = self._in_flight, False
+        if in_flight:
+            rank_consensus.decide(world, lambda: self._run_folder.writer.finish())
 
     @property
-    def _store(self) -> Storage:
-        assert self._storage is not None, "only rank 0 uses the folder"
-        return self._storage
+    def _run_folder(self) -> RunFolder:
+        assert self._opened is not None, "only rank 0 uses the folder"
+        return self._opened
 
-    def _open(self) -> None:
-        self._keep.check()
-        self._storage = Storage(self._folder)
+    def _open(self, async_save: bool) -> bool:
+        self._opened = RunFolder(self._folder, self._keep, async_save, self._recovery.memory)
+        return self._opened.writer.in_background
 
     def _world(self) -> World:
-        if self._closed:
-            raise UsageError(f"the Checkpointer of {self._folder} is closed; make a new one")
+        self._expect_open()
         return rank_consensus.here()
 
-    def _entries(self, per_rank: bool) -> list[Registered]:
-        return [entry for entry in self._registered.values() if entry.per_rank == per_rank]
-
-    def _capture(self, step: int, captures: list[Capture]) -> None:
-        """Append to `captures` each shared object's state, then this rank's own."""
-        if type(step) is not int or not 0 <= step < 10**18:
-            raise UsageError(f"step must be a whole number >= 0, not {step!r}")
-        for entry in self._registered.values():
-            entry.expect_whole(step)
-        try:
-            captures.extend(capture.shared(entry) for entry in self._entries(per_rank=False))
-            captures.append(capture.own([*self._entries(per_rank=True), capture.generators()]))
-        except Exception as error:
-            raise CheckpointError(f"step {step} was not saved: {error}") from error
-
-    def _write(
-        self, world: World, step: int, shared: list[Capture], own_states: Capture, checked_notes: Notes, size: int
-    ) -> Path:
-        """Write everything, `size` bytes, on rank 0, which fetches the other ranks' states one after another."""
-        waiting = list(range(1, world.size))
-        try:
-            with Draft(self._store, step, world.size, size) as draft:
-                for each in shared:
-                    draft.add_shared(each)
-                draft.add_own(0, own_states)
-                while waiting:
-                    rank = waiting.pop(0)
-                    draft.add_own(rank, capture.fetch(rank))
-                draft.add_notes(checked_notes)
-                path = draft.commit()
-        except (OSError, ValueError, MemoryError) as error:
-            why = reason(error) if isinstance(error, OSError) else str(error) or type(error).__name__
-            raise CheckpointError(
-                f"rank 0 could not save step {step} to {self._store.path(step)}: {why}; the checkpoints "
-                "before it are intact, remove the cause and save again"
-            ) from error
-        finally:
-            for rank in waiting:
-                capture.dismiss(rank)
-        self._store.prune(step, self._keep)
-        return path
-
-
-def _check_folder(folder: Any) -> None:
-    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-        raise UsageError(f"the checkpoint folder must be a path that is not empty, not {folder!r}; name a folder")
-
-
-def _path_of(found: tuple[Path, Manifest] | None) -> str | None:
-    return None if found is None else str(found[0])
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"the Checkpointer of {self._folder} is closed; make a new one")

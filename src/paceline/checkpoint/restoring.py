@@ -23,7 +23,7 @@ from paceline.checkpoint.saved import Saved
 from paceline.checkpoint.storage import Storage, step_name
 from paceline.checkpoint.tensorfile import stored
 from paceline.checkpoint.verify import Damaged, read_whole
-from paceline.errors import CheckpointWarning, NoCheckpoint
+from paceline.errors import CheckpointWarning, DesyncError, NoCheckpoint
 from paceline.world import World
 
 Result = TypeVar("Result")
@@ -49,6 +49,20 @@ def choose(store: Storage, step: int | None) -> tuple[Path, Manifest]:
     raise NoCheckpoint(
         f"there is no checkpoint in {store.folder} to resume from; check the path, or start without resuming"
     )
+
+
+def expect_same_step(world: World, step: int | None) -> None:
+    """Compare what the ranks are about to restore.
+
+    Raises:
+        DesyncError: if it differs.
+    """
+    for rank, theirs in enumerate(rank_consensus.gather(world, step)):
+        if theirs != step:
+            raise DesyncError(
+                f"rank {rank} restores step {theirs} but rank {world.rank} restores step {step}; choose the "
+                "same step on every rank"
+            )
 
 
 def _choose_step(store: Storage, step: int) -> tuple[Path, Manifest]:

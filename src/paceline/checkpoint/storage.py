@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
@@ -95,6 +96,8 @@ class Storage:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.settled = threading.RLock()
+        """Held while names change, and by readers: what they see is durable, and stays until they let go."""
         self._named: set[int] = set()  # damaged steps that were warned of
         try:
             _make(folder)
@@ -154,8 +157,12 @@ class Storage:
         Raises:
             OSError: if that fails; then the earlier checkpoint of `step` is where it was.
         """
-        final, replaced = self.path(step), self.folder / f".replaced-{step_name(step)}"
         sync_folder(draft)
+        with self.settled:
+            return self._rename(draft, step)
+
+    def _rename(self, draft: Path, step: int) -> Path:
+        final, replaced = self.path(step), self.folder / f".replaced-{step_name(step)}"
         self._named.discard(step)
         again = final.exists()
         if again:
@@ -184,7 +191,7 @@ class Storage:
 
     def prune(self, step: int, keep: Keep) -> None:
         """Delete the checkpoints that need not stay now that `step` was saved. Failures are retried the next time."""
-        with suppress(OSError, CheckpointError):
+        with self.settled, suppress(OSError, CheckpointError):
             found = self.notes()
             for doomed in keep.doomed(sorted(found), step, found):
                 self._delete(self.path(doomed), doomed)

@@ -78,7 +78,11 @@ class Draft:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         if kind is not None:
-            self._storage.abandon(self._folder)
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Remove what was written, as far as that is possible."""
+        self._storage.abandon(self._folder)
 
 
 def _paceline_version() -> str:

@@ -43,6 +43,7 @@ class TrainingOptions(ProgramConfig):
     )
     checkpoint_dir: str | None = option(None, "Where checkpoints go.", "DIR")
     checkpoint_every: int | None = option(None, "Steps between two checkpoints.")
+    async_save: bool = option(False, "Write them in the background, from a copy in rank 0's memory.")
     resume: bool = option(False, "Go on from the newest checkpoint.")
     allow_changed_settings: bool = option(False, "Resume although settings differ: this run's are taken over.")
     metrics: str | None = option(None, "Write loss, learning rate and metrics there, as JSON lines.", "FILE")
@@ -115,6 +116,8 @@ class TrainingOptions(ProgramConfig):
             raise UsageError("--allow-changed-settings is about a checkpoint's settings and needs --resume")
         if self.checkpoint_dir is None and self.checkpoint_every is not None:
             raise UsageError("--checkpoint-every needs --checkpoint-dir, the folder to write to")
+        if self.checkpoint_dir is None and self.async_save:
+            raise UsageError("--async-save needs --checkpoint-dir, the folder to write to")
         if self.checkpoint_every is not None and self.checkpoint_every < 1:
             raise UsageError(f"--checkpoint-every must be at least 1, not {self.checkpoint_every}")
 
@@ -135,8 +138,8 @@ class TrainingOptions(ProgramConfig):
     def train_config(self) -> TrainConfig:
         """Return the Trainer's settings."""
         same: tuple[str, ...] = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps")
-        same += ("decay", "decay_steps", "decay_to", "clip_norm", "checkpoint_dir", "checkpoint_every", "resume")
-        same += ("allow_changed_settings", "log_every")
+        same += ("decay", "decay_steps", "decay_to", "clip_norm", "checkpoint_dir", "checkpoint_every", "async_save")
+        same += ("resume", "allow_changed_settings", "log_every")
         settings: dict[str, Any] = {name: getattr(self, name) for name in same}
         return TrainConfig(
             **settings, metrics_file=self.metrics, tensorboard_dir=self.tensorboard, wandb_project=self.wandb

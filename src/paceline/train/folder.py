@@ -52,7 +52,7 @@ def open_folder(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str
     assert config.checkpoint_dir is not None
     if config.resume and not is_restart():
         rank_consensus.decide(rank_consensus.here(), lambda: _expect_folder(config.checkpoint_dir))
-    checkpointer = Checkpointer(config.checkpoint_dir, config.keep)
+    checkpointer = Checkpointer(config.checkpoint_dir, config.keep, async_save=config.async_save)
     try:
         if (steps := checkpointer.steps()) and not (config.resume or is_restart()):
             raise UsageError(
@@ -67,6 +67,19 @@ def open_folder(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str
         checkpointer.close()
         raise
     return checkpointer
+
+
+def go_on(checkpointer: Checkpointer, config: TrainConfig) -> int | None:
+    """Restore the newest checkpoint if the config says so, or the launcher has started the ranks again after a failure.
+
+    Returns:
+        its step; None for a fresh start, also after a failure before there was one.
+    """
+    step = None
+    if checkpointer.steps() if is_restart() else config.resume:
+        step = checkpointer.restore(allow_changed_settings=config.allow_changed_settings)
+    checkpointer.step()  # before the first optimizer step: from here on none is lost
+    return step
 
 
 def _expect_folder(folder: Any) -> None:

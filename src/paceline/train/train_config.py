@@ -47,6 +47,8 @@ class TrainConfig:
     """Folder of checkpoints; None to keep none."""
     checkpoint_every: int | None = None
     """Steps between two checkpoints; None to write one at the end of every epoch."""
+    async_save: bool = False
+    """Write checkpoints in the background, from a copy in rank 0's memory, while training goes on."""
     keep: int = 3
     """Number of checkpoints that stay."""
     resume: bool = False
@@ -73,7 +75,7 @@ class TrainConfig:
         for name in ("base_batch_size", "checkpoint_every", "decay_steps"):
             if (value := getattr(self, name)) is not None:
                 self._take(name, _whole_number(name, value, 1))
-        for name in ("resume", "show_progress", "allow_changed_settings"):
+        for name in ("resume", "show_progress", "async_save", "allow_changed_settings"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")
         for name in ("checkpoint_dir", "metrics_file", "tensorboard_dir"):
@@ -91,7 +93,7 @@ class TrainConfig:
             raise UsageError(f"decay_steps is for decay='wsd'; with decay={self.decay!r} leave it out")
         if self.wandb_project is not None and not (isinstance(self.wandb_project, str) and self.wandb_project):
             raise UsageError(f"wandb_project must be a project's name, not {self.wandb_project!r}")
-        for name in ("resume", "checkpoint_every"):
+        for name in ("resume", "checkpoint_every", "async_save"):
             if self.checkpoint_dir is None and getattr(self, name):
                 raise UsageError(f"{name} needs checkpoint_dir, the folder of the checkpoints")
         if self.allow_changed_settings and not self.resume:

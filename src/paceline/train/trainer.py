@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
@@ -16,14 +15,22 @@ from paceline import rank_consensus
 from paceline.checkpoint import Checkpointer
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
-from paceline.errors import CheckpointError, CheckpointWarning, UsageError
+from paceline.errors import UsageError
 from paceline.train.agreement import expect_same_data
 from paceline.train.averages import LossAverage
 from paceline.train.evaluation import Evaluation, evaluate, expect_evaluation
-from paceline.train.folder import is_restart, open_folder, open_memory
+from paceline.train.folder import go_on, open_folder, open_memory
 from paceline.train.identity import DataIdentity, Settings
 from paceline.train.interrupts import Interrupts
-from paceline.train.learning_rate import expect_unscheduled, lengths_of, own_schedule, scaled_lr, settings_of, steps_of
+from paceline.train.learning_rate import (
+    expect_length,
+    expect_unscheduled,
+    lengths_of,
+    own_schedule,
+    scaled_lr,
+    settings_of,
+    steps_of,
+)
 from paceline.train.loggers import Loggers, MetricsLogger, open_loggers
 from paceline.train.reporting import ProgressDisplay
 from paceline.train.requirements import (
@@ -38,6 +45,7 @@ from paceline.train.requirements import (
     summed_loss,
 )
 from paceline.train.result import Result
+from paceline.train.saves import Saves
 from paceline.train.train_config import TrainConfig
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
@@ -102,6 +110,9 @@ class Trainer:
         model.watch(loader.progress)
         model.check_finite = model.check_finite or config.check_finite
         self._checkpointer = self._open_checkpoints()
+        self._saves = None
+        if self._checkpointer is not None and config.checkpoint_dir:
+            self._saves = Saves(self._checkpointer, self.result.failed_saves)
 
     def _schedule(self) -> LRScheduler:
         config, optimizer = self.config, self.optimizer
@@ -150,22 +161,21 @@ class Trainer:
         if self._checkpointer is not None and not self._resumed:
             self._resume(self._checkpointer)
         self._train_and_log()
+        if self._saves is not None and not self._closed:
+            self._saves.finish()
         self.close()
         return self.result
 
     def _resume(self, checkpointer: Checkpointer) -> None:
-        """Go on from the newest checkpoint, if the config says so, or the launcher has started this rank again."""
         try:
-            if (self.config.resume and not is_restart()) or (is_restart() and checkpointer.steps()):
-                step = checkpointer.restore(allow_changed_settings=self.config.allow_changed_settings)
-                self.result.steps = self.result.resumed_from_step = step
-                self._lr = self._average.lr
-            checkpointer.step()  # before the first optimizer step: from here on none is lost
+            step = go_on(checkpointer, self.config)
         except BaseException:
             self.close()
             raise
-        self._resumed = True
-        self.result.history = checkpointer.history
+        if step is not None:
+            self.result.steps = self.result.resumed_from_step = step
+            self._lr = self._average.lr
+        self._resumed, self.result.history = True, checkpointer.history
 
     def close(self) -> None:
         """Release the checkpoint folder; :meth:`fit` trains no more. Harmless when already closed."""
@@ -194,7 +204,7 @@ class Trainer:
                 self._end_epoch(log, display)
             if self._sampler.epoch >= self.config.epochs:
                 break
-            self._expect_length()
+            expect_length(self._lengths, self._sampler.epoch, self._sampler.length)
             self._train_epoch(log, display)
         if self.evaluation is not None and not self.result.metrics:
             self.result.metrics = evaluate(self.model, self.evaluation)
@@ -212,16 +222,6 @@ class Trainer:
         values = {"loss": self._average.epoch(), "lr": self._lr}
         display.epoch_ended(self._sampler.epoch, self.config.epochs, values | self.result.metrics)
         self._sampler.finish()
-
-    def _expect_length(self) -> None:
-        """Refuse an epoch of another length than the schedule was made for."""
-        epoch, now = self._sampler.epoch, self._sampler.length
-        if self._lengths is not None and now != self._lengths[epoch]:
-            raise UsageError(
-                f"the order of epoch {epoch} has {now} batches now but had {self._lengths[epoch]} when the Trainer "
-                "asked how long the learning rate may fall; let order depend on the epoch alone, or give a "
-                "scheduler in place of decay"
-            )
 
     def _train_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
         """Take the remaining steps of the epoch, which stays the current one until :meth:`_end_epoch`."""
@@ -306,8 +306,9 @@ class Trainer:
         return (open_folder if self.config.checkpoint_dir else open_memory)(self.config, shared, own)
 
     def _save_if_due(self) -> None:
-        if self._checkpointer is None or not self.config.checkpoint_dir:
+        if self._saves is None:
             return
+        self._saves.look()
         every = self.config.checkpoint_every
         at_end = self.loader.at_last and (every is None or self._is_last_step)
         if at_end or (every is not None and self.result.steps % every == 0):
@@ -319,15 +320,5 @@ class Trainer:
         return self.loader.at_last and self._sampler.epoch == self.config.epochs - 1
 
     def _save(self) -> None:
-        """Save, or warn on every rank that it failed: the training is worth more than the checkpoint."""
-        assert self._checkpointer is not None
-        try:
-            self._checkpointer.save(step := self.result.steps)
-        except CheckpointError as error:
-            self.result.failed_saves.append(step)
-            goes_on = (
-                "training has ended with it"
-                if self._is_last_step
-                else "training goes on, and the next save tries again"
-            )
-            warnings.warn(f"{error}; {goes_on}", CheckpointWarning, stacklevel=2)
+        assert self._saves is not None
+        self._saves.save(self.result.steps, self._is_last_step)

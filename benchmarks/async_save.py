@@ -1,0 +1,116 @@
+"""The time that saving takes from the loop: a save that waits, and one in the background, of a model with AdamW.
+
+Both save the same states in turns, between steps that compute for `--step` seconds on one thread. The loop's cost of a
+save is what the turns with it take longer than the turns without, which counts what the writer's thread takes from the
+training thread, too. ::
+
+    python benchmarks/async_save.py --parameters 100_000_000 --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import Checkpointer
+
+
+def states(parameters: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model of about so many parameters, and AdamW after its first step."""
+    width = 1024
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(max(1, parameters // width**2))))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def compute(seconds: float, size: int = 256) -> int:
+    """Multiply matrices for so long; return how many, each with a little Python around it."""
+    matrix, count, end = torch.rand(size, size), 0, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        matrix @ matrix
+        count += 1
+    return count
+
+
+def multiply(count: int, size: int = 256) -> None:
+    """Do so many of :func:`compute`'s multiplications."""
+    matrix = torch.rand(size, size)
+    for _ in range(count):
+        matrix @ matrix
+
+
+def turn(checkpointer: Checkpointer | None, step: int, count: int) -> tuple[float, float]:
+    """Save, compute, and wait for the save; return how long save() held the loop, and all up to the wait."""
+    start = time.perf_counter()
+    if checkpointer is not None:
+        checkpointer.save(step)
+    held = time.perf_counter() - start
+    multiply(count)
+    total = time.perf_counter() - start
+    if checkpointer is not None:
+        checkpointer.wait()
+    return held, total
+
+
+def main() -> None:
+    """Print medians as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=100_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--step", type=float, default=10.0, help="seconds of computing after a save")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--folder", default=None, help="on the disk to write to")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model, optimizer = states(options.parameters)
+    count = compute(options.step)
+    found: dict[str, list[tuple[float, float]]] = {"none": [], "waits": [], "background": []}
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        checkpointers = {
+            "none": None,
+            "waits": Checkpointer(f"{folder}/waits", keep=1),
+            "background": Checkpointer(f"{folder}/background", keep=1, async_save=True),
+        }
+        for checkpointer in checkpointers.values():
+            if checkpointer is not None:
+                checkpointer.register("model", model)
+                checkpointer.register("optimizer", optimizer)
+        for round in range(options.rounds + 1):
+            for name, checkpointer in checkpointers.items():
+                seconds = turn(checkpointer, round, count)
+                if round:  # the first one touches new memory
+                    found[name].append(seconds)
+        for checkpointer in checkpointers.values():
+            if checkpointer is not None:
+                checkpointer.close()
+    held = {name: statistics.median(held for held, _ in each) for name, each in found.items()}
+    total = {name: statistics.median(total for _, total in each) for name, each in found.items()}
+    loop: dict[str, Any] = {name: total[name] - total["none"] for name in ("waits", "background")}
+    print(
+        json.dumps(
+            {
+                "parameters": sum(each.numel() for each in model.parameters()),
+                "threads": options.threads,
+                "save_s": held,
+                "loop_s": loop,
+                "save_share": held["background"] / held["waits"],
+                "loop_share": loop["background"] / loop["waits"],
+            },
+            indent=1,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

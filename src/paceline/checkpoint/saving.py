@@ -1,0 +1,114 @@
+"""Rank 0's part of a save: collects the captures of all ranks, and writes them before it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.checkpoint import capture
+from paceline.checkpoint.capture import Capture
+from paceline.checkpoint.notes import Keep, Notes
+from paceline.checkpoint.storage import Storage, reason
+from paceline.checkpoint.writer import Draft
+from paceline.errors import CheckpointError
+from paceline.world import World
+
+Part = tuple[int | None, Capture]
+"""A rank and the states of its own, or None and an object that all ranks share."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save of `step` by `world_size` ranks, whose tensors take `size` bytes, with the user's `notes`."""
+
+    step: int
+    world_size: int
+    size: int
+    notes: Notes
+
+
+@contextmanager
+def parts(world: World, captures: Sequence[Capture]) -> Iterator[Iterator[Part]]:
+    """Yield rank 0's `captures`, of which the last is its own, then those that the other ranks hand over, one by one.
+
+    The ranks whose turn did not come by the end of the block, because it raised, are told that theirs is not needed.
+    """
+    *shared, own_states = captures
+    waiting = list(range(1, world.size))
+
+    def each() -> Iterator[Part]:
+        for states in shared:
+            yield None, states
+        yield 0, own_states
+        while waiting:
+            rank = waiting.pop(0)
+            yield rank, capture.fetch(rank)
+
+    try:
+        yield each()
+    finally:
+        for rank in waiting:
+            capture.dismiss(rank)
+
+
+class Writer:
+    """Writes a save while the caller waits: it is durable when :meth:`save` returns."""
+
+    in_background = False
+
+    def __init__(self, store: Storage, keep: Keep) -> None:
+        self._store = store
+        self._keep = keep
+
+    def save(self, order: Save, states: Iterable[Part]) -> Path:
+        """Write `states` as the checkpoint that `order` describes, then delete what need not stay.
+
+        Raises:
+            CheckpointError: if it cannot be written; nothing is deleted then.
+        """
+        with self._explained(order.step):
+            return self._write(order, self._draft(order), states)
+
+    def failure(self) -> CheckpointError | None:
+        """Return the error of a save that :meth:`finish` has not raised yet; None if there is none."""
+        return None
+
+    def join(self) -> None:
+        """Wait until nothing is being written."""
+
+    def finish(self) -> None:
+        """Wait until nothing is being written, and raise the error of a save that failed since it was last raised."""
+
+    def close(self) -> None:
+        """Wait until nothing is being written, and give the memory back."""
+
+    def _draft(self, order: Save) -> Draft:
+        return Draft(self._store, order.step, order.world_size, order.size)
+
+    def _write(self, order: Save, draft: Draft, states: Iterable[Part]) -> Path:
+        with draft:
+            for rank, part in states:
+                if rank is None:
+                    draft.add_shared(part)
+                else:
+                    draft.add_own(rank, part)
+            draft.add_notes(order.notes)
+            path = draft.commit()
+        self._store.prune(order.step, self._keep)
+        return path
+
+    @contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, MemoryError) as error:
+            raise self._unsaved(step, error) from error
+
+    def _unsaved(self, step: int, error: BaseException) -> CheckpointError:
+        why = reason(error) if isinstance(error, OSError) else str(error) or type(error).__name__
+        return CheckpointError(
+            f"rank 0 could not save step {step} to {self._store.path(step)}: {why}; the checkpoints before it are "
+            "intact, remove the cause and save again"
+        )
