@@ -22,18 +22,16 @@ from paceline.profiler.device_times import DeviceTimes
 from paceline.profiler.noise_scale import squared_norms
 from paceline.profiler.operators import OperatorTrace
 from paceline.profiler.rank_file import KILLED, open_file, remove_ranks, trace_of, write_head, write_state, write_steps
-from paceline.profiler.steps import DETAILED, KEPT, MEASURED, MOST, TRACED, WARM_UP, Step, cut, kind_of
+from paceline.profiler.steps import DETAILED, FLUSH_S, KEPT, MEASURED, MOST, TRACED, WARM_UP, Step, cut, kind_of
 from paceline.profiler.torch_spans import torch_spans
 from paceline.torch_internals.compile import class_never_compiled
 from paceline.torch_internals.profiler import before_profiling
 from paceline.tracing import BUCKET_WAIT, WAIT, Recorder, recorder
 
-FLUSH_S, FLUSH_SPANS = 5.0, 100_000
-"""Seconds, and spans, after which steps are cut and written, all in one go: in every step that costs three times as
-much, as nothing of it is in the processor's caches."""
+FLUSH_SPANS = 100_000
+"""After which steps are cut and written before :data:`FLUSH_S`."""
 NORMS_EVERY, NORMS_SEEN = (4, 16), 48
-"""Steps from one that takes norms of gradients to the next, before and after as many steps: norms cost two passes over
-the gradients."""
+"""Steps from one that takes norms of gradients, which cost two passes over these, to the next; first and later on."""
 CROWD = 50_000
 """Spans of one step that are kept: a step that has more is left out of the figures, as memory is bounded."""
 
@@ -47,6 +45,7 @@ class Session:
         steps: how many steps to measure; None for all.
         operators: whether torch's profiler looks at a few steps, too.
         on_enough: called when `steps` steps were measured.
+        title: of the program; its command line by default.
 
     Raises:
         UsageError: if the folder cannot be written to.
@@ -59,13 +58,14 @@ class Session:
         *,
         operators: bool = True,
         on_enough: Callable[[], None] = lambda: None,
+        title: str = "",
         recorder: Recorder = recorder,
     ) -> None:
         if recorder.on:
             raise UsageError("a profile is being recorded already; end it before the next one begins")
         folder = folder.absolute()  # as the program may change its own
         self._wanted, self._on_enough, self._recorder = steps, on_enough, recorder
-        self._record = describe_rank()
+        self._record = describe_rank(title)
         self._file = open_file(folder, self._record.rank)
         if self._record.rank == 0:
             remove_ranks(folder, self._record.size)
@@ -77,7 +77,6 @@ class Session:
         self._unwritten: list[Step] = []
         """Not yet cut into parts, either."""
         self._unwritten_spans = 0
-        """In these steps."""
         self._flushed = time.perf_counter()
         self._number = self._measured = 0
         """Steps so far, and those of them that were measured."""

@@ -31,6 +31,8 @@ WARM_UP, DETAILED, TRACED = 3, 5, 3
 """Steps at the beginning: not measured; with marks of every gradient; under torch's profiler, and not measured."""
 KEPT = 100
 """Measured steps of which single spans are kept."""
+FLUSH_S = 5.0
+"""Seconds of steps that are cut and written in one go: one by one costs three times as much."""
 MEASURED = ("detailed", "plain")
 """Kinds of steps that count in figures."""
 MOST = 10_000
@@ -98,7 +100,7 @@ class Step:
 
 
 def kind_of(number: int, traced: int) -> str:
-    """Return the kind of step `number`, if `traced` steps are under torch's profiler; the one after pays for its end."""
+    """Return the kind of step `number` if `traced` ones are under torch's profiler; the one after pays for its end."""
     if number > WARM_UP + DETAILED + TRACED:
         return "plain"
     ends = [WARM_UP, WARM_UP + DETAILED, WARM_UP + DETAILED + traced]
