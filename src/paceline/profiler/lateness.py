@@ -48,7 +48,7 @@ def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: 
         for stretch in stretches
     )
     ways = sum(math.comb(len(stretches), count) for count in range(late, len(stretches) + 1))
-    return ways <= CHANCE * 2 ** len(stretches)
+    return ways <= CHANCE * 2.0 ** len(stretches)
 
 
 def _without(row: Sequence[float], rank: int) -> list[float]:
