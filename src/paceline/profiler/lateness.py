@@ -10,15 +10,16 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-BLOCK_S, BLOCK_STEPS = 1.0, 5
-"""The shortest stretch, in seconds and in steps, that is a witness of its own."""
+STRETCH_S, STRETCHES = 1.0, 13
+"""Seconds of the shortest stretch of steps that is a witness of its own, and how many there are at most: in a long
+profile they are longer, as is some of the other work."""
 STEADY, STEADY_SHARE = 1.4, 0.9
 """How many times as long as the others a rank takes that is late beyond doubt, and the share of its steps that shows
 it. Load on the host makes clean ranks so late, but lets more than one step in ten through."""
 LATE = 1.075
 """How many times as long as the others a rank takes in a stretch in which it counts as late."""
-CHANCE = 0.001
-"""The probability that as many stretches are late if late and early ones are alike: 10 of 10, or 16 of 18."""
+CHANCE = 0.002
+"""The probability that as many stretches are late if late and early ones are alike: 9 of 9, or 12 of 13."""
 
 
 def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: int) -> bool:
@@ -58,9 +59,10 @@ def _without(row: Sequence[float], rank: int) -> list[float]:
 def _stretches(lengths: Sequence[float]) -> list[slice]:
     """Return the steps of each stretch; what is left at the end is too short for one."""
     found, first, seconds = [], 0, 0.0
+    least = max(STRETCH_S, math.fsum(lengths) / (STRETCHES + 1))
     for index, length in enumerate(lengths):
         seconds += length
-        if seconds >= BLOCK_S and index + 1 - first >= BLOCK_STEPS:
+        if seconds >= least:
             found.append(slice(first, index + 1))
             first, seconds = index + 1, 0.0
     return found
