@@ -18,8 +18,8 @@ STEADY, STEADY_SHARE = 1.4, 0.9
 it. Load on the host makes clean ranks so late, but lets more than one step in ten through."""
 LATE = 1.075
 """How many times as long as the others a rank takes in a stretch in which it counts as late."""
-CHANCE = 0.002
-"""The probability that as many stretches are late if late and early ones are alike: 9 of 9, or 12 of 13."""
+CHANCE = 0.004
+"""The probability that as many stretches are late if late and early ones are alike: 8 of 8, or 12 of 13."""
 
 
 def is_lasting(busy: Sequence[Sequence[float]], lengths: Sequence[float], rank: int) -> bool:
