@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -130,7 +131,7 @@ def start_recipe(
     config = config_class(recipe)(**options)
     config.check()
     program = ["paceline.recipes", recipe]
-    settings = None if profile is None else ProfileSettings(profile)
+    settings = None if profile is None else ProfileSettings(profile, title=command_line(recipe, config))
     if settings is not None:
         settings.check()
         program = rank_program(settings, ["-m", *program])
@@ -141,6 +142,17 @@ def start_recipe(
     if code == INTERRUPTED and folder:
         say(f"the checkpoints in {folder} are kept; to continue, give the same command with --resume")
     return code
+
+
+def command_line(recipe: str, config: Any) -> str:
+    """Return the command that trains `recipe` so, without the options that have their default."""
+    words = ["paceline", "train", recipe]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            flag = f"--{field.name.replace('_', '-')}"
+            words += [flag] if value is True else [flag, str(value)]
+    return shlex.join(words)
 
 
 def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files: bool = False) -> Any:

@@ -27,7 +27,7 @@ RESTARTS = "PACELINE_RESTARTS"
 SOURCES = (None, "memory", "disk")
 """Where a run goes on from; a record holds the index. None is the beginning."""
 _SIZE = 4096
-_MAGIC, _PID, _SOURCE, _RESTORED, _REDONE, _PREPARED, _COMPLETED, _ALONE, _WISHES = range(9)
+_MAGIC, _PID, _SOURCE, _RESTORED, _REDONE, _PREPARED, _COMPLETED, _ALONE, _ENDED, _WISHES = range(10)
 _NONE = -1
 
 
@@ -91,6 +91,15 @@ class StepRecord:
     def is_alone(self) -> bool:
         """Whether the rank has let its optimizer step without waiting for the others."""
         return bool(self._values[_ALONE])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the rank has come to the end of its training, and closed its Checkpointer."""
+        return bool(self._values[_ENDED])
+
+    def end(self) -> None:
+        """Note that the training is over."""
+        self._values[_ENDED] = 1
 
     def restore(self, step: int, source: str | None, redone: int) -> None:
         """Note that the rank goes on from `step`."""

@@ -108,6 +108,10 @@ class Boundary:
             if not entry.per_rank:
                 yield thaw_object(entry, self._frozen[entry.name])
 
+    def retire(self) -> None:
+        """Let optimizers step without waiting, after which :meth:`states` can tell nothing."""
+        self._is_armed = False
+
     def close(self) -> None:
         """Let optimizers step without being noticed."""
         for handle in self._hooks.values():

@@ -19,12 +19,10 @@ from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.notes import Keep
 from paceline.checkpoint.recovery import History, Recovery
 from paceline.checkpoint.registered import Registered, Stateful
-from paceline.checkpoint.registering import expect_registrable
-from paceline.checkpoint.run_folder import RunFolder
-from paceline.checkpoint.saved import Saved, compare
+from paceline.checkpoint.run_folder import RunFolder, expect_path
+from paceline.checkpoint.saved import Saved, compare, expect_registrable
 from paceline.checkpoint.saving import Save, collect, parts
 from paceline.checkpoint.schedule import Schedule
-from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError, UsageError
 from paceline.rollcall import called_by_all
 from paceline.torch_internals.dtensor import local_of
@@ -79,7 +77,7 @@ class Checkpointer:
         async_save: bool = False,
     ) -> None:
         world = rank_consensus.here()
-        rank_consensus.agree(world, rank_consensus.error_of(_check_folder, folder))
+        rank_consensus.agree(world, rank_consensus.error_of(expect_path, folder))
         self._folder = Path(folder).absolute()
         self._keep = Keep(keep, keep_best, best)
         self._registered: dict[str, Registered] = {}
@@ -87,10 +85,8 @@ class Checkpointer:
         self._closed = False
         self._in_flight = False  # on all ranks alike: a save was started in the background, and not waited for
         self._schedule = Schedule(every)
+        self._recovery = Recovery(world, self._folder, lambda: list(self._registered.values()), lambda: self._opened)
         self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
-        self._recovery = Recovery(world, self._folder, lambda: list(self._registered.values()), self._storage_at_rest)
-        if world.rank == 0:
-            self._run_folder.recovery = self._recovery
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
         """Register `object`, to be saved and restored as `name`; return it.
@@ -121,15 +117,12 @@ class Checkpointer:
     def step(self, metadata: Mapping[str, Any] | None = None) -> int:
         """Mark the end of a training step, at which everything registered is consistent; return the steps done.
 
-        Call it on all ranks as the last thing of a loop's turn that changes anything: after the optimizer and the
-        scheduler, before collectives of your own. It costs microseconds. A turn in which no registered optimizer has
-        stepped, because gradients accumulate or a GradScaler skipped it, belongs to the next step. The number counts on
-        from what :meth:`restore` returned.
+        Call it on all ranks, after the optimizer and the scheduler, before collectives of your own. A turn in which no
+        registered optimizer has stepped, because gradients accumulate, belongs to the next step.
 
-        Under Paceline's launcher, on one host and with parameters on the CPU, no step that ended here is lost when a
-        rank ends: the ranks that are left save the last one into memory, and the next start restores it. From the first
-        call on, optimizers wait in ``step()`` for all ranks to have their gradients. Elsewhere, inside ``join``, and if
-        all ranks end at once, a run goes on from the newest checkpoint on disk.
+        Under ``paceline run``, on one host and on the CPU, no step that ended here is lost when a rank ends: the others
+        save the last one into memory, and the next start restores it. For that, optimizers wait in ``step()`` until all
+        ranks have their gradients. Otherwise a run goes on from the newest checkpoint on disk.
 
         Args:
             metadata: as in :meth:`save`, if this step is saved.
@@ -138,8 +131,7 @@ class Checkpointer:
             CommunicationError: if a rank has ended.
             CheckpointError: as :meth:`save`, in a step that is saved.
         """
-        if self._closed:
-            self._world()
+        self._expect_open()
         boundary = self._recovery.boundary
         if boundary.mark() and self._schedule.is_due(boundary.step):
             self.save(boundary.step, metadata)
@@ -283,7 +275,7 @@ class Checkpointer:
         return saved.step
 
     def close(self) -> None:
-        """Release the folder for other runs. Harmless when already closed.
+        """Release the folder for other runs, at the end of training. Harmless when already closed.
 
         A save in the background is waited for, on all ranks; so call it on all of them then. While an exception is
         handled, which other ranks may not have, only rank 0 waits, and warns if the save failed.
@@ -291,12 +283,13 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if the save in the background was not written.
         """
+        failing = sys.exc_info()[0] is not None
         try:
-            if not self._closed and sys.exc_info()[0] is None:
+            if not self._closed and not failing:
                 self._finish(rank_consensus.here())
         finally:
             self._closed = True
-            self._recovery.close()
+            self._recovery.close(failing)
             if self._opened is not None:
                 self._opened.close()
             self._opened = None
@@ -318,23 +311,14 @@ class Checkpointer:
         assert self._opened is not None, "only rank 0 uses the folder"
         return self._opened
 
-    def _storage_at_rest(self) -> Storage | None:
-        """Return rank 0's opened folder, in which nothing is being written."""
-        if self._opened is None:
-            return None
-        self._opened.writer.join()
-        return self._opened.storage
-
     def _open(self, async_save: bool) -> bool:
-        self._opened = RunFolder(self._folder, self._keep, async_save)
+        self._opened = RunFolder(self._folder, self._keep, async_save, self._recovery.memory)
         return self._opened.writer.in_background
 
     def _world(self) -> World:
-        if self._closed:
-            raise UsageError(f"the Checkpointer of {self._folder} is closed; make a new one")
+        self._expect_open()
         return rank_consensus.here()
 
-
-def _check_folder(folder: Any) -> None:
-    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-        raise UsageError(f"the checkpoint folder must be a path that is not empty, not {folder!r}; name a folder")
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"the Checkpointer of {self._folder} is closed; make a new one")

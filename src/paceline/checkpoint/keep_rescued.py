@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from paceline.checkpoint import storage
-from paceline.checkpoint.rescue import DESTINATION, newest_rescued
+from paceline.checkpoint.rescue import DESTINATION
+from paceline.checkpoint.run_folder import newest_rescued
 from paceline.checkpoint.storage import Storage, reason
 from paceline.errors import UsageError
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint.boundary import Boundary
 from paceline.checkpoint.gate import Gate
-from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.registered import Registered
-from paceline.checkpoint.rescue import Rescue, newest_rescued, rescued_folder
-from paceline.checkpoint.storage import Storage, steps_in
+from paceline.checkpoint.rescue import Rescue, rescued_folder
+from paceline.checkpoint.run_folder import RunFolder
 from paceline.last_words import at_failure
 from paceline.step_records import BEFORE, STEPS, job_folder, key_of, records_in
 from paceline.world import TIMEOUT, World
@@ -40,7 +39,7 @@ class Recovery:
         world: this rank's.
         folder: the checkpoint folder.
         entries: gives the registered objects.
-        own_storage: gives the opened checkpoint folder, on rank 0.
+        run_folder: gives the opened checkpoint folder, on rank 0.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class Recovery:
         world: World,
         folder: Path,
         entries: Callable[[], list[Registered]],
-        own_storage: Callable[[], Storage | None],
+        run_folder: Callable[[], RunFolder | None],
     ) -> None:
         self._gate = _open_gate(world, folder)
         self._reached, self._redone = 0, 0
@@ -60,28 +59,13 @@ class Recovery:
             before = records_in(self._gate.folder.parent.parent / BEFORE / self._gate.folder.name)
             self._reached = max((max(record.completed, record.restored) for record in before), default=0)
             self._redone = max((record.redone for record in before), default=0)
-            self._forget = at_failure(Rescue(self.boundary, entries, folder, own_storage))
+            self._forget = at_failure(Rescue(self.boundary, entries, folder, run_folder))
             self.go_on_from(0, None)
 
-    def rescued(self, step: int | None, on_disk: Sequence[int]) -> tuple[Path, Manifest] | None:
-        """Return the checkpoint that was rescued into memory; None if there is none, or a newer one on disk.
-
-        Args:
-            step: that is asked for; None for the newest.
-            on_disk: the steps that are there.
-        """
-        steps = self.rescued_step()
-        if not steps or steps[0] in on_disk or step not in (None, *steps):
-            return None
-        if step is None and on_disk and steps[0] < on_disk[-1]:
-            return None
-        assert self._gate is not None
-        return newest_rescued(rescued_folder(self._gate))
-
-    def rescued_step(self) -> list[int]:
-        """Return the step of the newest checkpoint in memory, without reading it; nothing if there is none."""
-        folder = None if self._gate is None else rescued_folder(self._gate)
-        return steps_in(folder)[-1:] if folder is not None and folder.is_dir() else []
+    @property
+    def memory(self) -> Path | None:
+        """The folder of checkpoints that were rescued into memory, which need not exist; None if none are."""
+        return None if self._gate is None else rescued_folder(self._gate)
 
     def go_on_from(self, step: int, source: str | None) -> None:
         """Note that the run goes on from `step`, which was restored from `source`."""
@@ -96,9 +80,14 @@ class Recovery:
         redone = 0 if self._gate is None else self._gate.record.redone
         return History(restarts, redone, self._source if restarts else None)
 
-    def close(self) -> None:
-        """Rescue nothing any more."""
+    def close(self, failing: bool) -> None:
+        """Rescue nothing any more; while an exception is handled that may end this rank, only let no optimizer wait."""
+        if failing:
+            self.boundary.retire()
+            return
         self.boundary.close()
+        if self._gate is not None:
+            self._gate.record.end()
         if self._forget is not None:
             self._forget()
 

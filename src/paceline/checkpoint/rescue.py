@@ -21,13 +21,12 @@ from paceline.checkpoint.boundary import Boundary
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.frozen import State, load_buffers
 from paceline.checkpoint.gate import Gate, states_path
-from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.notes import Keep
 from paceline.checkpoint.own_states import OwnStates, read_own_states
 from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.run_folder import RunFolder
 from paceline.checkpoint.saved import GENERATORS
 from paceline.checkpoint.storage import Storage
-from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError, UsageError
 from paceline.step_records import RESCUE, RESTARTS
@@ -41,18 +40,6 @@ def rescued_folder(gate: Gate) -> Path:
     return gate.folder.parent.parent / RESCUE / gate.folder.name
 
 
-def newest_rescued(folder: Path) -> tuple[Path, Manifest] | None:
-    """Return path and manifest of the newest whole checkpoint in the rescued `folder`; None if there is none."""
-    if not folder.is_dir():
-        return None
-    for step in reversed(storage.steps_in(folder)):
-        try:
-            return folder / storage.step_name(step), read_whole(folder / storage.step_name(step), step)
-        except Damaged:  # what is in memory is never repaired: an older one, or that on disk
-            continue
-    return None
-
-
 class Rescue:
     """Saves the boundary of this rank when an error ends it.
 
@@ -60,7 +47,7 @@ class Rescue:
         boundary: with a gate.
         entries: gives the registered objects.
         folder: the checkpoint folder.
-        own_storage: gives the opened checkpoint folder, on rank 0.
+        run_folder: gives the opened checkpoint folder, on rank 0.
     """
 
     def __init__(
@@ -68,9 +55,9 @@ class Rescue:
         boundary: Boundary,
         entries: Callable[[], list[Registered]],
         folder: Path,
-        own_storage: Callable[[], Storage | None],
+        run_folder: Callable[[], RunFolder | None],
     ) -> None:
-        self._boundary, self._entries, self._folder, self._own_storage = boundary, entries, folder, own_storage
+        self._boundary, self._entries, self._folder, self._run_folder = boundary, entries, folder, run_folder
 
     def __call__(self, error: BaseException) -> None:
         """Save the last boundary, unless another rank has. A mistake of the user's is none to go on from.
@@ -108,8 +95,8 @@ class Rescue:
                 reason = error.strerror if isinstance(error, OSError) else error
                 print(f"note: no room in memory for step {step} ({reason}); it goes to {self._folder}", file=sys.stderr)
         # While rank 0 lives the folder is its own, and its turn comes.
-        store = self._own_storage() or Storage(self._folder)
-        _write(store, step, shared, ranks)
+        opened = self._run_folder()
+        _write(Storage(self._folder) if opened is None else opened.settled(), step, shared, ranks)
 
 
 def _write(store: Storage, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates]) -> None:

@@ -53,16 +53,16 @@ def choose(store: Storage, step: int | None) -> tuple[Path, Manifest]:
 
 
 def expect_same_step(world: World, step: int | None) -> None:
-    """Raise on every rank unless all of them restore the same `step`.
+    """Compare what the ranks are about to restore.
 
     Raises:
-        DesyncError: names two ranks.
+        DesyncError: if it differs.
     """
     for rank, theirs in enumerate(rank_consensus.gather(world, step)):
         if theirs != step:
             raise DesyncError(
-                f"rank {rank} restores step {theirs} but rank {world.rank} restores step {step}; choose the same step "
-                "on every rank"
+                f"rank {rank} restores step {theirs} but rank {world.rank} restores step {step}; choose the "
+                "same step on every rank"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,52 +12,75 @@ from paceline.checkpoint.background import BackgroundWriter
 from paceline.checkpoint.ledger import Ledger, Run
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.notes import Keep
-from paceline.checkpoint.recovery import Recovery
 from paceline.checkpoint.saving import Writer
-from paceline.checkpoint.storage import Storage
-from paceline.checkpoint.verify import Damaged
+from paceline.checkpoint.storage import Storage, step_name, steps_in
+from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointError, UsageError
+
+
+def expect_path(folder: Any) -> None:
+    """Refuse what names no folder.
+
+    Raises:
+        UsageError: if it is no path, or empty.
+    """
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise UsageError(f"the checkpoint folder must be a path that is not empty, not {folder!r}; name a folder")
+
+
+def newest_rescued(folder: Path) -> tuple[Path, Manifest] | None:
+    """Return path and manifest of the newest whole checkpoint in the rescued `folder`; None if there is none."""
+    if not folder.is_dir():
+        return None
+    for step in reversed(steps_in(folder)):
+        try:
+            return folder / step_name(step), read_whole(folder / step_name(step), step)
+        except Damaged:  # what is in memory is never repaired: an older one, or that on disk
+            continue
+    return None
 
 
 class RunFolder:
     """A run's folder, opened. Its answers are about what is durable, also while a save is being written.
 
+    Args:
+        folder: on disk.
+        keep: what is not pruned.
+        async_save: whether saves are written in the background.
+        memory: the folder of rescued checkpoints, which need not exist; None if nothing is rescued.
+
     Raises:
         UsageError: if an argument is malformed, or the folder cannot be used.
     """
 
-    storage: Storage
     writer: Writer
     ledger: Ledger
-    recovery: Recovery | None = None
-    """Knows of a checkpoint that was rescued into memory."""
 
-    def __init__(self, folder: Path, keep: Keep, async_save: bool) -> None:
+    def __init__(self, folder: Path, keep: Keep, async_save: bool, memory: Path | None) -> None:
         keep.check()
         if not isinstance(async_save, bool):
             raise UsageError(f"async_save must be True or False, not {async_save!r}")
-        self._keep = keep
-        self.storage = Storage(folder)
+        self._keep, self._memory = keep, memory
+        self._storage = Storage(folder)
         self.ledger = Ledger()
         self._runs_before: tuple[Run, ...] = ()  # that led to the checkpoint chosen last
-        self.writer = (BackgroundWriter if async_save else Writer)(self.storage, keep)
+        self.writer = (BackgroundWriter if async_save else Writer)(self._storage, keep)
 
     def newest(self) -> str | None:
         """Return the path of the newest whole checkpoint; None if there is none."""
-        with self.storage.settled:
-            found = self._rescued(None) or self.storage.newest()
+        with self._storage.settled:
+            found = self._rescued(None) or self._storage.newest()
         return None if found is None else str(found[0])
 
     def steps(self) -> list[int]:
-        """Return the steps that have a folder; also one rescued into memory."""
-        with self.storage.settled:
-            rescued = [] if self.recovery is None else self.recovery.rescued_step()
-            return sorted({*self.storage.steps(), *rescued})
+        """Return the steps that have a folder."""
+        with self._storage.settled:
+            return sorted({*self._storage.steps(), *self._rescued_steps()})
 
     def best(self) -> int | None:
         """Return the step of the best checkpoint; None if there is none, or nothing says what is best."""
-        with self.storage.settled:
-            return self._keep.best(self.storage.notes()) if self._keep.metric else None
+        with self._storage.settled:
+            return self._keep.best(self._storage.notes()) if self._keep.metric else None
 
     def metadata(self, step: int | None) -> Mapping[str, Any]:
         """Return the metadata of the checkpoint of `step`, or of the newest whole one.
@@ -64,10 +88,12 @@ class RunFolder:
         Raises:
             NoCheckpoint: if there is none, or they are damaged.
         """
-        with self.storage.settled:
+        with self._storage.settled:
+            if self._rescued(step) is not None:
+                return {}
             if step is None:
-                step = restoring.choose(self.storage, None)[1].step
-            return restoring.read_notes(self.storage, step).metadata
+                step = restoring.choose(self._storage, None)[1].step
+            return restoring.read_notes(self._storage, step).metadata
 
     def choose(self, step: int | None) -> tuple[Path, Manifest]:
         """Return the checkpoint to restore: that of `step`, or the newest whole one, once nothing is being written.
@@ -77,7 +103,7 @@ class RunFolder:
             CheckpointError: if its ledger is malformed, which its checksum does not rule out.
         """
         self.writer.join()
-        path, found = self._rescued(step) or restoring.choose(self.storage, step)
+        path, found = self._rescued(step) or restoring.choose(self._storage, step)
         try:
             self._runs_before = ledger.read(path, found)
         except Damaged as damage:
@@ -86,15 +112,28 @@ class RunFolder:
 
     def resumed(self, step: int) -> None:
         """Note in the ledger that the run goes on from the chosen checkpoint, that of `step`."""
-        self.ledger.resume(self._runs_before, step, max([self.storage.begun, *self.storage.steps()]))
+        self.ledger.resume(self._runs_before, step, max([self._storage.begun, *self._storage.steps()]))
+
+    def settled(self) -> Storage:
+        """Return the opened folder, once nothing is being written."""
+        self.writer.join()
+        return self._storage
 
     def _rescued(self, step: int | None) -> tuple[Path, Manifest] | None:
-        """Return the checkpoint in memory if it is the newest, or that of `step`, which is not on disk."""
-        return None if self.recovery is None else self.recovery.rescued(step, self.storage.steps())
+        """Return the checkpoint in memory if it is the newest of all, or the only one of `step`; None if not."""
+        rescued, on_disk = self._rescued_steps(), self._storage.steps()
+        if not rescued or rescued[-1] in on_disk or step not in (None, rescued[-1]):
+            return None
+        if step is None and on_disk and rescued[-1] < on_disk[-1]:
+            return None
+        return newest_rescued(self._memory) if self._memory is not None else None
+
+    def _rescued_steps(self) -> list[int]:
+        return steps_in(self._memory) if self._memory is not None and self._memory.is_dir() else []
 
     def close(self) -> None:
         """Wait until nothing is being written, and release the folder for other runs."""
         try:
             self.writer.close()
         finally:
-            self.storage.close()
+            self._storage.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,33 @@ from paceline import documents, rank_consensus
 from paceline.checkpoint import codec, manifest, tensor_transfer, tensorfile, verify
 from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.registered import Mergeable, Outline, Registered
-from paceline.errors import CheckpointError, CheckpointMismatch
+from paceline.errors import CheckpointError, CheckpointMismatch, UsageError
 from paceline.world import World
 
 RANK_ROLE = "rank"
 GENERATORS = "rng"
+_NAME = re.compile(r"[a-z0-9_]{1,64}")
+_RESERVED = ("state", RANK_ROLE, GENERATORS)
+
+
+def expect_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
+    """Refuse a name under which nothing can be saved, and an object without a state.
+
+    Raises:
+        UsageError: if the name is malformed or `taken`, or the object lacks a method.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
+        raise UsageError(
+            f"{name!r} cannot be the name of a registered object; use lower-case letters, digits and "
+            f"underscores, and none of {', '.join(_RESERVED)}"
+        )
+    if name in taken:
+        raise UsageError(f"an object is registered as {name!r} already; give this one another name")
+    if not callable(getattr(object, "state_dict", None)) or not callable(getattr(object, "load_state_dict", None)):
+        raise UsageError(
+            f"the object to register as {name!r}, a {type(object).__qualname__}, does not have both "
+            "state_dict and load_state_dict; give it these methods"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Whether ranks are started again after a failure, and from where they go on.
 
-Restarts are counted only while nothing is gained: a start that completed a step behind the one that it went on from
-sets the count back. Progress is told by the ranks' step records, see :mod:`paceline.step_records`; ranks without them
+Restarts are counted only while nothing is gained: a start that completes a step that none had completed before sets the
+count back. Progress is told by the ranks' step records, see :mod:`paceline.step_records`; ranks without them
 are started again as often as the user said, and not at all by default.
 """
 
@@ -40,6 +40,8 @@ class Reached:
     source: str | None
     is_saved: bool
     """Whether a rank has saved that step in memory."""
+    has_ended: bool
+    """Whether all ranks had come to the end of their training."""
 
 
 class Restarts:
@@ -57,6 +59,8 @@ class Restarts:
         """How often all ranks were started again."""
         self._in_vain = 0
         """Restarts since a start made progress."""
+        self._best: dict[str, int] = {}
+        """The last step that any start has completed, by the key of the checkpoint folder."""
 
     @property
     def limit(self) -> int:
@@ -92,9 +96,11 @@ class Restarts:
     def decide(self) -> str | None:
         """Return words for the restart that comes now, after a failure; None if there is none."""
         reached = self.reached()
-        if self._limit is None and not reached:
+        if self._limit is None and all(each.has_ended for each in reached):
             return None
-        if any(each.completed > each.restored for each in reached):
+        is_progress = any(each.completed > self._best.get(each.key, 0) for each in reached)
+        self._best |= {each.key: max(each.completed, self._best.get(each.key, 0)) for each in reached}
+        if is_progress:
             self._in_vain = 0
         elif self._in_vain >= self.limit:
             return None
@@ -153,4 +159,5 @@ def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
         max(record.redone for record in records),
         next((record.source for record in records if record.source), None),
         saved or completed == restored,
+        all(record.has_ended for record in records),
     )

@@ -69,6 +69,19 @@ def open_folder(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str
     return checkpointer
 
 
+def go_on(checkpointer: Checkpointer, config: TrainConfig) -> int | None:
+    """Restore the newest checkpoint if the config says so, or the launcher has started the ranks again after a failure.
+
+    Returns:
+        its step; None for a fresh start, also after a failure before there was one.
+    """
+    step = None
+    if checkpointer.steps() if is_restart() else config.resume:
+        step = checkpointer.restore(allow_changed_settings=config.allow_changed_settings)
+    checkpointer.step()  # before the first optimizer step: from here on none is lost
+    return step
+
+
 def _expect_folder(folder: Any) -> None:
     if not Path(folder).is_dir():
         raise NoCheckpoint(f"there is no folder {folder} to resume from; check the path, or start without resuming")

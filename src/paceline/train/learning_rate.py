@@ -147,3 +147,17 @@ def settings_of(scheduler: LRScheduler) -> dict[str, Any]:
     for name in ("base_lrs", "_last_lr"):  # the optimizer's, which is compared by itself
         values.pop(name, None)
     return {"class": type(scheduler).__qualname__, **values}
+
+
+def expect_length(lengths: Sequence[int] | None, epoch: int, now: int) -> None:
+    """Refuse an epoch that has `now` batches, if the schedule was made for epochs of other `lengths`.
+
+    Raises:
+        UsageError: names both.
+    """
+    if lengths is not None and now != lengths[epoch]:
+        raise UsageError(
+            f"the order of epoch {epoch} has {now} batches now but had {lengths[epoch]} when the Trainer asked how "
+            "long the learning rate may fall; let order depend on the epoch alone, or give a scheduler in place of "
+            "decay"
+        )

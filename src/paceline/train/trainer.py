@@ -19,10 +19,18 @@ from paceline.errors import UsageError
 from paceline.train.agreement import expect_same_data
 from paceline.train.averages import LossAverage
 from paceline.train.evaluation import Evaluation, evaluate, expect_evaluation
-from paceline.train.folder import is_restart, open_folder, open_memory
+from paceline.train.folder import go_on, open_folder, open_memory
 from paceline.train.identity import ChangedDataLoader, DataIdentity, Settings
 from paceline.train.interrupts import Interrupts
-from paceline.train.learning_rate import expect_unscheduled, lengths_of, own_schedule, scaled_lr, settings_of, steps_of
+from paceline.train.learning_rate import (
+    expect_length,
+    expect_unscheduled,
+    lengths_of,
+    own_schedule,
+    scaled_lr,
+    settings_of,
+    steps_of,
+)
 from paceline.train.loggers import Loggers, MetricsLogger, open_loggers
 from paceline.train.reporting import ProgressDisplay
 from paceline.train.requirements import (
@@ -102,8 +110,9 @@ class Trainer:
         model.watch(loader.progress)
         model.check_finite = model.check_finite or config.check_finite
         self._checkpointer = self._open_checkpoints()
-        keeps = self._checkpointer is not None and bool(config.checkpoint_dir)
-        self._saves = Saves(self._checkpointer, self.result.failed_saves) if keeps and self._checkpointer else None
+        self._saves = None
+        if self._checkpointer is not None and config.checkpoint_dir:
+            self._saves = Saves(self._checkpointer, self.result.failed_saves)
 
     def _schedule(self) -> LRScheduler:
         config, optimizer = self.config, self.optimizer
@@ -158,18 +167,15 @@ class Trainer:
         return self.result
 
     def _resume(self, checkpointer: Checkpointer) -> None:
-        """Go on from the newest checkpoint, if the config says so, or the launcher has started this rank again."""
         try:
-            if (self.config.resume and not is_restart()) or (is_restart() and checkpointer.steps()):
-                step = checkpointer.restore(allow_changed_settings=self.config.allow_changed_settings)
-                self.result.steps = self.result.resumed_from_step = step
-                self._lr = self._average.lr
-            checkpointer.step()  # before the first optimizer step: from here on none is lost
+            step = go_on(checkpointer, self.config)
         except BaseException:
             self.close()
             raise
-        self._resumed = True
-        self.result.history = checkpointer.history
+        if step is not None:
+            self.result.steps = self.result.resumed_from_step = step
+            self._lr = self._average.lr
+        self._resumed, self.result.history = True, checkpointer.history
 
     def close(self) -> None:
         """Release the checkpoint folder; :meth:`fit` trains no more. Harmless when already closed."""
@@ -198,7 +204,7 @@ class Trainer:
                 self._end_epoch(log, display)
             if self._sampler.epoch >= self.config.epochs:
                 break
-            self._expect_length()
+            expect_length(self._lengths, self._sampler.epoch, self._sampler.length)
             self._train_epoch(log, display)
         if self.evaluation is not None and not self.result.metrics:
             self.result.metrics = evaluate(self.model, self.evaluation)
@@ -216,16 +222,6 @@ class Trainer:
         values = {"loss": self._average.epoch(), "lr": self._lr}
         display.epoch_ended(self._sampler.epoch, self.config.epochs, values | self.result.metrics)
         self._sampler.finish()
-
-    def _expect_length(self) -> None:
-        """Refuse an epoch of another length than the schedule was made for."""
-        epoch, now = self._sampler.epoch, self._sampler.length
-        if self._lengths is not None and now != self._lengths[epoch]:
-            raise UsageError(
-                f"the order of epoch {epoch} has {now} batches now but had {self._lengths[epoch]} when the Trainer "
-                "asked how long the learning rate may fall; let order depend on the epoch alone, or give a "
-                "scheduler in place of decay"
-            )
 
     def _train_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
         """Take the remaining steps of the epoch, which stays the current one until :meth:`_end_epoch`."""
