@@ -23,6 +23,8 @@ from paceline.launch.files import Logs, RankFiles
 from paceline.launch.job_report import JobReport
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
 from paceline.launch.pinning import CORES, as_setting, cores, pinned
+from paceline.launch.preloader import ForkServer
+from paceline.launch.preloading import decide
 from paceline.launch.record import LAUNCHER
 from paceline.launch.signals import FORWARDED, Caught, Stopped
 from paceline.world import TIMEOUT
@@ -49,6 +51,8 @@ class Job:
         worker_spec: more fields of torchelastic's ``WorkerSpec``.
         report: the file for a report as JSON, see :mod:`paceline.launch.job_report`.
         pin: whether each rank keeps to cores of its own, see :mod:`paceline.launch.pinning`.
+        preload: whether ranks may be forked from a process that has imported torch, see
+            :mod:`paceline.launch.preloading`.
 
     Raises:
         UsageError: if there is no command, or a number is out of range.
@@ -66,6 +70,7 @@ class Job:
     worker_spec: Mapping[str, Any] = field(default_factory=dict)
     report: str | None = None
     pin: bool = False
+    preload: bool = True
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -123,6 +128,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
             stack.enter_context(boxes)
         agent = Agent(spec, files, caught, rank_environment(job), say, boxes, report)
         agent.grace, agent.interval = job.grace, job.interval
+        agent.fork_server = stack.enter_context(fork_server(job))
         try:
             result = agent.run()
         except Stopped:
@@ -135,6 +141,15 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
     mistake = failure.usage(ends)
     say(f"error: {mistake}" if mistake is not None else failure.report(ends))
     return 2 if mistake is not None else 1
+
+
+def fork_server(job: Job) -> ForkServer:
+    """Return the process that the ranks are forked from, not started yet; says why there is none, if that is news."""
+    bound = job.worker_spec.get("numa_options") is not None  # by another program, around the rank's
+    preloading = decide(job.command, job.preload and not bound)
+    if preloading.note:
+        say(preloading.note)
+    return ForkServer(job.command, rank_environment(job), preloading.modules, say)
 
 
 def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder | None:
