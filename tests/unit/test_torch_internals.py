@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import pkgutil
 import re
 import warnings
@@ -28,6 +29,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, SequentialLR
 from torch.utils.data import DataLoader, get_worker_info
@@ -763,6 +765,27 @@ def _() -> None:
 def _() -> None:
     specs: Any = DefaultLogsSpecs("/", Std.NONE, Std.ERR, {1})
     assert (str(specs._root_log_dir), specs._tee, specs._local_ranks_filter) == ("/", Std.ERR, {1})
+
+
+@contract("SubprocessHandler._popen", "SubprocessHandler._stdout", "SubprocessHandler._stderr")
+def _() -> None:
+    started: list[Any] = []
+
+    class Handler(SubprocessHandler):
+        def _popen(self, args: tuple[Any, ...], env: dict[str, str]) -> Any:
+            started.append((args, env["RANK"], self._stdout, self._stderr))
+            return "a process"
+
+    handler = Handler("python", ("-u",), {"RANK": "7"}, os.devnull, "", 0, None)
+    ((command, rank, out, err),) = started
+    assert (command, rank, out.name, err, cast("Any", handler.proc)) == (
+        ("python", "-u"),
+        "7",
+        os.devnull,
+        None,
+        "a process",
+    )
+    out.close()
 
 
 @pytest.mark.parametrize("name", CONTRACTS)

@@ -210,6 +210,10 @@ def _take_streams(streams: "list[int]", descriptors: "list[int]") -> None:
 
 def _refresh() -> None:
     """Replace what a new process draws by chance or finds out about itself; ``random`` does so by itself."""
+    if "torch" in sys.modules:
+        sys.modules[
+            "torch"
+        ].default_generator.seed()  # that of the CPU; those of devices begin with the same seed anyway
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "multiprocessing.process" in sys.modules:

@@ -24,7 +24,7 @@ from paceline.launch.job_report import JobReport
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
 from paceline.launch.pinning import CORES, as_setting, cores, pinned
 from paceline.launch.preloader import ForkServer
-from paceline.launch.preloading import decide
+from paceline.launch.preloading import binds_threads, decide
 from paceline.launch.record import LAUNCHER
 from paceline.launch.signals import FORWARDED, Caught, Stopped
 from paceline.world import TIMEOUT
@@ -145,11 +145,15 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
 
 def fork_server(job: Job) -> ForkServer:
     """Return the process that the ranks are forked from, not started yet; says why there is none, if that is news."""
-    bound = job.worker_spec.get("numa_options") is not None  # by another program, around the rank's
-    preloading = decide(job.command, job.preload and not bound)
+    environment = rank_environment(job)
+    # By another program around the rank's, or by OpenMP, which looks at the rank's cores when torch is imported.
+    binds = job.worker_spec.get("numa_options") is not None or (
+        job.pin and binds_threads({**os.environ, **environment})
+    )
+    preloading = decide(job.command, job.preload and not binds)
     if preloading.note:
         say(preloading.note)
-    return ForkServer(job.command, rank_environment(job), preloading.modules, say)
+    return ForkServer(job.command, environment, preloading.modules, say)
 
 
 def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder | None:

@@ -25,6 +25,8 @@ TRAINING = re.compile(r"optim|compile|[Tt]rain|paceline")
 """Words of scripts that are likely to make an optimizer, with which torch imports ``torch._dynamo``."""
 LIKE_TORCH = {"torch", "torchvision", "torchaudio", "numpy"}
 
+BINDING = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
+
 SET = re.compile(
     r"""(?:environ\b.*?|putenv\(\s*)["']?\b((?:OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|ATEN|PYTORCH|TORCH)(?!_NCCL)\w*)\b"""
     r"""["']?(?:\]\s*=(?!=)|\s*[,:=](?!=))"""
@@ -68,6 +70,11 @@ def decide(command: Sequence[str], wanted: bool = True) -> Preloading:
             f"itself. Set it outside for a faster start, or give {OPTION}"
         )
     return Preloading(modules_for(text))
+
+
+def binds_threads(environment: Mapping[str, str]) -> bool:
+    """Return whether OpenMP binds threads to cores, and so chooses them when it is loaded."""
+    return not BINDING.isdisjoint(environment)
 
 
 def can_fork() -> bool:
