@@ -28,21 +28,26 @@ class OfMain:
 if __name__ == "__main__":
     here = os.getcwd()
     fixed = dict(
-        argv=sys.argv, orig_argv=sys.orig_argv, flags=str(sys.flags), path=sys.path, main=sorted(vars(sys.modules["__main__"])),
+        argv=sys.argv, orig_argv=sys.orig_argv, flags=str(sys.flags), path=sys.path,
+        main=sorted(vars(sys.modules["__main__"])),
         name=[__name__, __file__, __package__, type(__loader__).__name__], cwd=here, umask=os.umask(0o22),
         command=open("/proc/self/cmdline").read(), open=sorted(set(os.listdir("/proc/self/fd")) - {"3"}),
         signals=[str(signal.getsignal(each)) for each in sorted(signal.valid_signals())],
-        kernel=[line for line in open("/proc/self/status") if line.startswith(("Sig", "Shd")) and "SigQ" not in line],
+        kernel=[line for line in open("/proc/self/status")
+                if line.startswith(("Sig", "Shd")) and "SigQ" not in line],
         limits=[resource.getrlimit(each) for each in range(10)], cores=sorted(os.sched_getaffinity(0)),
-        group=os.getpgid(0) == os.getsid(0) == os.getpid(), streams=[str(sys.stdin), str(sys.stdout), str(sys.stderr)],
-        environment={name: value for name, value in os.environ.items() if "OMP" in name or "PYTHON" in name or "FORK" in name},
-        threads=[torch.get_num_threads(), len(os.listdir("/proc/self/task")), threading.main_thread().native_id == os.getpid()],
+        group=os.getpgid(0) == os.getsid(0) == os.getpid(),
+        streams=[str(sys.stdin), str(sys.stdout), str(sys.stderr)],
+        environment={name: os.environ[name] for name in os.environ if "OMP" in name or "PYTHON" in name or "FORK" in name},
+        threads=[torch.get_num_threads(), len(os.listdir("/proc/self/task"))],
+        main_thread=threading.main_thread().native_id == os.getpid(),
         cuda=[torch.cuda.is_initialized(), torch.get_num_interop_threads()],
-        ours=[name for name in sys.modules if name.startswith("_pace") or name in ("sitecustomize", "usercustomize")],
+        ours=[name for name in sys.modules if name.startswith("_pace") or name.endswith("customize")],
         pickled=str(__import__("pickle").dumps(OfMain)), parent=str(multiprocessing.parent_process()),
     )
     # torch and numpy draw the seeds of their own generators when they are imported
-    chance = [torch.initial_seed(), torch.rand(1).item(), random.random(), numpy.random.rand(), uuid.uuid4().hex, multiprocessing.current_process().authkey.hex()]
+    chance = [torch.initial_seed(), torch.rand(1).item(), random.random(), numpy.random.rand(), uuid.uuid4().hex]
+    chance.append(multiprocessing.current_process().authkey.hex())
     json.dump([fixed, chance], open("rank-" + os.environ["RANK"] + sys.argv[1], "w"))
 """
 

@@ -37,7 +37,20 @@ from torch.utils.data import DataLoader, get_worker_info
 import paceline
 from paceline.ddp.agreement.mean_loss_warning import MEAN
 from paceline.ddp.transport.grad_bucket import GradBucket
-from paceline.torch_internals import amp, autograd, c10d, compile, data, ddp, dtensor, nccl, profiler, replicas, tensors
+from paceline.torch_internals import (
+    amp,
+    autograd,
+    c10d,
+    compile,
+    data,
+    ddp,
+    dtensor,
+    elastic,
+    nccl,
+    profiler,
+    replicas,
+    tensors,
+)
 from paceline.world import World
 from ranks import run_ranks
 
@@ -767,25 +780,23 @@ def _() -> None:
     assert (str(specs._root_log_dir), specs._tee, specs._local_ranks_filter) == ("/", Std.ERR, {1})
 
 
-@contract("SubprocessHandler._popen", "SubprocessHandler._stdout", "SubprocessHandler._stderr")
+@contract(
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler._popen",
+    "SubprocessHandler._stdout",
+    "SubprocessHandler._stderr",
+)
 def _() -> None:
     started: list[Any] = []
 
-    class Handler(SubprocessHandler):
-        def _popen(self, args: tuple[Any, ...], env: dict[str, str]) -> Any:
-            started.append((args, env["RANK"], self._stdout, self._stderr))
-            return "a process"
+    def start(command: Any, environment: Any, out: Any, err: Any) -> str:
+        started.append((command, environment["RANK"], out.name, err))
+        out.close()
+        return "a process"
 
-    handler = Handler("python", ("-u",), {"RANK": "7"}, os.devnull, "", 0, None)
-    ((command, rank, out, err),) = started
-    assert (command, rank, out.name, err, cast("Any", handler.proc)) == (
-        ("python", "-u"),
-        "7",
-        os.devnull,
-        None,
-        "a process",
-    )
-    out.close()
+    with elastic.starting_ranks_with(start):
+        handler: Any = SubprocessHandler("python", ("-u",), {"RANK": "7"}, os.devnull, "", 0, None)
+    assert started == [(("python", "-u"), "7", os.devnull, None)]
+    assert handler.proc == "a process"
 
 
 @pytest.mark.parametrize("name", CONTRACTS)
@@ -804,6 +815,7 @@ NOT_OF_TORCH = {
     "_exit": "os",
     "_getframe": "sys",
     "_current_frames": "sys",
+    "_native_id": "threading",
     "_action_groups": "argparse",
     "_group_actions": "argparse",
     "_option_string_actions": "argparse",

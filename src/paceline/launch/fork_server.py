@@ -8,8 +8,8 @@
                             ◀──  6. process id and exit code         ◀──   6. ends
     reap                    ──▶  7. waits for it, so that its number is free again
 
-The server is the rank's own command, stopped in the middle of the interpreter's start: ``hook/sitecustomize.py`` calls
-:func:`serve`, which returns only in a forked rank. Everything after that moment, from ``sys.path[0]`` to the way in which
+The server is the rank's own command, stopped in the middle of the interpreter's start: ``hook/sitecustomize.py``
+calls :func:`serve`, which returns only in a forked rank. Everything after that moment, from ``sys.path[0]`` to the way in which
 uncaught exceptions are shown, is done by the interpreter itself, so it is not imitated here.
 
 Standard library only, loaded by path. Linux only.
@@ -131,7 +131,7 @@ def threads() -> "list[str]":
 
 def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int]]":
     """Do what the launcher asks for until it closes the socket; return a rank's request in that rank."""
-    ended: "dict[int, int]" = {}  # a rank's pidfd, readable once it has ended -> its process id
+    ended: dict[int, int] = {}  # a rank's pidfd, readable once it has ended -> its process id
     poll = select.poll()
     poll.register(launcher, select.POLLIN)
     while True:
@@ -177,7 +177,7 @@ def _fork(launcher: socket.socket) -> int:
 
 
 def _report(launcher: socket.socket, pid: int) -> None:
-    """Tell how the rank `pid` ended. It stays a zombie until the launcher knows, so that nobody else gets its number."""
+    """Tell how the rank `pid` ended. It stays a zombie until the launcher knows, so its number is not given away."""
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
     _send(launcher, pid=pid, code=end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
@@ -194,7 +194,7 @@ def _send(launcher: socket.socket, **message: Any) -> None:
 
 
 def _take_streams(streams: "list[int]", descriptors: "list[int]") -> None:
-    """Have `descriptors` as the standard streams of these numbers; the others are closed, as they are in the launcher."""
+    """Have `descriptors` as the standard streams of these numbers; close the others, as they are in the launcher."""
     sources = []
     for descriptor in descriptors:
         sources.append(fcntl(descriptor, F_DUPFD_CLOEXEC, 3))

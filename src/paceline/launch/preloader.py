@@ -14,9 +14,8 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import IO, Any
 
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
 from paceline.launch.preloading import setting
+from paceline.torch_internals.elastic import starting_ranks_with
 
 LONGEST = 65536  # bytes of a message
 SLICE_S = 0.05  # how often the launcher's own signals are looked at while it waits for the server
@@ -57,17 +56,15 @@ class ForkServer:
         if self._socket is None:
             yield
             return
-        before = SubprocessHandler._popen
 
-        def popen(handler: Any, command: tuple[str, ...], environment: dict[str, str]) -> Any:
+        def start(
+            command: tuple[str, ...], environment: dict[str, str], out: IO[Any] | None, err: IO[Any] | None
+        ) -> ForkedRank:
             assert list(command[-len(self._command) :]) == self._command, command
-            return self.fork(environment, handler._stdout, handler._stderr)
+            return self.fork(environment, out, err)
 
-        SubprocessHandler._popen = popen  # type: ignore[method-assign]
-        try:
+        with starting_ranks_with(start):
             yield
-        finally:
-            SubprocessHandler._popen = before  # type: ignore[method-assign]
 
     def prepare(self, is_stopped: Callable[[], bool]) -> None:
         """Start the server unless it runs, and wait until it has imported its modules or `is_stopped`.

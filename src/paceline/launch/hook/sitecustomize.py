@@ -1,8 +1,8 @@
 """Prepares a rank for error reports; Python imports it before the script, which stays as the user wrote it.
 
 It removes itself from the path, so that neither the script nor its children see it, lets the user's own
-``sitecustomize`` run, and then has uncaught exceptions recorded for the launcher. In the fork server all this happens after
-a fork, in the rank.
+``sitecustomize`` run, and then has uncaught exceptions recorded for the launcher. In the fork server all
+this happens after a fork, in the rank.
 """
 
 import os
