@@ -38,7 +38,7 @@ if __name__ == "__main__":
         limits=[resource.getrlimit(each) for each in range(10)], cores=sorted(os.sched_getaffinity(0)),
         group=os.getpgid(0) == os.getsid(0) == os.getpid(),
         streams=[str(sys.stdin), str(sys.stdout), str(sys.stderr)],
-        environment={name: os.environ[name] for name in os.environ if "OMP" in name or "PYTHON" in name or "FORK" in name},
+        environment={key: os.environ[key] for key in os.environ if key.startswith(("OMP", "PYTHON", "PACELINE_FORK"))},
         threads=[torch.get_num_threads(), len(os.listdir("/proc/self/task"))],
         main_thread=threading.main_thread().native_id == os.getpid(),
         cuda=[torch.cuda.is_initialized(), torch.get_num_interop_threads()],
