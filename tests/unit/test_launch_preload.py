@@ -175,6 +175,9 @@ def test_modules_that_the_script_will_need_are_imported(text: str, modules: tupl
         ("os.environ.update({'PYTORCH_CUDA_ALLOC_CONF': 'x'})", "PYTORCH_CUDA_ALLOC_CONF"),
         ("os.putenv('TORCHINDUCTOR_CACHE_DIR', 'x')", "TORCHINDUCTOR_CACHE_DIR"),
         ("environ['TORCHDYNAMO_DISABLE'] = '1'", "TORCHDYNAMO_DISABLE"),
+        ("os.environ.update(\n    {'A': '1',\n     'OMP_NUM_THREADS': '1'}\n)", "OMP_NUM_THREADS"),
+        ("os.environ |= {'KMP_BLOCKTIME': '0'}", "KMP_BLOCKTIME"),
+        ("{name: value for name, value in os.environ.items() if name.startswith(('OMP_', 'X'))}; x = 1", None),
         ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'", None),  # read later, when the device is used
         ("os.environ['TORCH_NCCL_BLOCKING_WAIT'] = '1'", None),
         ("print(os.environ['OMP_NUM_THREADS'])", None),

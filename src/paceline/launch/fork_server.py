@@ -9,8 +9,8 @@
     reap                    ──▶  7. waits for it, so that its number is free again
 
 The server is the rank's own command, stopped in the middle of the interpreter's start: ``hook/sitecustomize.py``
-calls :func:`serve`, which returns only in a forked rank. Everything after that moment, from ``sys.path[0]`` to the way in
-which uncaught exceptions are shown, is done by the interpreter itself, so it is not imitated here.
+calls :func:`serve`, which returns only in a forked rank. Everything after that moment, from ``sys.path[0]`` to the way
+in which uncaught exceptions are shown, is done by the interpreter itself, so it is not imitated here.
 
 Standard library only, loaded by path. Linux only.
 """

@@ -14,6 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.torch_internals.elastic import OPTIMIZERS_NEED
 
 OPTION = "--no-preload"
 SETTING = "PACELINE_PRELOAD"
@@ -22,16 +23,18 @@ SETTING = "PACELINE_PRELOAD"
 IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+(\w+)", re.MULTILINE)
 OTHER_WAYS = re.compile(r"\b(?:importlib|__import__|runpy|exec)\b")
 TRAINING = re.compile(r"optim|compile|[Tt]rain|paceline")
-"""Words of scripts that are likely to make an optimizer, with which torch imports ``torch._dynamo``."""
+"""Words of scripts that are likely to make an optimizer, which needs more than ``import torch``."""
 LIKE_TORCH = {"torch", "torchvision", "torchaudio", "numpy"}
 
 BINDING = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 
+_NAME = r"((?:OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|ATEN|PYTORCH|TORCH)(?!_NCCL)\w*_\w+)"
 SET = re.compile(
-    r"""(?:environ\b.*?|putenv\(\s*)["']?\b((?:OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|ATEN|PYTORCH|TORCH)(?!_NCCL)\w*)\b"""
-    r"""["']?(?:\]\s*=(?!=)|\s*[,:=](?!=))"""
+    rf"""environ\[\s*["']{_NAME}["']\s*\]\s*=(?!=)"""
+    rf"""|(?:setdefault|putenv)\(\s*["']{_NAME}["']"""
+    rf"""|environ\s*(?:\.update\(|\|=)[^)]*?\b{_NAME}["']?\s*[:=]"""
 )
-"""A line that sets an environment variable that torch, or a library of it, reads when it is imported."""
+"""Sets an environment variable that torch, or a library of it, reads when it is imported."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,9 @@ def _read(file: Path | None) -> str:
 
 def set_before_import(text: str) -> str | None:
     """Return an environment variable that the program `text` sets, and torch reads when it is imported."""
-    for line in text.splitlines():
-        if not line.lstrip().startswith("#") and (found := SET.search(line)):
-            return found[1]
-    return None
+    code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    found = SET.search(code)
+    return next(filter(None, found.groups())) if found else None
 
 
 def modules_for(text: str) -> tuple[str, ...]:
@@ -131,7 +133,7 @@ def modules_for(text: str) -> tuple[str, ...]:
         return ()
     modules = ["torch"]
     if TRAINING.search(text) or others - LIKE_TORCH:  # what modules of the user's do is not looked into
-        modules.append("torch._dynamo")
+        modules.append(OPTIMIZERS_NEED)
     if "paceline" in text:
         modules.append("paceline")
     return tuple(modules)

@@ -1,4 +1,4 @@
-"""torchelastic's way of starting a rank."""
+"""torchelastic's way of starting a rank, and what most ranks import."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+OPTIMIZERS_NEED = "torch._dynamo"
+"""The module that torch imports, in seconds, when the first optimizer is made."""
 
 Start = Callable[[tuple[str, ...], dict[str, str], IO[Any] | None, IO[Any] | None], Any]
 
