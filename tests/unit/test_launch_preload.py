@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,21 @@ def test_ranks_end_with_the_fork_server_and_the_report_says_so(tmp_path: Path) -
         assert job.wait(20) == 1
         assert "the process from which ranks are forked ended (signal SIGKILL), and its ranks with it" in job.stderr
         assert "failed first (signal SIGKILL" in job.stderr
+
+
+def test_streams_know_the_file_that_the_rank_writes_to(tmp_path: Path) -> None:
+    text = "import torch\nfrom sys import stdout\nprint(stdout.seekable(), stdout, stdout.write_through)\nprint(stdout.tell())"
+    (tmp_path / "logs").mkdir()
+    read, write = os.pipe()  # the launcher's output, and so the fork server's
+    command = ["-m", "paceline", "run", "--redirects", "1", "--log-dir", "logs", script(tmp_path, text)]
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, stdout=write, check=True)
+    os.close(read)
+    os.close(write)
+    assert done.returncode == 0
+    (log,) = (tmp_path / "logs").rglob("stdout.log")
+    first, second = log.read_text().splitlines()
+    assert first == "True <_io.TextIOWrapper name='<stdout>' mode='w' encoding='utf-8'> True"
+    assert int(second) == len(first) + 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

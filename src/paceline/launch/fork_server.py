@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from fcntl import F_DUPFD_CLOEXEC, fcntl
+from io import FileIO
 from typing import Any
 
 LONGEST = 65536  # bytes of a message; environments are longer, and travel in a file
@@ -206,6 +207,16 @@ def _take_streams(streams: "list[int]", descriptors: "list[int]") -> None:
     for stream, source in zip(streams, sources, strict=True):
         os.dup2(source, stream, inheritable=True)
         os.close(source)
+    for output in (sys.stdout, sys.stderr):
+        if output is not None:
+            _look_again(output)
+
+
+def _look_again(output: Any) -> None:
+    """Have a text stream, unbuffered by ``-u``, forget what kind of file it had. Loggers hold it."""
+    file = FileIO(output.fileno(), "w", closefd=False)
+    file.name = output.name
+    output.__init__(file, output.encoding, output.errors, newline="\n", write_through=True)
 
 
 def _refresh() -> None:
