@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -46,6 +46,11 @@ class Communicates(Protocol):
 
     def shadow(self, code: int, device: torch.device) -> None:
         """Take part in the collective that `code` names, contributing nothing; tensors are made on `device`."""
+
+
+def joins(object: Any) -> bool:
+    """Return whether `object` is a wrapper inside ``join``, where ranks take different numbers of steps."""
+    return bool(getattr(getattr(object, "_join_config", None), "enable", False))
 
 
 def plain_name(name: str) -> str:

@@ -108,7 +108,8 @@ def test_ranks_end_with_the_fork_server_and_the_report_says_so(tmp_path: Path) -
 
 
 def test_streams_know_the_file_that_the_rank_writes_to(tmp_path: Path) -> None:
-    text = "import torch\nfrom sys import stdout\nprint(stdout.seekable(), stdout, stdout.write_through)\nprint(stdout.tell())"
+    text = "import torch\nfrom sys import stdout\nprint(stdout.seekable(), stdout.write_through, stdout)\n"
+    text += "print(stdout.tell())"
     (tmp_path / "logs").mkdir()
     read, write = os.pipe()  # the launcher's output, and so the fork server's
     command = ["-m", "paceline", "run", "--redirects", "1", "--log-dir", "logs", script(tmp_path, text)]
@@ -118,7 +119,7 @@ def test_streams_know_the_file_that_the_rank_writes_to(tmp_path: Path) -> None:
     assert done.returncode == 0
     (log,) = (tmp_path / "logs").rglob("stdout.log")
     first, second = log.read_text().splitlines()
-    assert first == "True <_io.TextIOWrapper name='<stdout>' mode='w' encoding='utf-8'> True"
+    assert first == "True True <_io.TextIOWrapper name='<stdout>' mode='w' encoding='utf-8'>"
     assert int(second) == len(first) + 1
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,8 +19,10 @@ from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.notes import Keep, Notes
+from paceline.checkpoint.recovery import History, Recovery
 from paceline.checkpoint.registered import Registered, Stateful
 from paceline.checkpoint.saved import GENERATORS, RANK_ROLE, Saved, compare
+from paceline.checkpoint.schedule import Schedule
 from paceline.checkpoint.storage import Storage, reason
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError, DesyncError, UsageError
@@ -42,6 +45,10 @@ class Checkpointer:
         checkpointer.register("model", model)
         checkpointer.register("optimizer", optimizer)
         step = checkpointer.restore() if checkpointer.steps() else 0
+        for batch in batches:
+            ...
+            optimizer.step()
+            step = checkpointer.step()
 
     The random generators of every rank are always saved, without being registered.
 
@@ -52,6 +59,7 @@ class Checkpointer:
         keep_best: the name of a number in the metadata that :meth:`save` is given. The checkpoint in which it is
             best stays, too, however old it is.
         best: whether the best number is the largest or the smallest.
+        every: how often :meth:`step` saves: after so many steps, or so much time. By default it does not.
 
     Raises:
         UsageError: on every rank, if `keep` is below 1, another argument is malformed, or the folder cannot be made
@@ -65,6 +73,7 @@ class Checkpointer:
         keep: int = 3,
         keep_best: str | None = None,
         best: Literal["max", "min"] = "max",
+        every: int | timedelta | None = None,
     ) -> None:
         world = rank_consensus.here()
         rank_consensus.agree(world, rank_consensus.error_of(_check_folder, folder))
@@ -73,7 +82,9 @@ class Checkpointer:
         self._registered: dict[str, Registered] = {}
         self._storage: Storage | None = None  # rank 0's
         self._closed = False
+        self._schedule = Schedule(every)
         rank_consensus.decide(world, self._open)
+        self._recovery = Recovery(world, self._folder, lambda: list(self._registered.values()), lambda: self._storage)
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
         """Register `object`, to be saved and restored as `name`; return it.
@@ -107,7 +118,40 @@ class Checkpointer:
         entry = Registered.of(name, object, per_rank, self._registered)
         entry.capture(Encoder())
         self._registered[name] = entry
+        self._recovery.boundary.watch(entry)
         return object
+
+    def step(self, metadata: Mapping[str, Any] | None = None) -> int:
+        """Mark the end of a training step, at which everything registered is consistent; return the steps done.
+
+        Call it on all ranks as the last thing of a loop's turn that changes anything: after the optimizer and the
+        scheduler, before collectives of your own. It costs microseconds. A turn in which no registered optimizer has
+        stepped, because gradients accumulate or a GradScaler skipped it, belongs to the next step. The number counts on
+        from what :meth:`restore` returned.
+
+        Under Paceline's launcher, on one host and with parameters on the CPU, no step that ended here is lost when a
+        rank ends: the ranks that are left save the last one into memory, and the next start restores it. From the first
+        call on, optimizers wait in ``step()`` for all ranks to have their gradients. Elsewhere, inside ``join``, and if
+        all ranks end at once, a run goes on from the newest checkpoint on disk.
+
+        Args:
+            metadata: as in :meth:`save`, if this step is saved.
+
+        Raises:
+            CommunicationError: if a rank has ended.
+            CheckpointError: as :meth:`save`, in a step that is saved.
+        """
+        if self._closed:
+            self._world()
+        boundary = self._recovery.boundary
+        if boundary.mark() and self._schedule.is_due(boundary.step):
+            self.save(boundary.step, metadata)
+        return boundary.step
+
+    @property
+    def history(self) -> History:
+        """What has happened to this run so far: restarts, and steps that were computed again."""
+        return self._recovery.history()
 
     @called_by_all("Checkpointer.save()")
     def save(self, step: int, metadata: Mapping[str, Any] | None = None, protect: bool = False) -> Path:
@@ -157,13 +201,14 @@ class Checkpointer:
         Damaged ones are skipped, and rank 0 warns of each once, with the reason. The path is that on rank 0's
         host.
         """
-        answer = rank_consensus.decide(self._world(), lambda: _path_of(self._store.newest()))
+        answer = rank_consensus.decide(self._world(), lambda: _path_of(self._newest()))
         return None if answer is None else Path(answer)
 
     @called_by_all("Checkpointer.steps()")
     def steps(self) -> list[int]:
-        """Return the steps that have a folder, whole or damaged, in ascending order."""
-        return list(rank_consensus.decide(self._world(), lambda: self._store.steps()))
+        """Return the steps that have a folder, whole or damaged, in ascending order; also one rescued into memory."""
+        rescued = self._recovery.rescued_step
+        return list(rank_consensus.decide(self._world(), lambda: sorted({*self._store.steps(), *rescued()})))
 
     @called_by_all("Checkpointer.best()")
     def best(self) -> int | None:
@@ -216,15 +261,17 @@ class Checkpointer:
                     f"rank {rank} restores step {theirs} but rank {world.rank} restores step {step}; choose the "
                     "same step on every rank"
                 )
-        saved = Saved.open(world, lambda: restoring.choose(self._store, step))
+        saved = Saved.open(world, lambda: self._rescued(step) or restoring.choose(self._store, step))
         entries = list(self._registered.values())
         rank_consensus.agree(world, rank_consensus.error_of(compare, entries, saved, world, allow_changed_settings))
         restoring.restore(world, saved, entries, allow_changed_settings)
+        self._recovery.go_on_from(saved.step, "disk" if saved.path.parent == self._folder else "memory")
         return saved.step
 
     def close(self) -> None:
         """Release the folder for other runs. Harmless when already closed."""
         self._closed = True
+        self._recovery.close()
         if self._storage is not None:
             self._storage.close()
             self._storage = None
@@ -234,6 +281,13 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close()
+
+    def _newest(self) -> tuple[Path, Manifest] | None:
+        return self._rescued(None) or self._store.newest()
+
+    def _rescued(self, step: int | None) -> tuple[Path, Manifest] | None:
+        """Return, on rank 0, the checkpoint in memory if it is the newest, or that of `step`, which is not on disk."""
+        return self._recovery.rescued(step, self._store.steps())
 
     def _best(self) -> int | None:
         return self._keep.best(self._store.notes()) if self._keep.metric else None

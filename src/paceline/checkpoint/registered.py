@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import nn
@@ -24,6 +24,14 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
         """Load a state that :meth:`state_dict` returned."""
+
+
+@runtime_checkable
+class Mergeable(Protocol):
+    """An object with a state per rank that also takes the states of another number of ranks, without tensors."""
+
+    def load_rank_states(self, states: Sequence[Any], /) -> None:
+        """Load this rank's part of the states that all ranks had."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +158,26 @@ class Registered:
             raise CheckpointMismatch(
                 f"{self.name!r} does not take its state of step {step} ({type(error).__name__}: {error}); "
                 "register the kind of object that was saved"
+            ) from error
+
+    def load_rank_states(self, nodes: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Load the states of all ranks of `step`, of which there were more or fewer.
+
+        Raises:
+            CheckpointMismatch: if the object does not take them.
+            CheckpointError: if a node is malformed.
+        """
+        assert isinstance(self.object, Mergeable)
+        try:
+            states = [decode(node["state"], {}) for node in nodes]
+        except ValueError as error:
+            raise self._malformed(step, error) from None
+        try:
+            self.object.load_rank_states(states)
+        except Exception as error:
+            raise CheckpointMismatch(
+                f"{self.name!r} does not take the states of {len(nodes)} ranks of step {step} "
+                f"({type(error).__name__}: {error}); resume with as many ranks"
             ) from error
 
     def load_layout(self, node: Mapping[str, Any]) -> None:

@@ -96,6 +96,9 @@ def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_cha
             for entry in [*(entry for entry in entries if entry.per_rank), generators()]:
                 _load(world, entry, saved.ranks[world.rank][entry.name], tensors, saved.step, undo)
         else:
+            for entry in entries:
+                if entry.per_rank:
+                    _load_merged(world, entry, saved, undo)
             rank_consensus.decide(world, lambda: _warn_of_other_size(saved, world))
         # Last, because a layout ends the search for the order in which gradients arrive.
         for entry in entries:
@@ -130,6 +133,15 @@ def _load(
     def load() -> None:
         undo.append(before := _Before.of(entry))
         entry.load(node, tensors, step)
+        before.took_another = True
+
+    rank_consensus.agree(world, rank_consensus.error_of(load))
+
+
+def _load_merged(world: World, entry: Registered, saved: Saved, undo: list[_Before]) -> None:
+    def load() -> None:
+        undo.append(before := _Before.of(entry))
+        entry.load_rank_states([nodes[entry.name] for nodes in saved.ranks], saved.step)
         before.took_another = True
 
     rank_consensus.agree(world, rank_consensus.error_of(load))

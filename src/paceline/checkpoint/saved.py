@@ -12,7 +12,7 @@ import torch
 from paceline import documents, rank_consensus
 from paceline.checkpoint import codec, manifest, tensor_transfer, tensorfile, verify
 from paceline.checkpoint.manifest import File, Manifest
-from paceline.checkpoint.registered import Outline, Registered
+from paceline.checkpoint.registered import Mergeable, Outline, Registered
 from paceline.errors import CheckpointError, CheckpointMismatch
 from paceline.world import World
 
@@ -155,9 +155,10 @@ def compare(entries: Collection[Registered], saved: Saved, world: World, allow_c
     own_names = {entry.name for entry in entries if entry.per_rank}
     for nodes in saved.ranks:
         _compare_names(own_names, set(nodes) - {GENERATORS}, saved.step)
-    if own_names and saved.manifest.world_size != world.size:
+    fixed = {entry.name for entry in entries if entry.per_rank and not isinstance(entry.object, Mergeable)}
+    if fixed and saved.manifest.world_size != world.size:
         raise CheckpointMismatch(
-            f"{min(own_names)!r} has a state per rank, saved by {saved.manifest.world_size} ranks, but this run "
+            f"{min(fixed)!r} has a state per rank, saved by {saved.manifest.world_size} ranks, but this run "
             f"has {world.size}; resume with {saved.manifest.world_size} ranks"
         )
     for entry in shared:

@@ -32,6 +32,7 @@ from paceline.launch.job_report import JobReport
 from paceline.launch.last_moments import LastMoments
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
 from paceline.launch.preloader import ForkServer
+from paceline.launch.restarts import Restarts
 from paceline.launch.signals import SPARE, Caught, Stopped
 from paceline.rendezvous import STORE
 
@@ -71,6 +72,7 @@ class Agent(LocalElasticAgent):
         caught: Caught,
         environment: Mapping[str, str],
         say: Callable[[str], None],
+        restarts: Restarts,
         boxes: JobFolder | None = None,
         report: JobReport | None = None,
     ) -> None:
@@ -84,6 +86,7 @@ class Agent(LocalElasticAgent):
         self._environment = environment
         self._say = say
         self._boxes = boxes
+        self._restarts = restarts
         self._report = report
         self._moments = LastMoments(boxes)
         self._watched: dict[int, int] = {}  # rank -> pidfd, readable when the rank has ended
@@ -99,6 +102,7 @@ class Agent(LocalElasticAgent):
             self._obey()  # importing takes seconds
         self.ends, self._signalled, self._shown = {}, set(), set()
         self._moments.begin()
+        self._restarts.begin()
         name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
         with _STARTING:
             before = os.environ.get(name)
@@ -123,6 +127,7 @@ class Agent(LocalElasticAgent):
         super()._set_local_rank_env(worker_env, local_rank, spec)
         for name, value in self._environment.items():
             worker_env.setdefault(name, value)
+        worker_env.update(self._restarts.environment)
         worker_env[FOLDER] = str(self._boxes.path) if self._boxes is not None else ""  # not that of a job around this
         worker_env[STORE] = cast(LoopbackRendezvous, spec.rdzv_handler).private
 
@@ -143,18 +148,19 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(range(size)))
         self._settle()
         self._obey()  # who sent us SIGTERM may have sent it to the ranks as well
+        self._restarts.wait_for_rescue(self._running, self._look)
+        self._obey()
         self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         self._obey()
         ends = self.outcome()
         if self._report is not None:
             self._report.failed(ends)
-        if failure.usage(ends) is not None:
-            self._remaining_restarts = 0  # the same mistake would be made again
-        elif self._remaining_restarts > 0:
-            limit = worker_group.spec.max_restarts
-            number = limit - self._remaining_restarts + 1
+        # A user's mistake would be made again.
+        restart = None if failure.usage(ends) is not None else self._restarts.decide()
+        self._remaining_restarts = 0 if restart is None else 1
+        if restart is not None:
             text = "\n".join([*failure.details(ends), failure.headline(ends)])
-            self._say(f"{text}; starting all ranks again (restart {number} of {limit})")
+            self._say(f"{text}; {restart}")
             if self._report is not None:
                 self._report.restarted()
         return RunResult(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from paceline.errors import UsageError
+from paceline.last_words import say_last_words
 from paceline.launch import record
 
 
@@ -35,6 +36,7 @@ def rank_main(function: Callable[[], None]) -> None:
         _tell(record.of(error))
         if not record.is_shown_by_launcher():
             traceback.print_exc()
+        say_last_words(error)
         code = 1
     else:
         return

@@ -26,6 +26,7 @@ from paceline.launch.pinning import CORES, as_setting, cores, pinned
 from paceline.launch.preloader import ForkServer
 from paceline.launch.preloading import binds_threads, decide
 from paceline.launch.record import LAUNCHER
+from paceline.launch.restarts import Restarts
 from paceline.launch.signals import FORWARDED, Caught, Stopped
 from paceline.world import TIMEOUT
 
@@ -41,7 +42,8 @@ class Job:
     Args:
         command: the program and its arguments, passed on verbatim; run once per rank.
         nproc: number of ranks.
-        max_restarts: how many times all ranks are started again after one failed.
+        max_restarts: how many times all ranks are started again after one failed, counted only while no progress is
+            made; by default, see :mod:`paceline.launch.restarts`.
         env: added to the ranks' environment, where torchrun's contract (``RANK``, …) leaves room.
         grace: seconds that ranks have to end after SIGTERM to the launcher.
         interval: seconds between two looks at the ranks, where the kernel does not report their end.
@@ -60,7 +62,7 @@ class Job:
 
     command: Sequence[str]
     nproc: int
-    max_restarts: int = 0
+    max_restarts: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     grace: float = 30.0
     interval: float = 0.1
@@ -77,7 +79,7 @@ class Job:
             raise UsageError("there is no command to run; name a script")
         for name, value, least in (
             ("nproc", self.nproc, 1),
-            ("max_restarts", self.max_restarts, 0),
+            ("max_restarts", self.max_restarts or 0, 0),
             ("shutdown_timeout", self.grace, 0),
         ):
             if value < least:
@@ -120,13 +122,14 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         entrypoint=sys.executable,
         args=tuple(escaped(tied(job.command))),
         rdzv_handler=LoopbackRendezvous(run_id),
-        max_restarts=job.max_restarts,
+        max_restarts=0 if job.max_restarts is None else job.max_restarts,
         monitor_interval=0.001,  # torchelastic's sleep between two looks; our looks wait by themselves
     )
     with RankFiles(job.logs) as files, ExitStack() as stack:
         if (boxes := black_boxes(run_id, job.command, job.nproc)) is not None:
             stack.enter_context(boxes)
-        agent = Agent(spec, files, caught, rank_environment(job), say, boxes, report)
+        restarts = Restarts(None if boxes is None else boxes.path, job.max_restarts)
+        agent = Agent(spec, files, caught, rank_environment(job), say, restarts, boxes, report)
         agent.grace, agent.interval = job.grace, job.interval
         agent.fork_server = stack.enter_context(fork_server(job))
         try:
@@ -134,8 +137,11 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         except Stopped:
             if raised := failure.raised(agent.outcome()):
                 say("\n".join(raised))
+            restarts.keep_rescued(say)
             raise
         ends = agent.outcome()
+        if result.is_failed():
+            restarts.keep_rescued(say)
     if not result.is_failed():
         return 0
     mistake = failure.usage(ends)

@@ -18,6 +18,7 @@ from paceline.launch import pinning, preloading
 from paceline.launch.files import Logs
 from paceline.launch.job import TIMEOUT_S, Job, launch, resolve_nproc, say, timeout_environment
 from paceline.launch.job_report import OPTION
+from paceline.launch.restarts import LIMIT
 from paceline.world import TIMEOUT
 
 USAGE = "paceline run [options] script.py [the script's arguments]"
@@ -85,6 +86,13 @@ def parser() -> ArgumentParser:
         help="Have every rank import torch itself, rather than fork ranks from a process that has imported it; for "
         "scripts that change how torch is imported.",
     )
+    restarts = base._option_string_actions["--max-restarts"]
+    restarts.help = (
+        "How often all ranks are started again after a failure, counted only while no step is completed. Default "
+        f"{LIMIT} for ranks that mark their steps with a Checkpointer, and 0 for others."
+    )
+    if "PET_MAX_RESTARTS" not in os.environ:
+        restarts.default = None
     # argparse shows groups in this order: what most people need first.
     base._action_groups.sort(key=lambda group: group is not ours)
     base._optionals.title, base._optionals.description = "torchrun's options", TORCHRUNS

@@ -43,6 +43,7 @@ def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
     os.environ[FOLDER] = str(boxes.path) if boxes is not None else ""
     temporary = None if options.log_dir else tempfile.mkdtemp(prefix="paceline-")
     options.log_dir = options.log_dir or temporary
+    options.max_restarts = options.max_restarts or 0  # torchrun's own default, and its own count
     options.nproc_per_node, options.no_python, options.module = str(nproc), True, False
     options.training_script, options.training_script_args = sys.executable, escaped(tied(command))
     try:

@@ -43,6 +43,12 @@ class Report:
     """SHA-256 of the weights, computed on each rank, in the order of ranks."""
     resumed_from_step: int | None
     """Step of the checkpoint that this run went on from; None for a fresh start."""
+    restarts: int
+    """How often all ranks were started again after a failure."""
+    steps_redone: int
+    """Completed optimizer steps that had to be computed again after failures."""
+    rescued_from: str | None
+    """Where the last restart went on from: ``"memory"`` or ``"disk"``; None for the beginning, and without restarts."""
 
     def to_json(self) -> str:
         """Return the report as text, with the metrics beside the other figures."""
@@ -66,6 +72,9 @@ def gather_report(model: DistributedDataParallel, result: Result, world: World) 
         replicas_identical=len(set(hashes)) == 1,
         replica_sha256=hashes,
         resumed_from_step=result.resumed_from_step,
+        restarts=result.history.restarts if result.history else 0,
+        steps_redone=result.history.steps_redone if result.history else 0,
+        rescued_from=result.history.rescued_from if result.history else None,
     )
 
 
@@ -80,6 +89,10 @@ def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
     table.add_row("steps", f"{report.steps:,}")
     if report.resumed_from_step is not None:
         table.add_row("resumed from step", f"{report.resumed_from_step:,}")
+    if report.restarts:
+        source = f"from {report.rescued_from}" if report.rescued_from else "from the beginning"
+        table.add_row("started again", f"{counted(report.restarts, 'time')}, {source}")
+        table.add_row("steps computed again", f"{report.steps_redone:,}")
     table.add_row("seconds", f"{report.seconds:.2f}")
     table.add_row("samples/s", f"{report.samples_per_second:,.0f}")
     table.add_row("gradient bytes per step", f"{report.gradient_bytes_per_step:,}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ class LossAverage:
         home = "cpu" if model.device.type == "mps" else model.device
         self._own = torch.zeros(2, dtype=torch.float64, device=home)  # loss and weight of this rank since the last line
         self._epoch = torch.zeros(2, dtype=torch.float64)  # loss and weight of all ranks, up to the last line
-        self._every_rank: list[list[str]] = []  # what each rank had of its own at the last save; NaN has a text, too
+        self.line_at = 0
+        """The step of the last line."""
+        self.lr = 0.0
+        """The learning rate that the last step used."""
 
     def add(self, loss: Tensor, weight: float | Tensor) -> None:
         """Add a micro-batch of this rank."""
@@ -32,8 +36,9 @@ class LossAverage:
         on_device = isinstance(weight, Tensor)  # where a number would stop the host
         self._own[1] += torch.as_tensor(weight).detach().squeeze().to(self._own.device) if on_device else float(weight)
 
-    def line(self) -> float:
-        """Return the mean loss over all ranks since the last call. Collective."""
+    def line(self, step: int) -> float:
+        """Return the mean loss over all ranks since the last call, for the line of `step`. Collective."""
+        self.line_at = step
         sums = all_sum(self._own, self._model)
         self._epoch += sums
         self._own.zero_()
@@ -48,23 +53,25 @@ class LossAverage:
         self._own.zero_()
         self._epoch.zero_()
 
-    def gather(self) -> None:
-        """Gather every rank's sums, to be saved. Collective."""
-        self._every_rank = rank_consensus.gather(rank_consensus.here(), [value.hex() for value in self._own.tolist()])
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums as of :meth:`gather`; the same on every rank."""
-        return {"own": self._every_rank, "epoch": self._epoch.tolist()}
+        """Return this rank's sums; NaN has a text, too."""
+        return {
+            "own": [value.hex() for value in self._own.tolist()],
+            "epoch": [value.hex() for value in self._epoch.tolist()],
+            "line_at": self.line_at,
+            "lr": self.lr,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load saved sums; with another number of ranks, rank 0 takes those of all ranks."""
+        """Load what this rank had."""
+        self.load_rank_states([saved])
+
+    def load_rank_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Load what each rank had; with another number of ranks, rank 0 takes the sums of all."""
         here = rank_consensus.here()
-        ranks = [[float.fromhex(value) for value in own_sums] for own_sums in saved["own"]]
-        own_sums = [0.0, 0.0]
-        if len(ranks) == here.size:
-            own_sums = ranks[here.rank]
-        elif here.rank == 0 and ranks:
-            own_sums = [sum(values) for values in zip(*ranks, strict=True)]
-        self._own.copy_(torch.tensor(own_sums, dtype=torch.float64))
-        self._epoch.copy_(torch.tensor(saved["epoch"], dtype=torch.float64))
-        self._every_rank = saved["own"]
+        sums = [[float.fromhex(value) for value in state["own"]] for state in states]
+        if len(states) > 1 or here.size == 1:
+            sums = sums if here.rank == 0 else [[0.0, 0.0]]
+        self._own.copy_(torch.tensor(sums, dtype=torch.float64).sum(0))
+        self._epoch.copy_(torch.tensor([float.fromhex(value) for value in states[0]["epoch"]], dtype=torch.float64))
+        self.line_at, self.lr = int(states[0]["line_at"]), float(states[0]["lr"])

@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline import rank_consensus
 from paceline.checkpoint import Checkpointer
 from paceline.errors import NoCheckpoint, UsageError
+from paceline.step_records import RESTARTS, job_folder
 from paceline.train.train_config import TrainConfig
+
+logger = logging.getLogger(__name__)
+_numbers = itertools.count()
+"""Of the Trainers of this process that save nothing on disk."""
+
+
+def is_restart() -> bool:
+    """Return whether the launcher has started the ranks again after a failure."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def open_memory(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str, Any]) -> Checkpointer | None:
+    """Return a Checkpointer for a rescue alone, in the memory of a job whose ranks are started again; None elsewhere.
+
+    None as well for what cannot be saved: nobody asked for it.
+    """
+    job = job_folder()
+    if job is None or not int(os.environ.get(RESTARTS, "0")):
+        return None
+    folder = job / "checkpoints" / str(next(_numbers))
+    try:
+        return open_folder(replace(config, checkpoint_dir=str(folder), resume=False), shared, own)
+    except UsageError as error:
+        logger.info("a failure would cost all steps of this training: %s", error)
+        return None
 
 
 def open_folder(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str, Any]) -> Checkpointer:
@@ -20,11 +50,11 @@ def open_folder(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str
         UsageError: if the folder is in use, or holds checkpoints that the config does not ask to resume.
     """
     assert config.checkpoint_dir is not None
-    if config.resume:
+    if config.resume and not is_restart():
         rank_consensus.decide(rank_consensus.here(), lambda: _expect_folder(config.checkpoint_dir))
     checkpointer = Checkpointer(config.checkpoint_dir, config.keep)
     try:
-        if (steps := checkpointer.steps()) and not config.resume:
+        if (steps := checkpointer.steps()) and not (config.resume or is_restart()):
             raise UsageError(
                 f"{config.checkpoint_dir} already holds checkpoints up to step {steps[-1]}; continue them with "
                 "--resume (resume=True), or choose another folder"

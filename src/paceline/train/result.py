@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paceline.checkpoint.recovery import History
+
 
 @dataclass
 class Result:
@@ -20,6 +22,8 @@ class Result:
     """Part of ``seconds`` in which this rank waited for communication at the end of backwards."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The last evaluation."""
+    history: History | None = None
+    """Restarts after failures, and steps that were computed again; None where there was no Checkpointer."""
     failed_saves: list[int] = field(default_factory=list)
     """Steps whose checkpoint could not be written, by a full disk, say; every rank has warned of each."""
 

@@ -20,7 +20,7 @@ from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 from paceline.train.agreement import expect_same_data
 from paceline.train.averages import LossAverage
 from paceline.train.evaluation import Evaluation, evaluate, expect_evaluation
-from paceline.train.folder import open_folder
+from paceline.train.folder import is_restart, open_folder, open_memory
 from paceline.train.identity import DataIdentity, Settings
 from paceline.train.interrupts import Interrupts
 from paceline.train.learning_rate import expect_unscheduled, lengths_of, own_schedule, scaled_lr, settings_of, steps_of
@@ -101,7 +101,7 @@ class Trainer:
         self._closed = self._resumed = False
         model.watch(loader.progress)
         model.check_finite = model.check_finite or config.check_finite
-        self._checkpointer = self._open_checkpoints() if config.checkpoint_dir else None
+        self._checkpointer = self._open_checkpoints()
 
     def _schedule(self) -> LRScheduler:
         config, optimizer = self.config, self.optimizer
@@ -147,17 +147,25 @@ class Trainer:
                 f"this Trainer was closed at step {self.result.steps}; make a new one, with resume=True to go on from "
                 "its newest checkpoint"
             )
-        if self.config.resume and not self._resumed and self._checkpointer is not None:
-            try:
-                step = self._checkpointer.restore(allow_changed_settings=self.config.allow_changed_settings)
-            except BaseException:
-                self.close()
-                raise
-            self.result.steps = self.result.resumed_from_step = step
-            self._resumed = True
+        if self._checkpointer is not None and not self._resumed:
+            self._resume(self._checkpointer)
         self._train_and_log()
         self.close()
         return self.result
+
+    def _resume(self, checkpointer: Checkpointer) -> None:
+        """Go on from the newest checkpoint, if the config says so, or the launcher has started this rank again."""
+        try:
+            if (self.config.resume and not is_restart()) or (is_restart() and checkpointer.steps()):
+                step = checkpointer.restore(allow_changed_settings=self.config.allow_changed_settings)
+                self.result.steps = self.result.resumed_from_step = step
+                self._lr = self._average.lr
+            checkpointer.step()  # before the first optimizer step: from here on none is lost
+        except BaseException:
+            self.close()
+            raise
+        self._resumed = True
+        self.result.history = checkpointer.history
 
     def close(self) -> None:
         """Release the checkpoint folder; :meth:`fit` trains no more. Harmless when already closed."""
@@ -179,6 +187,8 @@ class Trainer:
         self.optimizer.zero_grad()
         self.model.zero_grad()  # what an interrupted window left, also in parameters that are not the optimizer's
         self._sampler.rewind()
+        if self._average.line_at < self.result.steps and self._is_line_due:  # this rank's last start did not come to it
+            self._log_line(log)
         while True:
             if self._epoch_is_over:
                 self._end_epoch(log, display)
@@ -226,10 +236,10 @@ class Trainer:
                     self._micro_batch(batch)
                     if not self.model.do_sync:
                         continue
-                    lr = self._step()
+                    self._step()
                     display.advance(epoch)
-                    if self.result.steps % self.config.log_every == 0 or self.loader.at_last:
-                        log.write(self.result.steps, {"loss": self._average.line(), "lr": lr})
+                    if self._is_line_due:
+                        self._log_line(log)
                     self._save_if_due()
                     if self.loader.at_last:
                         break  # not to the loader's own end, which is the next epoch's start
@@ -253,11 +263,18 @@ class Trainer:
             loss.backward()
         self._window.append((loss.detach(), weight))
 
-    def _step(self) -> float:
-        """Step the optimizer; return the learning rate that it used."""
+    @property
+    def _is_line_due(self) -> bool:
+        return self.result.steps % self.config.log_every == 0 or self._sampler.position == self._sampler.length
+
+    def _log_line(self, log: Loggers) -> None:
+        log.write(self.result.steps, {"loss": self._average.line(self.result.steps), "lr": self._lr})
+
+    def _step(self) -> None:
+        """Step the optimizer, and mark the end of the step."""
         if self.config.clip_norm is not None:
             clip_grad_norm_(self.model, self.config.clip_norm)
-        self._lr = float(self.optimizer.param_groups[0]["lr"])
+        self._lr = self._average.lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self._stepped = self._sampler.position
         self.result.steps += 1
@@ -266,11 +283,12 @@ class Trainer:
         for loss, weight in self._window:
             self._average.add(loss, weight)
         self._window.clear()
-        return self._lr
+        if self._checkpointer is not None:
+            self._checkpointer.step()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
-    def _open_checkpoints(self) -> Checkpointer:
+    def _open_checkpoints(self) -> Checkpointer | None:
         lrs = [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
         schedule = {} if self._own_schedule else {"scheduler": settings_of(self.scheduler)}
         shared = {
@@ -280,14 +298,15 @@ class Trainer:
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
             "loader": self.loader,
-            "loss_average": self._average,
         }
+        own: dict[str, Any] = {"loss_average": self._average}
         hook = self.model.comm_hook_state
-        is_saved = hasattr(hook, "state_dict") and hasattr(hook, "load_state_dict")
-        return open_folder(self.config, shared, {"comm_hook": hook} if is_saved else {})  # each rank's own residuals
+        if hasattr(hook, "state_dict") and hasattr(hook, "load_state_dict"):
+            own["comm_hook"] = hook  # each rank's residuals
+        return (open_folder if self.config.checkpoint_dir else open_memory)(self.config, shared, own)
 
     def _save_if_due(self) -> None:
-        if self._checkpointer is None:
+        if self._checkpointer is None or not self.config.checkpoint_dir:
             return
         every = self.config.checkpoint_every
         at_end = self.loader.at_last and (every is None or self._is_last_step)
@@ -302,7 +321,6 @@ class Trainer:
     def _save(self) -> None:
         """Save, or warn on every rank that it failed: the training is worth more than the checkpoint."""
         assert self._checkpointer is not None
-        self._average.gather()
         try:
             self._checkpointer.save(step := self.result.steps)
         except CheckpointError as error:

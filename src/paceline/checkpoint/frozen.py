@@ -1,0 +1,179 @@
+"""Copies of what changes in the middle of a training step, and references to what does not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.tensorfile import stored
+from paceline.errors import CheckpointError
+from paceline.unwrapping import unwrap
+
+SMALL = 2**16
+"""Elements of a tensor that is copied. Larger ones are parameters, or buffers that do not change, as a rule."""
+_PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A large tensor, which is not copied, and its version counter, which tells whether it has changed."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Kept:
+        """Keep `tensor` as it is now."""
+        return cls(tensor, tensor._version)
+
+    def unchanged(self, name: str) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            CheckpointError: if it was changed in place since.
+        """
+        if self.tensor._version != self.version:
+            raise CheckpointError(f"{name} was changed since the end of the last step")
+        return self.tensor
+
+
+class State:
+    """An object that has the state that it is given."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+        return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take another state."""
+        self._state = state
+
+
+def freeze(value: Any) -> Any:
+    """Return a copy of the nested `value`, with large tensors as :class:`Kept`."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.numel() <= SMALL else Kept.of(value)
+    kind = type(value)
+    if kind is dict:
+        return {key: freeze(each) for key, each in value.items()}
+    if kind in (list, tuple):
+        return kind(freeze(each) for each in value)
+    if isinstance(value, Mapping):
+        frozen = copy.copy(value)
+        for key, each in value.items():
+            frozen[key] = freeze(each)  # type: ignore[index]
+        return frozen
+    return copy.deepcopy(value)
+
+
+def thaw(value: Any, name: str) -> Any:
+    """Return what :func:`freeze` copied, with the tensors themselves.
+
+    Raises:
+        CheckpointError: if one of these was changed since; calls it `name`.
+    """
+    if isinstance(value, Kept):
+        return value.unchanged(name)
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(thaw(each, name) for each in value)
+    if isinstance(value, Mapping):
+        thawed = copy.copy(value)
+        for key, each in value.items():
+            thawed[key] = thaw(each, name)  # type: ignore[index]
+        return thawed
+    return value
+
+
+def freeze_object(entry: Registered) -> Any:
+    """Return what the object needs to go back to its state now, besides parameters, their state and small buffers."""
+    if isinstance(entry.object, nn.Module):
+        module = unwrap(entry.object)
+        large = [Kept.of(buffer) for buffer in buffers_of(module) if buffer.numel() > SMALL]
+        return large, [freeze(part.get_extra_state()) for part in _with_extra_state(module)]
+    if isinstance(entry.object, torch.optim.Optimizer):
+        groups = entry.object.param_groups
+        return [{key: freeze(value) for key, value in group.items() if key != "params"} for group in groups]
+    return freeze(entry.object.state_dict())
+
+
+def thaw_object(entry: Registered, frozen: Any) -> Registered:
+    """Return an entry whose object has the state that :func:`freeze_object` found. Modules and optimizers change back.
+
+    Small buffers of modules are left to :func:`load_buffers`.
+
+    Raises:
+        CheckpointError: if a large tensor was changed since.
+    """
+    if isinstance(entry.object, nn.Module):
+        module, (large, extra) = unwrap(entry.object), frozen
+        for kept in large:
+            kept.unchanged(f"a buffer of {entry.name!r}")
+        for part, state in zip(_with_extra_state(module), extra, strict=True):
+            part.set_extra_state(thaw(state, entry.name))
+        return entry
+    if isinstance(entry.object, torch.optim.Optimizer):
+        for group, options in zip(entry.object.param_groups, frozen, strict=True):
+            group.update(thaw(options, entry.name))
+        return entry
+    return replace(entry, object=State(thaw(frozen, entry.name)))
+
+
+def buffers_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the buffers of `module` that belong into a checkpoint, in a fixed order; one that is shared, again."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield buffer
+
+
+def small_buffers(entries: Iterable[Registered]) -> list[torch.Tensor]:
+    """Return the small buffers of all modules among `entries`."""
+    modules = [unwrap(entry.object) for entry in entries if isinstance(entry.object, nn.Module)]
+    return [buffer for module in modules for buffer in buffers_of(module) if buffer.numel() <= SMALL]
+
+
+def load_buffers(entries: Iterable[Registered], values: Iterable[torch.Tensor]) -> None:
+    """Load what :func:`small_buffers` found and was stored since.
+
+    Raises:
+        CheckpointError: if the modules have other buffers now.
+    """
+    try:
+        with torch.no_grad():
+            for buffer, value in zip(small_buffers(entries), values, strict=True):
+                (torch.view_as_real(buffer) if buffer.is_complex() else buffer).copy_(value)
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the buffers of modules are others than at the end of the last step ({error})") from None
+
+
+def parameters_of(entries: Iterable[Registered]) -> list[torch.Tensor]:
+    """Return the parameters of modules and optimizers among `entries`, some of them twice."""
+    found: list[torch.Tensor] = []
+    for entry in entries:
+        if isinstance(entry.object, nn.Module):
+            found += entry.object.parameters()
+        elif isinstance(entry.object, torch.optim.Optimizer):
+            found += [parameter for group in entry.object.param_groups for parameter in group["params"]]
+    return found
+
+
+def _with_extra_state(module: nn.Module) -> list[nn.Module]:
+    plain = nn.Module.get_extra_state
+    return [part for part in module.modules() if type(part).get_extra_state is not plain]
+
+
+def stored_buffers(entries: Iterable[Registered]) -> list[torch.Tensor]:
+    """Return the small buffers as they are stored."""
+    return [stored(buffer) for buffer in small_buffers(entries)]

@@ -1,0 +1,125 @@
+"""The gate before an optimizer step: none passes before every rank has stored what is its own of that step."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from paceline.black_box import is_running
+from paceline.checkpoint.capture import Capture
+from paceline.checkpoint.own_states import OwnStatesFile
+from paceline.errors import CommunicationError
+from paceline.rollcall import REMEDY, named_ranks
+from paceline.step_records import StepRecord, record_path
+from paceline.tracing import COLLECTIVE, recorder
+
+_SPINS = 100
+"""Looks at the other ranks before this one sleeps between two: they come at about the same time."""
+_SLEEP_S = 50e-6
+_LOOK_S = 0.005
+"""Between two looks at whether the ranks that are waited for still run."""
+
+
+class Gate:
+    """This rank's part of the gate, in the folder of the job's records.
+
+    Args:
+        folder: the same on all ranks, which are on one host.
+        rank: this one.
+        size: of the world.
+        timeout: how long to wait for a rank, in seconds.
+
+    Raises:
+        OSError: if the record or the file of own states cannot be made.
+    """
+
+    def __init__(self, folder: Path, rank: int, size: int, timeout: float) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder, self.size, self._rank, self._timeout = folder, size, rank, timeout
+        self._states = OwnStatesFile(states_path(folder, rank))
+        self.record = StepRecord(record_path(folder, rank), make=True)
+        self._others: dict[int, StepRecord] = {}
+        """Of the other ranks, by rank; filled when they are first waited for."""
+
+    def prepare(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor], wish: int = 0) -> int:
+        """Store this rank's own states at `step`, and wait until every rank has done so.
+
+        Args:
+            step: that all ranks are about to take.
+            objects: states of objects that are registered as each rank's own.
+            buffers: of registered modules.
+            wish: what this rank wishes for, as bits.
+
+        Returns:
+            the wishes of all ranks, joined by *or*; the same on all of them.
+
+        Raises:
+            CommunicationError: if a rank ended, or does not come in time; then no rank passes.
+            OSError: if memory is full.
+        """
+        self._states.write(step, objects, buffers)
+        self.record.prepare(step, wish)
+        waiting = self._absent(step, range(self.size))
+        if waiting:
+            with recorder.span(COLLECTIVE):
+                self._wait(step, waiting)
+        for other in self._others.values():
+            wish |= other.wish(step)
+        return wish
+
+    def complete(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
+        """Store this rank's own states as of the end of `step`, which it has completed.
+
+        Raises:
+            OSError: if memory is full.
+        """
+        self._states.write(step, objects, buffers)
+        self.record.complete(step)
+
+    def _wait(self, step: int, waiting: list[int]) -> None:
+        began = looked = time.monotonic()
+        for turn in itertools.count():
+            waiting = self._absent(step, waiting)
+            if not waiting:
+                return
+            if turn < _SPINS:
+                os.sched_yield()
+                continue
+            time.sleep(_SLEEP_S)
+            now = time.monotonic()
+            if now - looked < _LOOK_S:
+                continue
+            looked = now
+            gone = [rank for rank in waiting if rank in self._others and not is_running(self._others[rank].pid)]
+            if gone and self._absent(step, gone):  # it may have come just before it ended
+                raise CommunicationError(
+                    f"rank {self._rank}: {named_ranks(gone)} ended before the optimizer step {step}, which no rank "
+                    "takes now; look for that rank's own error"
+                ).because_of(gone)
+            if now - began > self._timeout:
+                raise CommunicationError(
+                    f"rank {self._rank}: {named_ranks(waiting)} did not come to the optimizer step {step} within "
+                    f"{self._timeout:g} s; {REMEDY}"
+                ).because_of(waiting)
+
+    def _absent(self, step: int, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank != self._rank and self._prepared(rank) < step]
+
+    def _prepared(self, rank: int) -> int:
+        other = self._others.get(rank)
+        if other is None:
+            try:
+                other = self._others[rank] = StepRecord(record_path(self.folder, rank))
+            except (OSError, ValueError):  # it has not opened its Checkpointer yet
+                return -1
+        return other.prepared
+
+
+def states_path(folder: Path, rank: int) -> Path:
+    """Return the path of the file with the own states of `rank`."""
+    return folder / f"rank-{rank}.states"

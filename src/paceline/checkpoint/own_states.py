@@ -1,0 +1,167 @@
+"""What a rank alone has at a step boundary, kept in memory that outlives it: random generators, buffers, own states.
+
+A file in the folder of the job's step records has three slots, which the rank fills in turns. A slot begins with the
+number of its write, which is set to 0 first and written last, so a rank that is killed leaves the other two whole; they
+are the step before, and this step as it was when its gradients were there.
+
+Plain values are stored by ``marshal``, which runs no code when it is read, and is fast.
+"""
+
+from __future__ import annotations
+
+import marshal
+import mmap
+import os
+import random
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.capture import Capture
+from paceline.checkpoint.tensorfile import Spec, spec_of, stored
+
+_HEAD = struct.Struct("<qqqq")  # number of the write, step, bytes of plain values, bytes of all
+_SLOTS = 3
+_ALIGN = 64
+_FIRST = 64 * 2**10
+"""Bytes of a slot at first."""
+
+
+@dataclass(frozen=True)
+class OwnStates:
+    """The states of one rank at one step."""
+
+    generators: Mapping[str, Any]
+    """As :func:`paceline.rng.rng_state` returns them."""
+    objects: Capture
+    """Of the objects that are registered as each rank's own."""
+    buffers: Sequence[torch.Tensor]
+    """Of registered modules, in a fixed order."""
+
+
+class OwnStatesFile:
+    """The file of one rank, written by it.
+
+    Raises:
+        OSError: if it cannot be made, or memory is full; also from :meth:`write`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._number = path, 0
+        self._map = self._make(_FIRST)
+
+    def write(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
+        """Store this rank's generators, and what is given, as its states at `step`."""
+        tensors = [*(stored(tensor) for tensor in objects.tensors.values()), *buffers]
+        layout = [(list(spec.shape), spec.dtype) for spec in map(spec_of, tensors)]
+        names = list(objects.tensors)
+        plain = marshal.dumps((_packed_generators(), dict(objects.nodes), dict(objects.aliases), names, layout))
+        sizes = [tensor.nbytes for tensor in tensors]
+        total = _aligned(_HEAD.size + len(plain)) + sum(map(_aligned, sizes))
+        if total > self._capacity:
+            self._grow(total)
+        self._number += 1
+        at = self._number % _SLOTS * self._capacity
+        self._map[at : at + 8] = bytes(8)
+        self._map[at + _HEAD.size : at + _HEAD.size + len(plain)] = plain
+        place = at + _aligned(_HEAD.size + len(plain))
+        for tensor, size in zip(tensors, sizes, strict=True):
+            if size:
+                raw = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=place)
+                raw.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+            place += _aligned(size)
+        struct.pack_into("<qqq", self._map, at + 8, step, len(plain), total)
+        struct.pack_into("<q", self._map, at, self._number)
+
+    @property
+    def _capacity(self) -> int:
+        return len(self._map) // _SLOTS
+
+    def _grow(self, least: int) -> None:
+        """Take a larger file, with the slots as they are; it takes the smaller one's place when it is whole."""
+        before, capacity = self._map, self._capacity
+        self._map = self._make(2 * least, [bytes(before[slot * capacity : (slot + 1) * capacity]) for slot in range(3)])
+
+    def _make(self, capacity: int, slots: Sequence[bytes] = ()) -> mmap.mmap:
+        size = _SLOTS * -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
+        new = self._path.with_name(f".{self._path.name}")
+        with open(new, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # or a write into full memory would end the rank with SIGBUS
+            made = mmap.mmap(file.fileno(), size)
+        for slot, content in enumerate(slots):
+            made[slot * size // _SLOTS : slot * size // _SLOTS + len(content)] = content
+        new.replace(self._path)
+        return made
+
+
+def read_own_states(path: Path, step: int) -> OwnStates | None:
+    """Return what the rank whose file is `path` stored last for `step`; None if there is no such thing.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    content = path.read_bytes()
+    capacity = len(content) // _SLOTS
+    found = [(*_HEAD.unpack_from(content, slot * capacity), slot * capacity) for slot in range(_SLOTS)]
+    fitting = [entry for entry in found if entry[0] > 0 and entry[1] == step]
+    if not fitting:
+        return None
+    _, _, plain, _, at = max(fitting)
+    generators, nodes, aliases, names, layout = marshal.loads(content[at + _HEAD.size : at + _HEAD.size + plain])
+    place, tensors = at + _aligned(_HEAD.size + plain), []
+    for shape, dtype in layout:
+        spec = Spec(tuple(shape), dtype)
+        tensor = spec.empty("cpu")
+        if spec.nbytes:
+            raw = torch.frombuffer(bytearray(content[place : place + spec.nbytes]), dtype=torch.uint8)
+            tensor = raw.view(tensor.dtype).reshape(spec.shape)
+        tensors.append(tensor)
+        place += _aligned(spec.nbytes)
+    objects = Capture(nodes, dict(zip(names, tensors, strict=False)), aliases)
+    return OwnStates(_unpacked(generators), objects, tensors[len(names) :])
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _packed_generators() -> tuple[Any, ...]:
+    """Return what :func:`paceline.rng.rng_state` tells, in the form that is taken and stored fastest."""
+    numpy = sys.modules.get("numpy")
+    in_numpy = None
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        in_numpy = (kind, keys.tobytes(), *rest)
+    in_cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), in_numpy, in_cuda
+
+
+def _unpacked(generators: tuple[Any, ...]) -> dict[str, Any]:
+    in_torch, (version, words, gauss), in_numpy, in_cuda = generators
+    state: dict[str, Any] = {
+        "torch": _bytes_of(in_torch),
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+    }
+    if in_numpy is not None:
+        import numpy
+
+        kind, keys, position, has_gauss, cached = in_numpy
+        state["numpy"] = {
+            "kind": kind,
+            "keys": torch.from_numpy(numpy.frombuffer(keys, dtype="uint32").astype("int64")),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        }
+    if in_cuda is not None:
+        state["cuda"] = _bytes_of(in_cuda)
+    return state
+
+
+def _bytes_of(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

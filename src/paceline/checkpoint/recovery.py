@@ -1,0 +1,116 @@
+"""How a run goes on after a failure: what is rescued, where a start goes on from, and what was computed again."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.checkpoint.boundary import Boundary
+from paceline.checkpoint.gate import Gate
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.rescue import Rescue, newest_rescued, rescued_folder
+from paceline.checkpoint.storage import Storage, steps_in
+from paceline.last_words import at_failure
+from paceline.step_records import BEFORE, STEPS, job_folder, key_of, records_in
+from paceline.world import TIMEOUT, World
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class History:
+    """What has happened to a run so far."""
+
+    restarts: int
+    """How often the launcher has started all ranks again."""
+    steps_redone: int
+    """Completed optimizer steps that had to be computed again."""
+    rescued_from: str | None
+    """Where this start goes on from: ``"memory"`` or ``"disk"``; None for the beginning, and for a first start."""
+
+
+class Recovery:
+    """The boundary of a Checkpointer's steps, and what survives this rank.
+
+    Args:
+        world: this rank's.
+        folder: the checkpoint folder.
+        entries: gives the registered objects.
+        own_storage: gives the opened checkpoint folder, on rank 0.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        entries: Callable[[], list[Registered]],
+        own_storage: Callable[[], Storage | None],
+    ) -> None:
+        self._gate = _open_gate(world, folder)
+        self._reached, self._redone = 0, 0
+        """The last step that an earlier start completed, and the steps redone by then."""
+        self.boundary = Boundary(entries, self._gate)
+        self._source: str | None = None
+        self._forget: Callable[[], None] | None = None
+        if self._gate is not None:
+            before = records_in(self._gate.folder.parent.parent / BEFORE / self._gate.folder.name)
+            self._reached = max((max(record.completed, record.restored) for record in before), default=0)
+            self._redone = max((record.redone for record in before), default=0)
+            self._forget = at_failure(Rescue(self.boundary, entries, folder, own_storage))
+            self.go_on_from(0, None)
+
+    def rescued(self, step: int | None, on_disk: Sequence[int]) -> tuple[Path, Manifest] | None:
+        """Return the checkpoint that was rescued into memory; None if there is none, or a newer one on disk.
+
+        Args:
+            step: that is asked for; None for the newest.
+            on_disk: the steps that are there.
+        """
+        steps = self.rescued_step()
+        if not steps or steps[0] in on_disk or step not in (None, *steps):
+            return None
+        if step is None and on_disk and steps[0] < on_disk[-1]:
+            return None
+        assert self._gate is not None
+        return newest_rescued(rescued_folder(self._gate))
+
+    def rescued_step(self) -> list[int]:
+        """Return the step of the newest checkpoint in memory, without reading it; nothing if there is none."""
+        folder = None if self._gate is None else rescued_folder(self._gate)
+        return steps_in(folder)[-1:] if folder is not None and folder.is_dir() else []
+
+    def go_on_from(self, step: int, source: str | None) -> None:
+        """Note that the run goes on from `step`, which was restored from `source`."""
+        self.boundary.go_on_from(step)
+        self._source = source
+        if self._gate is not None:
+            self._gate.record.restore(step, source, self._redone + max(0, self._reached - step))
+
+    def history(self) -> History:
+        """Return what has happened so far."""
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        redone = 0 if self._gate is None else self._gate.record.redone
+        return History(restarts, redone, self._source if restarts else None)
+
+    def close(self) -> None:
+        """Rescue nothing any more."""
+        self.boundary.close()
+        if self._forget is not None:
+            self._forget()
+
+
+def _open_gate(world: World, folder: Path) -> Gate | None:
+    """Return the gate of the job's ranks; None, unless our launcher started all of them on this host."""
+    job = job_folder()
+    if job is None or os.environ["WORLD_SIZE"] != str(world.size):
+        return None
+    try:
+        timeout = float(os.environ.get(TIMEOUT, "600"))
+        return Gate(job / STEPS / key_of(folder), world.rank, world.size, timeout)
+    except OSError as error:
+        logger.warning("rank %d: a failure will cost the steps since the last save on disk: %s", world.rank, error)
+        return None

@@ -1,0 +1,154 @@
+"""The rescue: ranks that are left when one is gone save the last completed step, into memory.
+
+At a failure every rank that is left, and whose optimizer has not stepped since the last boundary, could save it: they
+have the same parameters and optimizer states, and the own states of all ranks, also of those that are gone, are in
+memory. The first to take the lock does; the others wait, and find it done. It is an ordinary checkpoint in the job's
+folder, so a full disk does not matter. Where memory has no room, and when the launcher will not start the ranks again,
+it goes to the checkpoint folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline.checkpoint import capture, room, storage
+from paceline.checkpoint.boundary import Boundary
+from paceline.checkpoint.capture import Capture
+from paceline.checkpoint.frozen import State, load_buffers
+from paceline.checkpoint.gate import Gate, states_path
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.notes import Keep
+from paceline.checkpoint.own_states import OwnStates, read_own_states
+from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.saved import GENERATORS
+from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.verify import Damaged, read_whole
+from paceline.checkpoint.writer import Draft
+from paceline.errors import CheckpointError, UsageError
+from paceline.step_records import RESCUE, RESTARTS
+
+DESTINATION = "destination"
+"""File in a folder of rescued checkpoints: the checkpoint folder that they belong to."""
+
+
+def rescued_folder(gate: Gate) -> Path:
+    """Return the folder in memory for rescued checkpoints of the checkpoint folder that `gate` is for."""
+    return gate.folder.parent.parent / RESCUE / gate.folder.name
+
+
+def newest_rescued(folder: Path) -> tuple[Path, Manifest] | None:
+    """Return path and manifest of the newest whole checkpoint in the rescued `folder`; None if there is none."""
+    if not folder.is_dir():
+        return None
+    for step in reversed(storage.steps_in(folder)):
+        try:
+            return folder / storage.step_name(step), read_whole(folder / storage.step_name(step), step)
+        except Damaged:  # what is in memory is never repaired: an older one, or that on disk
+            continue
+    return None
+
+
+class Rescue:
+    """Saves the boundary of this rank when an error ends it.
+
+    Args:
+        boundary: with a gate.
+        entries: gives the registered objects.
+        folder: the checkpoint folder.
+        own_storage: gives the opened checkpoint folder, on rank 0.
+    """
+
+    def __init__(
+        self,
+        boundary: Boundary,
+        entries: Callable[[], list[Registered]],
+        folder: Path,
+        own_storage: Callable[[], Storage | None],
+    ) -> None:
+        self._boundary, self._entries, self._folder, self._own_storage = boundary, entries, folder, own_storage
+
+    def __call__(self, error: BaseException) -> None:
+        """Save the last boundary, unless another rank has. A mistake of the user's is none to go on from.
+
+        Raises:
+            CheckpointError: if it cannot be saved.
+        """
+        gate = self._boundary.gate
+        blamed = getattr(error, "blamed", None) is not None
+        if gate is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
+            return
+        step, memory = self._boundary.step, rescued_folder(gate)
+        with _turn(memory):
+            if step in _steps(memory) or step in _steps(self._folder):
+                return
+            try:
+                ranks = [_own_states(gate, rank, step) for rank in range(gate.size)]
+                load_buffers(self._entries(), ranks[0].buffers)
+                shared = [capture.shared(entry) for entry in self._boundary.states()]
+                self._save(step, shared, ranks, memory)
+            except (OSError, ValueError, MemoryError) as problem:
+                raise CheckpointError(f"the completed step {step} was not rescued: {problem}") from problem
+
+    def _save(self, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates], memory: Path) -> None:
+        if int(os.environ.get(RESTARTS, "0")):
+            try:
+                store = Storage(memory)
+                (memory / DESTINATION).write_text(str(self._folder))
+                _write(store, step, shared, ranks)
+                store.prune(step, Keep(1, None, "max"))
+                return
+            except (OSError, UsageError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                print(f"note: no room in memory for step {step} ({reason}); it goes to {self._folder}", file=sys.stderr)
+        # While rank 0 lives the folder is its own, and its turn comes.
+        store = self._own_storage() or Storage(self._folder)
+        _write(store, step, shared, ranks)
+
+
+def _write(store: Storage, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates]) -> None:
+    own = [_joined(states) for states in ranks]
+    size = sum(room.needed(each.tensors.values()) for each in [*shared, *own])
+    with Draft(store, step, len(ranks), size) as draft:
+        for each in shared:
+            draft.add_shared(each)
+        for rank, each in enumerate(own):
+            draft.add_own(rank, each)
+        draft.commit()
+
+
+def _joined(states: OwnStates) -> Capture:
+    """Return what is saved for one rank."""
+    generators = capture.own([Registered(GENERATORS, State(states.generators), per_rank=True)])
+    return Capture(
+        {**states.objects.nodes, **generators.nodes},
+        {**states.objects.tensors, **generators.tensors},
+        {**states.objects.aliases, **generators.aliases},
+    )
+
+
+def _own_states(gate: Gate, rank: int, step: int) -> OwnStates:
+    found = read_own_states(states_path(gate.folder, rank), step)
+    if found is None:
+        raise CheckpointError(f"rank {rank} has not stored its own states of it")
+    return found
+
+
+def _steps(folder: Path) -> list[int]:
+    return storage.steps_in(folder) if folder.is_dir() else []
+
+
+@contextmanager
+def _turn(memory: Path) -> Iterator[None]:
+    """Wait until no other rank is at it; a rank that is killed meanwhile makes room for the next."""
+    memory.parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(memory.with_name(f"{memory.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

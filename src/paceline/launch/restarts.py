@@ -1,0 +1,156 @@
+"""Whether ranks are started again after a failure, and from where they go on.
+
+Restarts are counted only while nothing is gained: a start that completed a step behind the one that it went on from
+sets the count back. Progress is told by the ranks' step records, see :mod:`paceline.step_records`; ranks without them
+are started again as often as the user said, and not at all by default.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.step_records import BEFORE, RESCUE, RESTARTS, STEPS, StepRecord, records_in
+
+LIMIT = 3
+"""Starts without progress, by default."""
+RESCUE_S = 5.0
+"""How long the ranks that are left may take to notice the failure and save their last step."""
+WRITING_S = 300.0
+"""The same, once one of them is writing."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far a start of the ranks came with one checkpoint folder."""
+
+    key: str
+    """Of the folder."""
+    restored: int
+    """The step that it went on from."""
+    completed: int
+    """The last step that a rank completed; that which it went on from if there is none."""
+    redone: int
+    source: str | None
+    is_saved: bool
+    """Whether a rank has saved that step in memory."""
+
+
+class Restarts:
+    """The restarts of one job.
+
+    Args:
+        folder: the job's; None if it has none.
+        limit: restarts without progress, one after another; None for :data:`LIMIT` if the ranks tell how far they are,
+            else none.
+    """
+
+    def __init__(self, folder: Path | None, limit: int | None) -> None:
+        self._folder, self._limit = folder, limit
+        self.count = 0
+        """How often all ranks were started again."""
+        self._in_vain = 0
+        """Restarts since a start made progress."""
+
+    @property
+    def limit(self) -> int:
+        """Restarts without progress, at most."""
+        return LIMIT if self._limit is None else self._limit
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What ranks are told."""
+        return {"TORCHELASTIC_RESTART_COUNT": str(self.count), RESTARTS: str(self.limit)}
+
+    def reached(self) -> list[Reached]:
+        """Return how far the present start has come, for each checkpoint folder."""
+        if self._folder is None or not (self._folder / STEPS).is_dir():
+            return []
+        return [
+            _reached(self._folder, path.name, records)
+            for path in sorted((self._folder / STEPS).iterdir())
+            if (records := records_in(path))
+        ]
+
+    def begin(self) -> None:
+        """Keep the records of the start before, for the ranks that are started next."""
+        if self._folder is None:
+            return
+        before = self._folder / BEFORE
+        with suppress(OSError):
+            before.mkdir(exist_ok=True)
+            for path in (self._folder / STEPS).iterdir():
+                shutil.rmtree(before / path.name, ignore_errors=True)
+                path.rename(before / path.name)
+
+    def decide(self) -> str | None:
+        """Return words for the restart that comes now, after a failure; None if there is none."""
+        reached = self.reached()
+        if self._limit is None and not reached:
+            return None
+        if any(each.completed > each.restored for each in reached):
+            self._in_vain = 0
+        elif self._in_vain >= self.limit:
+            return None
+        if not self.limit:
+            return None
+        self.count += 1
+        self._in_vain += 1
+        saved = [each for each in reached if each.is_saved]
+        where = f" from step {max(each.completed for each in saved)}, which is in memory" if saved else ""
+        return f"starting all ranks again{where} (restart {self._in_vain} of {self.limit}{self._all()})"
+
+    def _all(self) -> str:
+        return "" if self.count == self._in_vain else f" since the last progress, {self.count} in all"
+
+    def wait_for_rescue(self, running: Callable[[], Sequence[int]], look: Callable[[float], None]) -> None:
+        """Let the ranks that are left notice that one is gone, and save their last step.
+
+        Args:
+            running: gives the ranks that have not ended.
+            look: waits for a rank to end, so many seconds at most.
+        """
+        reached = self.reached()
+        if not reached or not self.limit:
+            return
+        began = time.monotonic()
+        while running():
+            if all(each.is_saved for each in self.reached()):
+                return
+            waited = time.monotonic() - began
+            if waited > (WRITING_S if self._is_writing() else RESCUE_S):
+                return
+            look(0.02)
+
+    def _is_writing(self) -> bool:
+        assert self._folder is not None
+        return any((self._folder / RESCUE).glob("*/.writing-*"))
+
+    def keep_rescued(self, say: Callable[[str], None]) -> None:
+        """Copy what is only in memory into the checkpoint folders, when the job has failed for good."""
+        if self._folder is None or not any((self._folder / RESCUE).glob("*/step-*")):
+            return
+        command = [sys.executable, "-m", "paceline.checkpoint.keep_rescued", str(self._folder / RESCUE)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        for line in (done.stdout or done.stderr).splitlines()[-3:]:
+            say(line)
+
+
+def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
+    restored = max(record.restored for record in records)
+    completed = max(restored, *(record.completed for record in records))
+    saved = (folder / RESCUE / key / f"step-{completed:08d}").is_dir()
+    return Reached(
+        key,
+        restored,
+        completed,
+        max(record.redone for record in records),
+        next((record.source for record in records if record.source), None),
+        saved or completed == restored,
+    )

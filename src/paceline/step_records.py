@@ -1,0 +1,148 @@
+"""How far each rank of a job is: a page of memory per rank and checkpoint folder, which outlives the rank.
+
+Ranks on the launcher's host keep them in ``<job's folder>/steps/<key of the checkpoint folder>/rank-<n>``; when all
+ranks are started again, the launcher moves them to ``steps-before``. A step has two moments there: it is *prepared*
+when the rank has its averaged gradients and has stored its own states, and *completed* when the optimizer has stepped
+and everything registered is consistent again. No rank lets its optimizer step before all ranks have prepared that step,
+see :class:`paceline.checkpoint.boundary.Boundary`. So the ranks that are left when one is gone have completed the same
+step, or are about to.
+
+Every number is written whole, by its rank alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from paceline.black_box import FOLDER
+
+STEPS, BEFORE, RESCUE = "steps", "steps-before", "rescue"
+"""Folders in a job's folder: records of the present start, those of the one before, and rescued checkpoints."""
+RESTARTS = "PACELINE_RESTARTS"
+"""Environment variable by which our launcher tells its ranks how often it starts them again without progress."""
+SOURCES = (None, "memory", "disk")
+"""Where a run goes on from; a record holds the index. None is the beginning."""
+_SIZE = 4096
+_MAGIC, _PID, _SOURCE, _RESTORED, _REDONE, _PREPARED, _COMPLETED, _ALONE, _WISHES = range(9)
+_NONE = -1
+
+
+class StepRecord:
+    """The record of one rank in the file `path`.
+
+    Raises:
+        OSError: if it cannot be opened.
+        ValueError: if it is no record.
+    """
+
+    def __init__(self, path: Path, *, make: bool = False) -> None:
+        if make:
+            new = path.with_name(f".{path.name}")
+            with open(new, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                values = [1, os.getpid(), 0, 0, 0, _NONE, _NONE]
+                file.write(b"".join(value.to_bytes(8, "little", signed=True) for value in values).ljust(_SIZE, b"\0"))
+            new.replace(path)  # whole, for those who look
+        with open(path, "r+b" if make else "rb") as file:
+            access = mmap.ACCESS_WRITE if make else mmap.ACCESS_READ
+            self._map = mmap.mmap(file.fileno(), _SIZE, access=access)
+        self._values = memoryview(self._map).cast("q")
+        if self._values[_MAGIC] != 1:
+            raise ValueError(f"{path} is no record of steps")
+
+    @property
+    def pid(self) -> int:
+        """The rank's process."""
+        return self._values[_PID]
+
+    @property
+    def source(self) -> str | None:
+        """Where this start of the rank went on from, one of :data:`SOURCES`."""
+        return SOURCES[self._values[_SOURCE]]
+
+    @property
+    def restored(self) -> int:
+        """The step that this start of the rank went on from; 0 for the beginning."""
+        return self._values[_RESTORED]
+
+    @property
+    def redone(self) -> int:
+        """Completed steps of earlier starts that this and earlier starts had to compute again."""
+        return self._values[_REDONE]
+
+    @property
+    def completed(self) -> int:
+        """The last step completed in this start; -1 for none."""
+        return self._values[_COMPLETED]
+
+    @property
+    def prepared(self) -> int:
+        """The last step prepared in this start; -1 for none."""
+        return self._values[_PREPARED]
+
+    def wish(self, step: int) -> int:
+        """Return what the rank wished for when it prepared `step`, which is that of :attr:`prepared` or one less."""
+        return self._values[_WISHES + step % 2]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the rank has let its optimizer step without waiting for the others."""
+        return bool(self._values[_ALONE])
+
+    def restore(self, step: int, source: str | None, redone: int) -> None:
+        """Note that the rank goes on from `step`."""
+        self._values[_RESTORED], self._values[_SOURCE] = step, SOURCES.index(source)
+        self._values[_REDONE] = redone
+
+    def prepare(self, step: int, wish: int = 0) -> None:
+        """Note that the rank has its averaged gradients of `step`, and has stored what is its own."""
+        self._values[_WISHES + step % 2] = wish
+        self._values[_PREPARED] = step
+
+    def complete(self, step: int) -> None:
+        """Note that everything registered is as of the end of `step`."""
+        self._values[_COMPLETED] = step
+
+    def step_alone(self) -> None:
+        """Note that others may not have prepared the step that this rank takes now."""
+        self._values[_ALONE] = 1
+
+
+def job_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of the job that this rank belongs to, if all its ranks are on this host; None if there is none.
+
+    It is there under Paceline's launcher.
+    """
+    size = environment.get("WORLD_SIZE")
+    if not environment.get(FOLDER) or size is None or size != environment.get("LOCAL_WORLD_SIZE"):
+        return None
+    path = Path(environment[FOLDER])
+    return path if path.is_dir() else None
+
+
+def key_of(folder: Path) -> str:
+    """Return the name under which records and rescued checkpoints of a checkpoint folder are kept."""
+    return hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    """Return the path of the record of `rank` in `folder`."""
+    return folder / f"rank-{rank}"
+
+
+def records_in(folder: Path) -> list[StepRecord]:
+    """Return the records in `folder`, which need not exist; those that cannot be read are left out."""
+    found = []
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.name.startswith("rank-") and not path.suffix)
+    except OSError:
+        return []
+    for path in paths:
+        try:
+            found.append(StepRecord(path))
+        except (OSError, ValueError):
+            continue
+    return found
