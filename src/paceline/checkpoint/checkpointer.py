@@ -86,12 +86,10 @@ class Checkpointer:
         self._closed = False
         self._in_flight = False  # on all ranks alike: a save was started in the background, and not waited for
         self._schedule = Schedule(every)
-        registered, this = (
-            self._registered,
-            weakref.ref(self),
-        )  # no cycle: one that is dropped leaves its folder at once
+        # No cycle: a Checkpointer that is dropped leaves its folder at once.
+        registered, this = self._registered, weakref.ref(self)
         self._recovery = Recovery(
-            world, self._folder, lambda: list(registered.values()), lambda: None if this() is None else this()._opened
+            world, self._folder, lambda: list(registered.values()), lambda: getattr(this(), "_opened", None)
         )
         self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
 
