@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -85,7 +86,11 @@ class Checkpointer:
         self._closed = False
         self._in_flight = False  # on all ranks alike: a save was started in the background, and not waited for
         self._schedule = Schedule(every)
-        self._recovery = Recovery(world, self._folder, lambda: list(self._registered.values()), lambda: self._opened)
+        # No cycle: a Checkpointer that is dropped leaves its folder at once.
+        registered, this = self._registered, weakref.ref(self)
+        self._recovery = Recovery(
+            world, self._folder, lambda: list(registered.values()), lambda: getattr(this(), "_opened", None)
+        )
         self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
