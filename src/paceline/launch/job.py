@@ -55,6 +55,7 @@ class Job:
         pin: whether each rank keeps to cores of its own, see :mod:`paceline.launch.pinning`.
         preload: whether ranks may be forked from a process that has imported torch, see
             :mod:`paceline.launch.preloading`.
+        modules: imported there besides torch.
 
     Raises:
         UsageError: if there is no command, or a number is out of range.
@@ -73,6 +74,7 @@ class Job:
     report: str | None = None
     pin: bool = False
     preload: bool = True
+    modules: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -159,7 +161,8 @@ def fork_server(job: Job) -> ForkServer:
     preloading = decide(job.command, job.preload and not binds)
     if preloading.note:
         say(preloading.note)
-    return ForkServer(job.command, environment, preloading.modules, say)
+    modules = (*preloading.modules, *job.modules) if preloading.modules else ()
+    return ForkServer(job.command, environment, modules, say)
 
 
 def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder | None:
