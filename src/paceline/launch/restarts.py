@@ -100,20 +100,18 @@ class Restarts:
             return None
         is_progress = any(each.completed > self._best.get(each.key, 0) for each in reached)
         self._best |= {each.key: max(each.completed, self._best.get(each.key, 0)) for each in reached}
-        if is_progress:
-            self._in_vain = 0
-        elif self._in_vain >= self.limit:
-            return None
-        if not self.limit:
+        self._in_vain = 0 if is_progress else self._in_vain + 1
+        if self._in_vain > self.limit or not self.limit:
             return None
         self.count += 1
-        self._in_vain += 1
         saved = [each for each in reached if each.is_saved]
         where = f" from step {max(each.completed for each in saved)}, which is in memory" if saved else ""
-        return f"starting all ranks again{where} (restart {self._in_vain} of {self.limit}{self._all()})"
-
-    def _all(self) -> str:
-        return "" if self.count == self._in_vain else f" since the last progress, {self.count} in all"
+        number = f"restart {self.count}"
+        if self.count == self._in_vain:
+            number += f" of {self.limit}"
+        elif self._in_vain:
+            number += f", {self._in_vain} of {self.limit} without progress"
+        return f"starting all ranks again{where} ({number})"
 
     def wait_for_rescue(self, running: Callable[[], Sequence[int]], look: Callable[[float], None]) -> None:
         """Let the ranks that are left notice that one is gone, and save their last step.
