@@ -38,8 +38,8 @@ class Reached:
     """The last step that a rank completed; that which it went on from if there is none."""
     redone: int
     source: str | None
-    is_saved: bool
-    """Whether a rank has saved that step in memory."""
+    is_rescued: bool
+    """Whether that step is in memory."""
     has_ended: bool
     """Whether all ranks had come to the end of their training."""
 
@@ -104,7 +104,7 @@ class Restarts:
         if self._in_vain > self.limit or not self.limit:
             return None
         self.count += 1
-        saved = [each for each in reached if each.is_saved]
+        saved = [each for each in reached if each.is_rescued]
         where = f" from step {max(each.completed for each in saved)}, which is in memory" if saved else ""
         number = f"restart {self.count}"
         if self.count == self._in_vain:
@@ -125,7 +125,8 @@ class Restarts:
             return
         began = time.monotonic()
         while running():
-            if all(each.is_saved for each in self.reached()):
+            # What a start went on from is kept where it came from.
+            if all(each.is_rescued or each.completed == each.restored for each in self.reached()):
                 return
             waited = time.monotonic() - began
             if waited > (WRITING_S if self._is_writing() else RESCUE_S):
@@ -149,13 +150,12 @@ class Restarts:
 def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
     restored = max(record.restored for record in records)
     completed = max(restored, *(record.completed for record in records))
-    saved = (folder / RESCUE / key / f"step-{completed:08d}").is_dir()
     return Reached(
         key,
         restored,
         completed,
         max(record.redone for record in records),
         next((record.source for record in records if record.source), None),
-        saved or completed == restored,
+        (folder / RESCUE / key / f"step-{completed:08d}").is_dir(),
         all(record.has_ended for record in records),
     )
