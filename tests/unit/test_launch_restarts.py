@@ -72,9 +72,7 @@ def test_a_training_that_is_over_is_not_repeated_because_of_what_fails_after_it(
 def test_a_restart_says_which_step_is_in_memory(tmp_path: Path) -> None:
     start(tmp_path, [7, 6])
     (tmp_path / RESCUE / KEY / "step-00000007").mkdir(parents=True)
-    assert Restarts(tmp_path, None).decide() == (
-        "starting all ranks again from step 7, which is in memory (restart 1)"
-    )
+    assert Restarts(tmp_path, None).decide() == ("starting all ranks again from step 7, which is in memory (restart 1)")
 
 
 def test_the_records_of_the_start_before_are_kept_for_the_next_one(tmp_path: Path) -> None:
