@@ -82,6 +82,12 @@ class Restarts:
             if (records := records_in(path))
         ]
 
+    def told(self) -> tuple[int, str | None]:
+        """Return how many steps were computed again, and where the present start went on from."""
+        reached = self.reached()
+        redone = sum(each.redone for each in reached)
+        return redone, next((each.source for each in reached if each.source), None)
+
     def begin(self) -> None:
         """Keep the records of the start before, for the ranks that are started next."""
         if self._folder is None:
