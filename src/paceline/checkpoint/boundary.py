@@ -17,6 +17,7 @@ from paceline.checkpoint import capture
 from paceline.checkpoint.frozen import Kept, freeze_object, parameters_of, stored_buffers, thaw_object
 from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.registered import Registered
+from paceline.failpoints import strike
 from paceline.unwrapping import Accumulates, joins
 
 
@@ -75,6 +76,8 @@ class Boundary:
         Raises:
             CommunicationError: if a rank has ended.
         """
+        if self._is_turned:
+            strike("stepped")
         entries = self._entries()
         is_first, self._is_armed = not self._is_armed, True
         if _accumulates(entries) or (self._hooks and not self._is_turned and not is_first):
@@ -91,6 +94,7 @@ class Boundary:
             self._parameters = [Kept.of(parameter) for parameter in parameters_of(entries)]
             self._gate.complete(self.step, own, buffers)
         self._is_turned = False
+        strike("boundary")
         return is_step
 
     def states(self) -> Iterator[Registered]:
@@ -122,6 +126,7 @@ class Boundary:
     def _optimizer_steps(self, *_: Any) -> None:
         if self._is_turned or os.getpid() != self._process:
             return
+        strike("prepared")
         if self._is_armed and self._gate is not None:
             entries = self._entries()
             if _is_of_no_use(entries, True):
@@ -130,6 +135,7 @@ class Boundary:
                 own, buffers = _own(entries), stored_buffers(entries)
                 self.wishes = self._gate.prepare(self.step + 1, own, buffers, self.wish)
         self._is_turned = True
+        strike("gate")
 
     def _leave_gate(self) -> None:
         assert self._gate is not None

@@ -29,6 +29,7 @@ from paceline.checkpoint.saved import GENERATORS
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError, UsageError
+from paceline.failpoints import strike
 from paceline.step_records import RESCUE, RESTARTS
 
 DESTINATION = "destination"
@@ -73,6 +74,7 @@ class Rescue:
         with _turn(memory):
             if step in _steps(memory) or step in _steps(self._folder):
                 return
+            strike("rescue")
             try:
                 ranks = [_own_states(gate, rank, step) for rank in range(gate.size)]
                 load_buffers(self._entries(), ranks[0].buffers)
