@@ -1,8 +1,8 @@
 """What the profiler says of planted causes, and what it costs: ``python benchmarks/profiler_claims.py``.
 
-Each plant is trained by 2 ranks in a script of its own, as users profile theirs; so is a clean run, several times. The
-figures that are known beforehand are printed beside what the profile says. The cost is that of the same training with
-the profiler on and off, in turns.
+Each plant is trained by 2 ranks in a script of its own, as users profile theirs; clean runs are of a recipe. The
+figures that are known beforehand are printed beside what the profile says. The cost is that of steps with the profiler
+against the steps beside them without.
 """
 
 from __future__ import annotations
@@ -110,12 +110,26 @@ def plants(folder: Path, script: Path, names: Iterable[str]) -> list[list[Any]]:
     return rows
 
 
-COST = """
-import contextlib, json, sys, time, torch, paceline
-from statistics import median
-from torch import nn
+def accumulation(folder: Path, script: Path) -> list[float]:
+    """Return all-reduce's share at 1 and 2 batches in a step, and what the first run's advice predicted for 2."""
+    runs = [profile(folder / "accumulated", script, "embedding", times) for times in (1, 2)]
+    advice = next(one for one in runs[0]["advice"] if one["kind"] == "accumulation")
+    shares = [*(run["allreduce_share"] for run in runs), advice["predictions"]["2"]]
+    print(f"all-reduce share at 1, 2 batches: {shares[0]:.3f}, {shares[1]:.3f}; predicted for 2: {shares[2]:.3f}")
+    return shares
 
-folder, turns, width, rows = sys.argv[1], *map(int, sys.argv[2:])
+
+COST = """
+import json, random, sys, time, torch, paceline
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median, quantiles
+from torch import nn
+from paceline.profiler.session import Session
+from paceline.profiler.torch_spans import torch_spans
+from paceline.tracing import recorder
+
+folder, pairs, width, rows = sys.argv[1], *map(int, sys.argv[2:])
 world = paceline.init()
 torch.manual_seed(0)
 layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8)]
@@ -123,45 +137,87 @@ model = paceline.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 x = torch.randn(rows, width)
 
-def steps(count):
-    times = []
-    for _ in range(count):
-        start = time.perf_counter()
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
-    return median(times[12:])  # without those that warm up, and those with a mark for every gradient
+def step():
+    wall, worked = time.perf_counter(), time.thread_time()
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - wall, time.thread_time() - worked
 
-steps(30)
-ratios = []
-for turn in range(turns):
-    on = {}
-    for profiled in (True, False) if turn % 2 else (False, True):
-        with paceline.profiler.profile(f"{folder}/{turn}", operators=False) if profiled else contextlib.nullcontext():
-            on[profiled] = steps(60)
-    ratios.append(on[True] / on[False])
+for _ in range(40):
+    step()
+session = Session(Path(folder), operators=False)
+for _ in range(12):  # those that warm up, and those with a mark for every gradient
+    step()
+session._hooks.close()
+drawn = random.Random(0)  # the same on all ranks
+on, off = [], []
+for _ in range(pairs):
+    for profiled in drawn.sample((True, False), 2):
+        if not profiled:
+            recorder.on = False
+            off.append(step())
+            continue
+        with torch_spans(recorder, session):
+            recorder.on, session._start = True, time.perf_counter()
+            on.append(step())
+recorder.on = False
+began, count = time.thread_time(), len(session._unwritten)
+session._flush()
+writing = (time.thread_time() - began) / count
+session.close()
 if world.is_main:
-    print(json.dumps([median(ratios), on[False]]))
+    found = {"writing": writing}
+    for place, clock in enumerate(("wall", "cpu")):
+        differences = [one[place] - other[place] for one, other in zip(on, off)]
+        low, _, high = quantiles(differences, n=4)
+        error = 1.25 * (high - low) / 1.35 / len(differences) ** 0.5
+        found[clock] = [median(one[place] for one in off), median(differences), error]
+    print(json.dumps(found))
 """
 
 
-def overhead(folder: Path, turns: int) -> dict[str, list[float]]:
-    """Return, for small and middling steps, the step with the profiler by that without, and seconds of the latter."""
+def overhead(folder: Path, pairs: int) -> dict[str, dict[str, Any]]:
+    """Return what the profiler adds to small and middling steps, in seconds, from pairs of steps with it and without.
+
+    Two steps in a row, in an order that is drawn, have the machine's other load in common. Steps are written in one go
+    every few seconds, so that is measured apart.
+    """
     (folder / "cost.py").write_text(COST)
     found = {}
     for name, size in {"small": (256, 32), "middling": (512, 256)}.items():
         command = [sys.executable, "-m", "paceline", "run", "--nproc", "2", str(folder / "cost.py")]
-        arguments = map(str, (folder / "on", turns, *size))
+        arguments = map(str, (folder / name, pairs, *size))
         done = subprocess.run([*command, *arguments], check=True, capture_output=True, text=True, timeout=900)
         found[name] = json.loads(done.stdout.splitlines()[-1])
+        wall, cpu, writing = found[name]["wall"], found[name]["cpu"], found[name]["writing"]
+        print(
+            f"{name} steps of {wall[0] * 1e3:.1f} ms, of which {cpu[0] * 1e3:.1f} ms on a core: the profiler adds "
+            f"{wall[1] * 1e6:.0f} ± {wall[2] * 1e6:.0f} us, {cpu[1] * 1e6:.0f} ± {cpu[2] * 1e6:.0f} us on the core, "
+            f"and {writing * 1e6:.0f} us of writing: {(cpu[1] + writing) / cpu[0]:.1%} of the core's time",
+            flush=True,
+        )
+    return found
+
+
+def clean_runs(folder: Path, runs: int) -> list[list[Any]]:
+    """Profile the recipe digits, in which nothing is planted; returns steps, seconds and the straggler of each run."""
+    command = [sys.executable, "-m", "paceline", "profile", "--nproc", "2", "--no-operators", "--out", str(folder)]
+    found = []
+    for number in range(runs):
+        subprocess.run([*command, "digits", "--epochs", "4"], check=True, capture_output=True, timeout=600)
+        summary = json.loads((folder / "summary.json").read_text())
+        seconds = summary["steps"] * sum(summary["parts_ms_per_step"]["0"].values()) / 1e3
+        found.append([summary["steps"], seconds, summary["straggler_rank"]])
+        print(f"clean run {number}: {summary['steps']} steps, {seconds:.1f} s, straggler {found[-1][2]}", flush=True)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--clean", type=int, default=20, help="clean runs, in which no straggler may be named")
-    parser.add_argument("--turns", type=int, default=9, help="pairs of stretches of 60 steps for the cost")
+    parser.add_argument("--pairs", type=int, default=500, help="pairs of steps for the cost; 0 leaves it out")
+    parser.add_argument("--no-accumulation", action="store_true")
     parser.add_argument("--plants", nargs="*", default=list(PLANTS))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -169,17 +225,12 @@ def main() -> None:
         script = folder / "train.py"
         script.write_text(SCRIPT)
         rows = plants(folder, script, arguments.plants)
-        alarms = [profile(folder / "clean", script, "none", 1)["straggler_rank"] for _ in range(arguments.clean)]
-        named = sum(rank is not None for rank in alarms)
-        accumulated = [profile(folder / "accumulated", script, "embedding", times) for times in (1, 2)]
-        predicted = next(one for one in accumulated[0]["advice"] if one["kind"] == "accumulation")["predictions"]["2"]
-        shares = [one["allreduce_share"] for one in accumulated]
-        costs = overhead(folder, arguments.turns) if arguments.turns else {}
+        alarms = clean_runs(folder / "clean", arguments.clean)
+        shares = [] if arguments.no_accumulation else accumulation(folder, script)
+        costs = overhead(folder, arguments.pairs) if arguments.pairs else {}
+    named = sum(rank is not None for _, _, rank in alarms)
     print(f"clean runs: {named} of {arguments.clean} named a straggler")
-    print(f"all-reduce share at 1, 2 batches: {shares[0]:.3f}, {shares[1]:.3f}; predicted for 2: {predicted:.3f}")
-    for name, (ratio, seconds) in costs.items():
-        print(f"{name} steps of {seconds * 1e3:.1f} ms: with the profiler / without {ratio:.3f}")
-    results = {"plants": rows, "clean": alarms, "shares": shares, "predicted": predicted, "on by off": costs}
+    results = {"plants": rows, "clean": alarms, "shares and prediction": shares, "costs": costs}
     print("kept in", save("profiler-claims", results, ranks=2))
 
 

@@ -115,6 +115,7 @@ def _command(
     with open(out, "a") as stdout, open(err, "a") as stderr:
         _become(environment, stdout.fileno(), stderr.fileno())
     if ranks:
+        os.environ["PACELINE_PRELOAD"] = "0"  # they are forked already, from the launcher
         from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
         SubprocessHandler._popen = _rank  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ import platform
 import struct
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from paceline.black_box import (
 from paceline.torch_internals.compile import class_never_compiled
 
 LOOP, DATA_WAIT, FORWARD, BACKWARD, WAIT, BUCKET_WAIT, OPTIMIZER, CHECKPOINT, COLLECTIVE = range(len(PHASES))
-_OFF: AbstractContextManager[None] = nullcontext()
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +89,11 @@ class BlackBox:
         """In a forked child: write into memory of its own."""
         self._map = bytearray(SIZE)
 
-    def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None]:
-        """Surround the phase `label`; other labels than those of :data:`PHASES` change nothing."""
-        phase = self._phases.get(label)
-        if phase is None:
-            return _OFF
+    def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None] | None:
+        """Return what surrounds the phase `label`; None for other labels than those of :data:`PHASES`."""
         if bucket is not None:
             self.bucket = bucket
-        return phase
+        return self._phases.get(label)
 
     def open(self, label: str) -> Callable[[], None]:
         """Begin the phase `label`, and return the function that ends it."""

@@ -5,6 +5,7 @@ A user's mistake is one line, ``error: …``, and exit code 2.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -17,7 +18,7 @@ from paceline.checkpoint.checkpoint_command import checkpoint
 from paceline.compare.modes import MODES
 from paceline.errors import UsageError
 from paceline.explain.explain_command import EXAMPLES, explain
-from paceline.recipe_commands import INTERRUPTED, RECIPES, Recipes, parse_recipe, untyped_flags
+from paceline.recipe_commands import INTERRUPTED, RECIPES, Recipes, command_line, parse_recipe, untyped_flags
 
 
 class Verbatim(TyperCommand):
@@ -183,6 +184,7 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str)
     if target in RECIPES:
         config = parse_recipe(target, arguments, "profile", keeps_files=True)
         program = ["-m", "paceline.recipes", target, config.to_json()]
+        settings = dataclasses.replace(settings, title=command_line(target, config))
     else:
         expect_script(target)
         program = [target, *arguments]

@@ -1,6 +1,6 @@
 """Failpoints: exact moments at which a test strikes a rank. For tests only.
 
-The environment variable ``PACELINE_FAILPOINTS`` holds orders, separated by semicolons, each a moment and what narrows it::
+The environment variable ``PACELINE_FAILPOINTS`` holds orders, separated by semicolons: a moment, and what narrows it::
 
     PACELINE_FAILPOINTS="bucket rank=1 at=5 do=kill; rescue start=0 rank=0"
 
@@ -9,8 +9,8 @@ The environment variable ``PACELINE_FAILPOINTS`` holds orders, separated by semi
 ``at``     the how-many-th time that it comes to the moment, in one start; 1 by default. For moments of a training step
            this is the number of the step, counted from where the start goes on
 ``start``  how often all ranks had been started again: 0, the default, is the first start, ``any`` is each
-``do``     ``kill`` (SIGKILL, the default), ``abort`` (SIGABRT), ``raise`` (an exception), ``exit`` (as ``sys.exit(0)``),
-           ``stop`` (SIGSTOP), or a number of seconds to sleep
+``do``     ``kill`` (SIGKILL, the default), ``abort`` (SIGABRT), ``raise`` (an exception), ``exit`` (as
+           ``sys.exit(0)``), ``stop`` (SIGSTOP), or a number of seconds to sleep
 =========  ===========================================================================================================
 
 Without the variable, which is read once, at import, a failpoint costs a call of an empty function.
@@ -78,7 +78,8 @@ class Order:
 
     def is_due(self, moment: str, rank: str, at: int, start: str) -> bool:
         """Return whether it is due when `rank` comes to `moment` for the `at`-th time in this `start`."""
-        return (moment, at) == (self.moment, int(self.at)) and self.rank in ("any", rank) and self.start in ("any", start)
+        is_time = (moment, at) == (self.moment, int(self.at)) and self.start in ("any", start)
+        return is_time and self.rank in ("any", rank)
 
 
 def _strike(moment: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -30,6 +32,8 @@ class Recipe(NamedTuple):
     """Name of the frozen dataclass in `module` whose fields are the recipe's options."""
     summary: str
     """One sentence for ``--help``."""
+    needs: tuple[str, ...] = ()
+    """Modules that take long to import, which ranks need besides."""
 
 
 RECIPES = {
@@ -37,6 +41,7 @@ RECIPES = {
         "paceline.recipes.digits",
         "DigitsConfig",
         "Train a small classifier of handwritten digits, in seconds, on CPU or GPU.",
+        ("sklearn.datasets", "sklearn.model_selection"),
     ),
     "lm": Recipe(
         "paceline.recipes.lm",
@@ -130,17 +135,29 @@ def start_recipe(
     config = config_class(recipe)(**options)
     config.check()
     program = ["paceline.recipes", recipe]
-    settings = None if profile is None else ProfileSettings(profile)
+    settings = None if profile is None else ProfileSettings(profile, title=command_line(recipe, config))
     if settings is not None:
         settings.check()
         program = rank_program(settings, ["-m", *program])
-    code = start_program(program, config, count, sys.stdout, note, environment)
+    modules = [RECIPES[recipe].module, *(name for name in RECIPES[recipe].needs if find_spec(name.partition(".")[0]))]
+    code = start_program(program, config, count, sys.stdout, note, environment, modules)
     if settings is not None:
         show_results(Path(settings.folder), failed=code != 0)
     folder = options.get("checkpoint_dir")
     if code == INTERRUPTED and folder:
         say(f"the checkpoints in {folder} are kept; to continue, give the same command with --resume")
     return code
+
+
+def command_line(recipe: str, config: Any) -> str:
+    """Return the command that trains `recipe` so, without the options that have their default."""
+    words = ["paceline", "train", recipe]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            flag = f"--{field.name.replace('_', '-')}"
+            words += [flag] if value is True else [flag, str(value)]
+    return shlex.join(words)
 
 
 def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files: bool = False) -> Any:

@@ -25,6 +25,7 @@ moment; see :mod:`paceline.black_box`.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -77,6 +78,9 @@ class Recorder:
     detailed: bool = False
     """Whether marks are recorded, too, which cost a hook for every parameter."""
     spans: list[Span] = field(default_factory=list)
+    skipped: set[str] = field(default_factory=set)
+    """Labels of which no spans are recorded now, only phases in the box: those inside a span of the same label, and
+    those that are told in detail only."""
     groups: dict[str, list[int]] = field(default_factory=dict)
     """The ranks of each group that spans name, as the world counts them."""
     norms: list[tuple[str, Any, float]] | None = None
@@ -90,9 +94,13 @@ class Recorder:
     @never_compiled
     def span(self, label: str, bucket: int | None = None, group: str | None = None) -> AbstractContextManager[None]:
         """Record the block under `label`."""
-        if self.on or is_profiling():
-            return self._timed(label, bucket, group)
-        return _OFF if self.box is None else self.box.span(label, bucket)
+        phase = None if self.box is None else self.box.span(label, bucket)
+        if is_profiling():
+            timed = _Timed(self, label, bucket, group, phase)
+            return _labelled(timed, label if bucket is None else f"{label} {bucket}")
+        if self.on and label not in self.skipped:
+            return _Timed(self, label, bucket, group, phase)
+        return _OFF if phase is None else phase
 
     def mark(self, label: str, number: int) -> None:
         """Record that something happened now; called only while :attr:`detailed`."""
@@ -102,43 +110,78 @@ class Recorder:
     @never_compiled
     def open(self, label: str) -> Callable[[], None]:
         """Begin a span that no block can surround; return the function that ends it. A span never ended is dropped."""
-        if not (self.on or is_profiling()):
-            return _nothing if self.box is None else self.box.open(label)
-        stack = ExitStack()
-        stack.enter_context(self._timed(label, None, None))
-        return stack.close
+        if is_profiling():
+            stack = ExitStack()
+            stack.enter_context(self.span(label))
+            return stack.close
+        if self.on and label not in self.skipped:
+            timed = _Surrounding(self, label, None, None, None if self.box is None else self.box.span(label))
+            timed.__enter__()
+            return timed.end
+        return _nothing if self.box is None else self.box.open(label)
 
-    def _timed(self, label: str, bucket: int | None, group: str | None) -> AbstractContextManager[None]:
-        timed = _Timed(self, label, bucket, group)
-        return _labelled(timed, label if bucket is None else f"{label} {bucket}") if is_profiling() else timed
+    @never_compiled
+    def surround(self, label: str) -> AbstractContextManager[None]:
+        """Record the block under `label`, but none inside it."""
+        if self.on and label not in self.skipped and not is_profiling():
+            return _Surrounding(self, label, None, None, None if self.box is None else self.box.span(label))
+        return self.span(label)
 
 
 @class_never_compiled
 class _Timed:
     """Records one stretch of time; a class, as a generator costs more, and there are dozens in a step."""
 
-    __slots__ = ("_box", "_bucket", "_event", "_group", "_label", "_recorder", "_start")
+    __slots__ = ("_bucket", "_event", "_group", "_label", "_phase", "_recorder", "_start")
 
-    def __init__(self, recorder: Recorder, label: str, bucket: int | None, group: str | None) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        label: str,
+        bucket: int | None,
+        group: str | None,
+        phase: AbstractContextManager[None] | None,
+    ) -> None:
         self._recorder, self._label, self._bucket, self._group = recorder, label, bucket, group
+        self._phase = phase  # of the black box
 
     def __enter__(self) -> None:
-        recorder = self._recorder
-        self._box = recorder.box.span(self._label, self._bucket) if recorder.box is not None else None
-        if self._box is not None:
-            self._box.__enter__()
-        self._event = recorder.make_event() if recorder.make_event is not None else None
+        if self._phase is not None:
+            self._phase.__enter__()
+        make_event = self._recorder.make_event
+        self._event = None if make_event is None else make_event()
         self._start = time.perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        recorder, end = self._recorder, time.perf_counter()
+        end, recorder = time.perf_counter(), self._recorder
         if recorder.on:
             events = (self._event, recorder.make_event()) if recorder.make_event is not None else None
-            recorder.spans.append(Span(self._label, self._start, end, self._bucket, self._group, events))
-        if self._box is not None:
-            self._box.__exit__(kind, error, trace)
+            recorder.spans.append(_span((self._label, self._start, end, self._bucket, self._group, events)))
+        if self._phase is not None:
+            self._phase.__exit__(kind, error, trace)
+
+
+@class_never_compiled
+class _Surrounding(_Timed):
+    """Records one stretch, and leaves out those inside it that have the same label."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self._recorder.skipped.add(self._label)
+        super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._recorder.skipped.discard(self._label)
+        super().__exit__(kind, error, trace)
+
+    def end(self) -> None:
+        """End it, where no block does."""
+        self.__exit__(None, None, None)
 
 
 @contextmanager
@@ -153,6 +196,8 @@ def _nothing() -> None:
 
 
 _OFF: AbstractContextManager[None] = nullcontext()
+_span: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span)
+"""Makes a span in half the time, as there are dozens in a step."""
 
 
 class _Unopened:
@@ -161,10 +206,10 @@ class _Unopened:
     def __init__(self, owner: Recorder) -> None:
         self._owner = owner
 
-    def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None]:
+    def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None] | None:
         """Open the box, and have it surround the phase."""
         box = self._owner.box = open_box()
-        return _OFF if box is None else box.span(label, bucket)
+        return None if box is None else box.span(label, bucket)
 
     def open(self, label: str) -> Callable[[], None]:
         """Open the box, and begin the phase in it."""

@@ -117,6 +117,17 @@ class Grown:
         return json.dumps(asdict(self))
 
 
+@pytest.mark.parametrize("command", ["profile --out {} digits", "train digits --profile {}"])
+def test_a_profile_of_a_recipe_bears_the_command_that_a_user_would_give(
+    monkeypatch: pytest.MonkeyPatch, started: list[launching.Job], tmp_path: Path, command: str
+) -> None:
+    """Its ranks run a module with the whole configuration as JSON, which nobody reads in a title."""
+    arguments = [*command.format(tmp_path / "out").split(), "--epochs", "3", "--checkpoint-dir", "my runs", "--resume"]
+    run(monkeypatch, *arguments)  # fails in the end, as no rank was started that could leave a record
+    settings = json.loads(started[0].command[started[0].command.index("paceline.profiler") + 1])
+    assert settings["title"] == "paceline train digits --epochs 3 --checkpoint-dir 'my runs' --resume"
+
+
 def test_a_recipes_options_are_the_fields_of_its_configuration(
     started: list[launching.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,7 +102,7 @@ def test_meetings_of_a_part_of_the_ranks_are_matched_among_them() -> None:
     made = records(4, timing=late, groups={GROUP: [0, 1, 2, 3], "pair": [1, 2]})
     step = [record.steps[5] for record in made]
     paired = [
-        replace(one, meetings=[replace(one.meetings[0], group="pair")] if rank in (1, 2) else [])
+        replace(one, meetings=[one.meetings[0]._replace(group="pair")] if rank in (1, 2) else [])
         for rank, one in enumerate(step)
     ]
     bubbles = find_bubbles(paired, made)

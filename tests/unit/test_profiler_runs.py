@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,41 @@ def test_accumulated_batches_are_one_step_and_all_their_backwards_count(tmp_path
         assert [(step.batches, step.rows) for step in record.steps] == [(3, 12)] * 12
         backwards = [sum(span.label == "backward" for span in step.spans) for step in record.steps]
         assert min(backwards) >= 3
+
+
+def test_every_stretch_is_recorded_once(tmp_path: Path) -> None:
+    """What the wrapper and the step guard record inside torch's backward and step would double the cost of spans."""
+    run_ranks(2, enough, tmp_path)
+    for record in read_ranks(tmp_path):
+        for step in record.steps:
+            labels = [span.label for span in step.spans]
+            assert [labels.count(label) for label in ("forward", "backward", "optimizer", "wait")] == [1] * 4
+            assert ("bucket wait" in labels) == (step.kind == "detailed")
+
+
+def test_an_optimizer_that_failed_costs_no_later_step_its_span(tmp_path: Path) -> None:
+    run_ranks(2, failing_optimizer, tmp_path)
+    for record in read_ranks(tmp_path):
+        found = [[span.label for span in step.spans].count("optimizer") for step in record.steps]
+        assert found[-4:] == [1] * 4
+
+
+def failing_optimizer(world: World, folder: Path) -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if fails[0]:
+                raise ValueError("as planted")
+            return super().step(closure)
+
+    model, fails = DistributedDataParallel(net()), [False]
+    optimizer = Failing(model.parameters(), lr=0.1)
+    with profile(folder, operators=False):
+        for number in range(12):
+            fails[0] = number == 6
+            model(torch.randn(4, 64)).square().mean().backward()
+            with suppress(ValueError):
+                optimizer.step()
+            optimizer.zero_grad()
 
 
 def two_optimizers(world: World, folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import pkgutil
 import re
 import warnings
@@ -28,6 +29,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, SequentialLR
 from torch.utils.data import DataLoader, get_worker_info
@@ -35,7 +37,20 @@ from torch.utils.data import DataLoader, get_worker_info
 import paceline
 from paceline.ddp.agreement.mean_loss_warning import MEAN
 from paceline.ddp.transport.grad_bucket import GradBucket
-from paceline.torch_internals import amp, autograd, c10d, compile, data, ddp, dtensor, nccl, profiler, replicas, tensors
+from paceline.torch_internals import (
+    amp,
+    autograd,
+    c10d,
+    compile,
+    data,
+    ddp,
+    dtensor,
+    elastic,
+    nccl,
+    profiler,
+    replicas,
+    tensors,
+)
 from paceline.world import World
 from ranks import run_ranks
 
@@ -765,6 +780,25 @@ def _() -> None:
     assert (str(specs._root_log_dir), specs._tee, specs._local_ranks_filter) == ("/", Std.ERR, {1})
 
 
+@contract(
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler._popen",
+    "SubprocessHandler._stdout",
+    "SubprocessHandler._stderr",
+)
+def _() -> None:
+    started: list[Any] = []
+
+    def start(command: Any, environment: Any, out: Any, err: Any) -> str:
+        started.append((command, environment["RANK"], out.name, err))
+        out.close()
+        return "a process"
+
+    with elastic.starting_ranks_with(start):
+        handler: Any = SubprocessHandler("python", ("-u",), {"RANK": "7"}, os.devnull, "", 0, None)
+    assert started == [(("python", "-u"), "7", os.devnull, None)]
+    assert handler.proc == "a process"
+
+
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_torch_keeps(name: str, world: None) -> None:
     CONTRACTS[name]()
@@ -781,6 +815,7 @@ NOT_OF_TORCH = {
     "_exit": "os",
     "_getframe": "sys",
     "_current_frames": "sys",
+    "_native_id": "threading",
     "_action_groups": "argparse",
     "_group_actions": "argparse",
     "_option_string_actions": "argparse",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -15,17 +16,17 @@ from typing import Any, Literal, TypeVar
 
 from paceline import rank_consensus
 from paceline.checkpoint import capture, codec, notes, restoring
-from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.codec import Encoder
-from paceline.checkpoint.notes import Keep, Notes
+from paceline.checkpoint.notes import Keep
 from paceline.checkpoint.recovery import History, Recovery
 from paceline.checkpoint.registered import Registered, Stateful
 from paceline.checkpoint.run_folder import RunFolder, expect_path
 from paceline.checkpoint.saved import Saved, compare, expect_registrable
-from paceline.checkpoint.saving import Save, parts
+from paceline.checkpoint.saving import Save, collect, parts
 from paceline.checkpoint.schedule import Schedule
 from paceline.errors import CheckpointError, UsageError
 from paceline.rollcall import called_by_all
+from paceline.torch_internals.dtensor import local_of
 from paceline.tracing import CHECKPOINT, recorder
 from paceline.world import World
 
@@ -85,7 +86,11 @@ class Checkpointer:
         self._closed = False
         self._in_flight = False  # on all ranks alike: a save was started in the background, and not waited for
         self._schedule = Schedule(every)
-        self._recovery = Recovery(world, self._folder, lambda: list(self._registered.values()), lambda: self._opened)
+        # No cycle: a Checkpointer that is dropped leaves its folder at once.
+        registered, this = self._registered, weakref.ref(self)
+        self._recovery = Recovery(
+            world, self._folder, lambda: list(registered.values()), lambda: getattr(this(), "_opened", None)
+        )
         self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
@@ -107,8 +112,10 @@ class Checkpointer:
         """
         expect_registrable(name, object, self._registered)
         entry = Registered.of(name, object, per_rank, self._registered)
-        entry.capture(Encoder())
+        entry.capture(Encoder(None if per_rank else local_of))
         self._registered[name] = entry
+        if self._opened is not None:
+            self._opened.ledger.register(name, object)
         self._recovery.boundary.watch(entry)
         return object
 
@@ -168,20 +175,17 @@ class Checkpointer:
     def _save(self, step: int, metadata: Mapping[str, Any] | None, protect: bool) -> Path:
         world = self._world()
         self._finish(world)
-        captures, checked_notes = list[Capture](), list[Notes]()
-
-        def capture_all() -> None:
-            checked_notes.append(self._keep.note(notes.check(metadata, protect)))
-            captures.extend(capture.of_all(step, self._registered.values()))
-
-        rank_consensus.agree(world, rank_consensus.error_of(capture_all))
-        size = capture.expect_equal(world, step, list(self._registered.values()), captures)
+        entries = list(self._registered.values())
+        captures, checked_notes = collect(world, step, entries, lambda: self._keep.note(notes.check(metadata, protect)))
+        size = capture.expect_equal(world, step, entries, captures)
         if world.rank != 0:
             capture.hand_over(captures[-1])
 
         def write() -> str:
             with parts(world, captures) as states:
-                return str(self._run_folder.writer.save(Save(step, world.size, size, checked_notes[0]), states))
+                runs = self._run_folder.ledger.runs(step, world.size)
+                order = Save(step, world.size, size, checked_notes, runs)
+                return str(self._run_folder.writer.save(order, states))
 
         path = rank_consensus.decide(world, write)
         self._in_flight = self._async_save
@@ -271,6 +275,7 @@ class Checkpointer:
         entries = list(self._registered.values())
         rank_consensus.agree(world, rank_consensus.error_of(compare, entries, saved, world, allow_changed_settings))
         restoring.restore(world, saved, entries, allow_changed_settings)
+        rank_consensus.decide(world, lambda: self._run_folder.resumed(saved.step))
         self._recovery.go_on_from(saved.step, "disk" if saved.path.parent == self._folder else "memory")
         return saved.step
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,7 +100,7 @@ def freeze_object(entry: Registered) -> Any:
     """Return what the object needs to go back to its state now, besides parameters, their state and small buffers."""
     if isinstance(entry.object, nn.Module):
         module = unwrap(entry.object)
-        large = [Kept.of(buffer) for buffer in buffers_of(module) if buffer.numel() > SMALL]
+        large = {name: Kept.of(buffer) for name, buffer in module.named_buffers() if buffer.numel() > SMALL}
         return large, [freeze(part.get_extra_state()) for part in _with_extra_state(module)]
     if isinstance(entry.object, torch.optim.Optimizer):
         groups = entry.object.param_groups
@@ -118,8 +118,8 @@ def thaw_object(entry: Registered, frozen: Any) -> Registered:
     """
     if isinstance(entry.object, nn.Module):
         module, (large, extra) = unwrap(entry.object), frozen
-        for kept in large:
-            kept.unchanged(f"a buffer of {entry.name!r}")
+        for name in large.keys() & module.state_dict().keys():  # others are not saved
+            large[name].unchanged(f"buffer {name!r} of {entry.name!r}")
         for part, state in zip(_with_extra_state(module), extra, strict=True):
             part.set_extra_state(thaw(state, entry.name))
         return entry
@@ -130,18 +130,10 @@ def thaw_object(entry: Registered, frozen: Any) -> Registered:
     return replace(entry, object=State(thaw(frozen, entry.name)))
 
 
-def buffers_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the buffers of `module` that belong into a checkpoint, in a fixed order; one that is shared, again."""
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield buffer
-
-
 def small_buffers(entries: Iterable[Registered]) -> list[torch.Tensor]:
     """Return the small buffers of all modules among `entries`."""
     modules = [unwrap(entry.object) for entry in entries if isinstance(entry.object, nn.Module)]
-    return [buffer for module in modules for buffer in buffers_of(module) if buffer.numel() <= SMALL]
+    return [buffer for module in modules for buffer in module.buffers() if buffer.numel() <= SMALL]
 
 
 def load_buffers(entries: Iterable[Registered], values: Iterable[torch.Tensor]) -> None:

@@ -70,6 +70,8 @@ class Rescue:
         blamed = getattr(error, "blamed", None) is not None
         if gate is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
             return
+        if any(entry.is_sharded for entry in self._entries()):
+            return  # nobody has the shards of the rank that is gone, and to gather them would wait for it
         step, memory = self._boundary.step, rescued_folder(gate)
         with _turn(memory):
             if step in _steps(memory) or step in _steps(self._folder):

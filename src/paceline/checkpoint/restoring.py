@@ -25,6 +25,7 @@ from paceline.checkpoint.tensorfile import stored
 from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointWarning, DesyncError, NoCheckpoint
 from paceline.failpoints import strike
+from paceline.torch_internals.dtensor import whole_of
 from paceline.world import World
 
 Result = TypeVar("Result")
@@ -138,7 +139,7 @@ class _Before:
 
     @classmethod
     def of(cls, entry: Registered) -> _Before:
-        encoder = Encoder()
+        encoder = Encoder(None if entry.per_rank else whole_of)  # by all ranks together
         node = entry.capture(encoder)
         return cls(entry, node, {name: stored(tensor.clone()) for name, tensor in encoder.tensors.items()})
 

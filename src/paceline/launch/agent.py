@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any, cast
@@ -31,6 +31,7 @@ from paceline.launch.files import RankFiles
 from paceline.launch.job_report import JobReport
 from paceline.launch.last_moments import LastMoments
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
+from paceline.launch.preloader import ForkServer
 from paceline.launch.restarts import Restarts
 from paceline.launch.signals import SPARE, Caught, Stopped
 from paceline.rendezvous import STORE
@@ -79,6 +80,7 @@ class Agent(LocalElasticAgent):
         self.ends = {}
         self.grace = 30.0
         self.interval = 0.1
+        self.fork_server: ForkServer | None = None  # None: every rank is a new interpreter
         self._files = files
         self._caught = caught
         self._environment = environment
@@ -95,6 +97,9 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._close_watched()
+        if self.fork_server is not None:
+            self.fork_server.prepare(lambda: bool(self._caught.received))
+            self._obey()  # importing takes seconds
         self.ends, self._signalled, self._shown = {}, set(), set()
         self._moments.begin()
         self._restarts.begin()
@@ -103,7 +108,8 @@ class Agent(LocalElasticAgent):
             before = os.environ.get(name)
             os.environ[name] = SPARE.name
             try:
-                pids: dict[int, Any] = super()._start_workers(worker_group)
+                with self.fork_server.starting() if self.fork_server is not None else nullcontext():
+                    pids: dict[int, Any] = super()._start_workers(worker_group)
             finally:
                 if before is None:
                     del os.environ[name]

@@ -23,6 +23,8 @@ from paceline.launch.files import Logs, RankFiles
 from paceline.launch.job_report import JobReport
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
 from paceline.launch.pinning import CORES, as_setting, cores, pinned
+from paceline.launch.preloader import ForkServer
+from paceline.launch.preloading import binds_threads, decide
 from paceline.launch.record import LAUNCHER
 from paceline.launch.restarts import Restarts
 from paceline.launch.signals import FORWARDED, Caught, Stopped
@@ -51,6 +53,9 @@ class Job:
         worker_spec: more fields of torchelastic's ``WorkerSpec``.
         report: the file for a report as JSON, see :mod:`paceline.launch.job_report`.
         pin: whether each rank keeps to cores of its own, see :mod:`paceline.launch.pinning`.
+        preload: whether ranks may be forked from a process that has imported torch, see
+            :mod:`paceline.launch.preloading`.
+        modules: imported there besides torch.
 
     Raises:
         UsageError: if there is no command, or a number is out of range.
@@ -68,6 +73,8 @@ class Job:
     worker_spec: Mapping[str, Any] = field(default_factory=dict)
     report: str | None = None
     pin: bool = False
+    preload: bool = True
+    modules: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -126,6 +133,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         restarts = Restarts(None if boxes is None else boxes.path, job.max_restarts)
         agent = Agent(spec, files, caught, rank_environment(job), say, restarts, boxes, report)
         agent.grace, agent.interval = job.grace, job.interval
+        agent.fork_server = stack.enter_context(fork_server(job))
         try:
             result = agent.run()
         except Stopped:
@@ -141,6 +149,20 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
     mistake = failure.usage(ends)
     say(f"error: {mistake}" if mistake is not None else failure.report(ends))
     return 2 if mistake is not None else 1
+
+
+def fork_server(job: Job) -> ForkServer:
+    """Return the process that the ranks are forked from, not started yet; says why there is none, if that is news."""
+    environment = rank_environment(job)
+    # By another program around the rank's, or by OpenMP, which looks at the rank's cores when torch is imported.
+    binds = job.worker_spec.get("numa_options") is not None or (
+        job.pin and binds_threads({**os.environ, **environment})
+    )
+    preloading = decide(job.command, job.preload and not binds)
+    if preloading.note:
+        say(preloading.note)
+    modules = (*preloading.modules, *job.modules) if preloading.modules else ()
+    return ForkServer(job.command, environment, modules, say)
 
 
 def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder | None:

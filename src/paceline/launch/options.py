@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from paceline.errors import UsageError
-from paceline.launch import pinning
+from paceline.launch import pinning, preloading
 from paceline.launch.files import Logs
 from paceline.launch.job import TIMEOUT_S, Job, launch, resolve_nproc, say, timeout_environment
 from paceline.launch.job_report import OPTION
@@ -78,6 +78,13 @@ def parser() -> ArgumentParser:
         pinning.OPTION,
         action="store_true",
         help="Keep each rank to cores of its own, of one NUMA node where that is possible. For one host.",
+    )
+    ours.add_argument(
+        preloading.OPTION,
+        dest="preload",
+        action="store_false",
+        help="Have every rank import torch itself, rather than fork ranks from a process that has imported it; for "
+        "scripts that change how torch is imported.",
     )
     restarts = base._option_string_actions["--max-restarts"]
     restarts.help = (
@@ -249,6 +256,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         worker_spec=_worker_spec(options),
         report=options.report,
         pin=options.pin,
+        preload=options.preload,
     )
 
 

@@ -45,7 +45,8 @@ def record(settings: dict[str, Any], program: list[str]) -> None:
         if sys.path[0] in ("", os.getcwd()):  # which ``python -m`` has put there
             del sys.path[0]
         sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
-    session = Session(Path(settings["folder"]), settings["steps"], operators=settings["operators"], on_enough=_enough)
+    folder, options = Path(settings["folder"]), {name: settings[name] for name in ("steps", "operators", "title")}
+    session = Session(folder, on_enough=_enough, **options)
     leave = os._exit
 
     def close_and_leave(status: int) -> NoReturn:

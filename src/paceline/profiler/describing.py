@@ -28,13 +28,13 @@ def place() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def describe_rank() -> RankRecord:
-    """Return a record of this rank, without steps."""
+def describe_rank(title: str = "") -> RankRecord:
+    """Return a record of this rank, without steps; by default its title is the command line."""
     rank, size = place()
     return RankRecord(
         rank=rank,
         size=size,
-        title=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        title=title or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         host=platform.node(),
         device="cpu",
         threads=torch.get_num_threads(),

@@ -9,8 +9,9 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
-from paceline.profiler.accounting import Accounts, account
+from paceline.profiler.accounting import Accounts, account, mean_of
 from paceline.profiler.buckets_seen import Lanes, Steps, bucket_times, detailed_steps, lanes
+from paceline.profiler.lateness import is_lasting
 from paceline.profiler.operator_table import OperatorTable
 from paceline.profiler.rank_file import RankRecord
 from paceline.profiler.report import (
@@ -26,32 +27,6 @@ from paceline.profiler.report import (
 from paceline.profiler.steps import Step
 from paceline.profiler.stragglers import Straggler, find_stragglers
 from paceline.tracing import LAUNCH, REDUCE, Span
-
-_ALWAYS = 0.85
-"""Share of the steps in which a rank is the slowest, from which that is no chance in 12 steps or more."""
-_FEWEST, _SHORTEST = 12, 0.1
-"""Steps that this takes, and by what share of a step it has to be slower."""
-
-
-def always_last(busy: Sequence[Sequence[float]], length: float) -> Straggler | None:
-    """Return the rank that computes longest in nearly all steps, by a good part of a step; None if there is none.
-
-    Where all times are noisy that is seen before :func:`find_stragglers` sees it, which asks for more than one rank's
-    order.
-    """
-    whole = [row for row in busy if not any(map(math.isnan, row))]
-    if len(whole) < _FEWEST:
-        return None
-    slowest = [row.index(max(row)) for row in whole]
-    rank = max(set(slowest), key=slowest.count)
-    others = [median([time for place, time in enumerate(row) if place != rank]) for row in whole]
-    lost = [row[rank] - other for row, other in zip(whole, others, strict=True)]
-    if slowest.count(rank) < _ALWAYS * len(whole) or median(lost) < _SHORTEST * length:
-        return None
-    slowdown = median(row[rank] / other for row, other in zip(whole, others, strict=True) if other > 0)
-    seconds = math.fsum(lost)
-    return Straggler(rank, None, 0, len(busy) - 1, slowdown, "persistent", len(whole), seconds)
-
 
 _SLOWDOWN, _NOTABLE = 1.15, 0.08
 """How much longer a straggler computes, and the share of the time that others wait for it. Less is usual among clean
@@ -178,13 +153,15 @@ class Facts:
             return []
         busy = accounts.busy()
         found = find_stragglers(busy, min_slowdown=_SLOWDOWN)
-        if not found and (last := always_last(busy, self.length)) is not None:
-            found = [last]
-        return [self._describe(straggler) for straggler in found if self._is_waited_for(straggler)]
+        return [self._describe(straggler) for straggler in found if self._is_notable(straggler)]
 
-    def _is_waited_for(self, straggler: Straggler) -> bool:
-        """Whether others spent so much of the time waiting for it that it is worth a look."""
-        return self.accounts.caused(straggler.rank) > max(_NOTABLE * self.length, _LEAST)
+    def _is_notable(self, straggler: Straggler) -> bool:
+        """Whether others spent so much of the time waiting for it that it is worth a look, and it is no accident."""
+        if self.accounts.caused(straggler.rank) <= max(_NOTABLE * self.length, _LEAST):
+            return False
+        steps = slice(straggler.first_step, straggler.last_step + 1)
+        lengths = [mean_of([row]) for row in self.accounts.lengths[steps]]
+        return is_lasting(self.accounts.busy()[steps], lengths, straggler.rank)
 
     def _describe(self, straggler: Straggler) -> SlowRank:
         accounts = self.accounts

@@ -30,6 +30,8 @@ class ProfileSettings:
     """Whether torch's profiler watches a few steps."""
     watch: bool = False
     """Whether the launcher shows the ranks live."""
+    title: str = ""
+    """Of the program, where its command line tells less than what the user gave."""
 
     def check(self) -> None:
         """Refuse what cannot work, before anything runs.
@@ -67,8 +69,8 @@ def prepare(folder: Path) -> None:
 
 def rank_program(settings: ProfileSettings, program: Sequence[str]) -> list[str]:
     """Return a module and its arguments with which a rank runs `program`, a script or ``-m MODULE``, and records it."""
-    text = json.dumps({"folder": settings.folder, "steps": settings.steps, "operators": settings.operators})
-    return ["paceline.profiler", text, *program]
+    told = {name: getattr(settings, name) for name in ("folder", "steps", "operators", "title")}
+    return ["paceline.profiler", json.dumps(told), *program]
 
 
 def run_profiled(program: Sequence[str], settings: ProfileSettings, nproc: int) -> int:

@@ -7,7 +7,7 @@ rank's ``time.perf_counter``.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,7 +18,9 @@ from paceline.tracing import Span
 
 FOLDER = "ranks"
 """In the profile's folder: holds the files of all ranks."""
-VERSION = 1
+VERSION = 2
+TICKS = 10_000_000
+"""Of a second: its smallest part in the file."""
 KILLED = "killed"
 """The end of a rank whose record just stops."""
 MISSING = "missing"
@@ -103,22 +105,27 @@ def open_file(folder: Path, rank: int) -> TextIO:
 
 
 def step_line(step: Step) -> dict[str, Any]:
-    """Return `step` as its line says it; times relative to its start, in seconds."""
+    """Return `step` as its line says it; times relative to its start, in whole ticks, as those are quick to write."""
     zero = step.start
     line: dict[str, Any] = {
         "step": step.number,
         "kind": step.kind,
         "start": step.start,
         "end": step.end,
-        "seconds": {part: round(seconds, 7) for part, seconds in step.seconds.items()},
-        "meetings": [[m.group, round(m.came - zero, 7), round(m.left - zero, 7)] for m in step.meetings],
+        "ticks": {part: round(seconds * TICKS) for part, seconds in step.seconds.items()},
+        "meetings": [
+            (group, round((came - zero) * TICKS), round((left - zero) * TICKS)) for group, came, left in step.meetings
+        ],
         "rows": step.rows,
         "batches": step.batches,
     }
     if step.norms is not None:
         line["norms"] = step.norms
     if step.spans:
-        line["spans"] = [[s.label, round(s.start - zero, 7), round(s.end - zero, 7), s.bucket] for s in step.spans]
+        line["spans"] = [
+            (label, round((start - zero) * TICKS), round((end - zero) * TICKS), bucket)
+            for label, start, end, bucket, _, _ in step.spans
+        ]
     return line
 
 
@@ -130,12 +137,15 @@ def step_of(line: dict[str, Any]) -> Step:
         line["kind"],
         zero,
         line["end"],
-        line["seconds"],
-        [Meeting(group, zero + came, zero + left) for group, came, left in line["meetings"]],
+        {part: ticks / TICKS for part, ticks in line["ticks"].items()},
+        [Meeting(group, zero + came / TICKS, zero + left / TICKS) for group, came, left in line["meetings"]],
         line["rows"],
         line["batches"],
         tuple(line["norms"]) if "norms" in line else None,
-        [Span(label, zero + start, zero + end, bucket) for label, start, end, bucket in line.get("spans", ())],
+        [
+            Span(label, zero + start / TICKS, zero + end / TICKS, bucket)
+            for label, start, end, bucket in line.get("spans", ())
+        ],
     )
 
 
@@ -144,7 +154,7 @@ def write_head(file: TextIO, record: RankRecord) -> None:
     _write(file, {"version": VERSION, "rank": _without_steps(record)})
 
 
-def write_steps(file: TextIO, steps: Sequence[Step]) -> None:
+def write_steps(file: TextIO, steps: Iterable[Step]) -> None:
     """Write a line for each of `steps`."""
     file.writelines(json.dumps(step_line(step)) + "\n" for step in steps)
     file.flush()

@@ -12,6 +12,7 @@ from paceline.profiler.hta_traces import write_hta_traces
 from paceline.profiler.page import page
 from paceline.profiler.rank_file import KILLED, RankRecord
 from paceline.profiler.report import Report
+from paceline.profiler.steps import FLUSH_S
 from paceline.profiler.verdict import read_facts, report_of, summary
 from paceline.rollcall import named_ranks
 
@@ -44,7 +45,7 @@ def _why_nothing(records: Sequence[RankRecord]) -> str:
     if killed := [record.rank for record in records if record.ended == KILLED]:
         return (
             f"no step was measured: {named_ranks(killed)} ended before the record did, of which a part reaches the "
-            "file every 2 s; let the program train longer, or end by itself"
+            f"file every {FLUSH_S:g} s; let the program train longer, or end by itself"
         )
     if not any(record.wrapper for record in records):
         return (

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -23,19 +22,16 @@ from paceline.profiler.device_times import DeviceTimes
 from paceline.profiler.noise_scale import squared_norms
 from paceline.profiler.operators import OperatorTrace
 from paceline.profiler.rank_file import KILLED, open_file, remove_ranks, trace_of, write_head, write_state, write_steps
-from paceline.profiler.steps import MEASURED, MOST, Step, cut
+from paceline.profiler.steps import DETAILED, FLUSH_S, KEPT, MEASURED, MOST, TRACED, WARM_UP, Step, cut, kind_of
 from paceline.profiler.torch_spans import torch_spans
 from paceline.torch_internals.compile import class_never_compiled
 from paceline.torch_internals.profiler import before_profiling
-from paceline.tracing import WAIT, Recorder, recorder
+from paceline.tracing import BUCKET_WAIT, WAIT, Recorder, recorder
 
-WARM_UP, DETAILED, TRACED = 3, 5, 3
-"""Steps at the beginning: not measured; with marks of every gradient; under torch's profiler, and not measured."""
-KEPT = 100
-"""Measured steps of which single spans are kept."""
-FLUSH_S = 2.0
-NORMS_EVERY = 4
-"""Measured steps from one that takes norms of gradients to the next: they cost two passes over the gradients."""
+FLUSH_SPANS = 100_000
+"""After which steps are cut and written before :data:`FLUSH_S`."""
+NORMS_EVERY, NORMS_SEEN = (4, 16), 48
+"""Steps from one that takes norms of gradients, which cost two passes over these, to the next; first and later on."""
 CROWD = 50_000
 """Spans of one step that are kept: a step that has more is left out of the figures, as memory is bounded."""
 
@@ -49,6 +45,7 @@ class Session:
         steps: how many steps to measure; None for all.
         operators: whether torch's profiler looks at a few steps, too.
         on_enough: called when `steps` steps were measured.
+        title: of the program; its command line by default.
 
     Raises:
         UsageError: if the folder cannot be written to.
@@ -61,13 +58,14 @@ class Session:
         *,
         operators: bool = True,
         on_enough: Callable[[], None] = lambda: None,
+        title: str = "",
         recorder: Recorder = recorder,
     ) -> None:
         if recorder.on:
             raise UsageError("a profile is being recorded already; end it before the next one begins")
         folder = folder.absolute()  # as the program may change its own
         self._wanted, self._on_enough, self._recorder = steps, on_enough, recorder
-        self._record = describe_rank()
+        self._record = describe_rank(title)
         self._file = open_file(folder, self._record.rank)
         if self._record.rank == 0:
             remove_ranks(folder, self._record.size)
@@ -77,9 +75,13 @@ class Session:
         self._device_times: DeviceTimes | None = None
         """Made when the first forward shows that the model is on a GPU."""
         self._unwritten: list[Step] = []
+        """Not yet cut into parts, either."""
+        self._unwritten_spans = 0
         self._flushed = time.perf_counter()
         self._number = self._measured = 0
         """Steps so far, and those of them that were measured."""
+        self._kind = ""
+        """Of the step under way."""
         self._rows = self._batches = 0
         """Of the step under way."""
         self._norms: dict[int, list[tuple[str, Any, float]]] = {}
@@ -117,7 +119,10 @@ class Session:
         if self._wrapper is None:
             self._check_world()
         self._batches += 1
-        self._rows += next((len(tensor) for tensor in nested_tensors((args, kwargs)) if tensor.dim()), 0)
+        first = args[0] if args else None  # most models' only input
+        if not (isinstance(first, torch.Tensor) and first.dim()):
+            first = next((tensor for tensor in nested_tensors((args, kwargs)) if tensor.dim()), ())
+        self._rows += len(first)
         if model is self._wrapper:
             return
         if self._wrapper is None or _count(model) > _count(self._wrapper):
@@ -151,11 +156,12 @@ class Session:
         Models that a rank trains by itself have no steps of their own, or its steps would not be the others'.
         """
         self._optimizers.add(optimizer)
-        self._thin_out()
         if self._depth:
             self._stepped_inside = True
         elif self._is_due:
             self._end_step()
+        else:
+            self._thin_out()
 
     def _is_shared(self) -> bool:
         """Whether a wrapper took part in the step so far; its forward is not seen in what torch.compile has made."""
@@ -182,27 +188,22 @@ class Session:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def _kind(self, number: int) -> str:
-        """Return the kind of step `number`; the one after torch's profiler pays for its end."""
-        ends = [WARM_UP, WARM_UP + DETAILED, WARM_UP + DETAILED + self._traced]
-        for kind, end in zip(("warm-up", "detailed", "traced"), ends, strict=True):
-            if number < end:
-                return kind
-        return "warm-up" if self._traced and number == ends[-1] else "plain"
-
     def _prepare(self) -> None:
         """Set up for the step that begins now."""
-        kind = self._kind(self._number)
+        kind, before = kind_of(self._number, self._traced), self._kind
+        self._kind = kind
+        self._recorder.skipped = set() if kind == "detailed" else {BUCKET_WAIT}
+        every = NORMS_EVERY[self._number >= NORMS_SEEN]
+        self._recorder.norms = [] if self._number % every == 0 and kind in MEASURED else None
+        if kind == before == "plain":
+            return
         self._recorder.detailed = kind == "detailed"
-        self._recorder.norms = [] if kind in MEASURED and self._number % NORMS_EVERY == 0 else None
         if kind == "traced":
             self._record.started_ns = time_of_day()  # again, as torch's profiler counts from it, and clocks are set
         self._operators.follow(is_wanted=kind == "traced")
         # In the first step, if the ranks are there: all of them begin together, and need not take the same steps.
         if self._number in (0, WARM_UP) and not self._record.offsets and are_apart():
             self._record.offsets.append(measure_offset())
-        if self._device_times is not None:
-            self._device_times.step_begins()
 
     def _end_step(self) -> None:
         """A step is over: keep it, and write what has come together."""
@@ -210,17 +211,17 @@ class Session:
             return
         end = time.perf_counter()
         spans, self._recorder.spans = self._recorder.spans, []
-        kind = "crowded" if self._is_crowded else self._kind(self._number)
+        kind = "crowded" if self._is_crowded else self._kind
         step = Step(self._number, kind, self._start, end, {}, [], self._rows, self._batches, None, spans)
         if self._recorder.norms:
             self._norms[self._number] = self._recorder.norms
-        finished = [step] if self._device_times is None else self._device_times.step_ends(step)
-        self._unwritten += map(self._cut, finished)
+        self._unwritten += [step] if self._device_times is None else self._device_times.step_ends(step)
+        self._unwritten_spans += len(spans)
         self._measured += step.is_measured()
         self._start, self._number = end, self._number + 1
         self._rows = self._batches = 0
         self._is_due = self._stepped_inside = self._is_crowded = False
-        if end - self._flushed > FLUSH_S:
+        if end - self._flushed > FLUSH_S or self._unwritten_spans > FLUSH_SPANS:
             self._flush()
         if self._number == WARM_UP + DETAILED:
             self._write_state(KILLED)  # which is true until the end, where it is replaced
@@ -230,21 +231,24 @@ class Session:
                 self._on_enough()
         else:
             self._prepare()
+            if self._device_times is not None:
+                self._device_times.step_begins()
 
     def _cut(self, step: Step) -> Step:
-        """Return `step` with its parts; its spans are dropped if enough are kept."""
-        seconds, meetings = cut(step.spans, step.start, step.end)
-        spans = step.spans if step.number < WARM_UP + DETAILED + TRACED + KEPT else []
-        norms = squared_norms(self._norms.pop(step.number, []))
-        return replace(step, seconds=seconds, meetings=meetings, norms=norms, spans=spans)
+        """Give `step` its parts, and return it; its spans are dropped if enough are kept."""
+        step.seconds, step.meetings = cut(step.spans, step.start, step.end)
+        step.norms = squared_norms(self._norms.pop(step.number, []))
+        if step.number >= WARM_UP + DETAILED + TRACED + KEPT:
+            step.spans = []
+        return step
 
     def _flush(self) -> None:
         """Write what has come together; a disk that is full ends the profile, not the training."""
         try:
-            write_steps(self._file, self._unwritten)
+            write_steps(self._file, map(self._cut, self._unwritten))
         except OSError as error:
             self._give_up(error)
-        self._unwritten, self._flushed = [], time.perf_counter()
+        self._unwritten, self._unwritten_spans, self._flushed = [], 0, time.perf_counter()
 
     def _give_up(self, error: OSError) -> None:
         where = f"rank {self.rank}: the profile ends in step {self._number}"
@@ -260,7 +264,7 @@ class Session:
         self._is_over = True
         self._recorder.on = self._recorder.detailed = False
         self._recorder.make_event = self._recorder.norms = None
-        self._recorder.spans = []
+        self._recorder.spans, self._recorder.skipped = [], set()
         self._operators.follow(is_wanted=False)
 
     def abandon(self) -> None:
@@ -278,7 +282,7 @@ class Session:
         self._stop()
         self._hooks.close()
         if self._device_times is not None:
-            self._unwritten += map(self._cut, self._device_times.rest())
+            self._unwritten += self._device_times.rest()
         if error is None and are_apart():
             self._record.offsets.append(measure_offset())
         self._record.profiles_itself = self._operators.has_given_way

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
 
 from paceline.profiler.report import BACKWARD, CHECKPOINT, COMMUNICATION, DATA, FORWARD, OPTIMIZER, OTHER
 from paceline.tracing import BACKWARD as BACKWARD_SPAN
@@ -25,6 +27,12 @@ from paceline.tracing import CHECKPOINT as CHECKPOINT_SPAN
 from paceline.tracing import FORWARD as FORWARD_SPAN
 from paceline.tracing import OPTIMIZER as OPTIMIZER_SPAN
 
+WARM_UP, DETAILED, TRACED = 3, 5, 3
+"""Steps at the beginning: not measured; with marks of every gradient; under torch's profiler, and not measured."""
+KEPT = 100
+"""Measured steps of which single spans are kept."""
+FLUSH_S = 5.0
+"""Seconds of steps that are cut and written in one go: one by one costs three times as much."""
 MEASURED = ("detailed", "plain")
 """Kinds of steps that count in figures."""
 MOST = 10_000
@@ -50,8 +58,7 @@ _WHOLE = (MEETING, CHECKPOINT)
 """Parts that take what lies inside them."""
 
 
-@dataclass(frozen=True)
-class Meeting:
+class Meeting(NamedTuple):
     """A collective in which this rank waited: it `came` when it had nothing else to do, and `left` when it was over."""
 
     group: str
@@ -59,9 +66,9 @@ class Meeting:
     left: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
-    """A step on one rank; times in seconds of its ``time.perf_counter``."""
+    """A step on one rank; times in seconds of its ``time.perf_counter``. Made in every step, and filled in later."""
 
     number: int
     kind: str
@@ -92,6 +99,17 @@ class Step:
         return self.kind in MEASURED
 
 
+def kind_of(number: int, traced: int) -> str:
+    """Return the kind of step `number` if `traced` ones are under torch's profiler; the one after pays for its end."""
+    if number > WARM_UP + DETAILED + TRACED:
+        return "plain"
+    ends = [WARM_UP, WARM_UP + DETAILED, WARM_UP + DETAILED + traced]
+    for kind, end in zip(("warm-up", "detailed", "traced"), ends, strict=True):
+        if number < end:
+            return kind
+    return "warm-up" if traced and number == ends[-1] else "plain"
+
+
 def cut(spans: Iterable[Span], start: float, end: float) -> tuple[dict[str, float], list[Meeting]]:
     """Cut the time from `start` to `end` into parts, and find the meetings.
 
@@ -116,34 +134,42 @@ def cut_into_stretches(
     stretches: list[tuple[str, float, float]] = []
     meetings: list[Meeting] = []
     stack: list[tuple[float, str]] = []  # end and part of the spans that are open, the outermost first
-    now = start
-
-    uncovered = LEAD
-
-    def go_to(time: float) -> None:
-        nonlocal now
-        if time > now:
-            stretches.append((stack[-1][1] if stack else uncovered, now, time))
-            now = time
-
-    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        part = _PARTS.get(span.label)
-        if part is None or span.end <= start or span.start >= end:
+    now, outer, outer_end = start, LEAD, end  # where the cut has come to, and what is the innermost there
+    for label, begin, stop, _, group, _ in _outermost_first(spans):
+        part = _PARTS.get(label)
+        if part is None or stop <= start or begin >= end:
             continue
-        while stack and stack[-1][0] <= span.start:
-            go_to(stack[-1][0])
-            stack.pop()
-        go_to(max(start, span.start))
-        if part == FORWARD:
-            uncovered = OTHER
-        last = min(end, span.end, stack[-1][0] if stack else end)
-        if stack and stack[-1][1] in _WHOLE:
-            part = stack[-1][1]
-        elif part == MEETING:
-            meetings.append(Meeting(span.group or "", max(start, span.start), last))
-        stack.append((last, part))
+        while stack and outer_end <= begin:
+            if outer_end > now:
+                stretches.append((outer, now, outer_end))
+                now = outer_end
+            outer_end, outer = stack.pop()
+        if begin > now:
+            stretches.append((outer, now, begin))
+            now = begin
+        if part == FORWARD:  # what no span covers is no longer before it
+            if stack:
+                stack[0] = (end, OTHER)
+            else:
+                outer = OTHER
+        stack.append((outer_end, outer))
+        outer_end = min(outer_end, stop)
+        if outer not in _WHOLE:
+            if part == MEETING:
+                meetings.append(Meeting(group or "", max(start, begin), outer_end))
+            outer = part
     while stack:
-        go_to(stack[-1][0])
-        stack.pop()
-    go_to(end)
+        if outer_end > now:
+            stretches.append((outer, now, outer_end))
+            now = outer_end
+        outer_end, outer = stack.pop()
+    if end > now:
+        stretches.append((outer, now, end))
     return stretches, meetings
+
+
+def _outermost_first(spans: Iterable[Span]) -> list[Span]:
+    """Return `spans` by their start, and of those that start together the longest first."""
+    ordered = sorted(spans, key=itemgetter(2), reverse=True)
+    ordered.sort(key=itemgetter(1))  # keeps the order of what starts together
+    return ordered

@@ -112,7 +112,7 @@ def _backward(recorder: Recorder, listener: Listener, original: Callable[..., An
             return original(*args, **kwargs)
         listener.backward_begins()
         try:
-            with recorder.span(BACKWARD):
+            with recorder.surround(BACKWARD):
                 return original(*args, **kwargs)
         finally:
             listener.backward_ends()
@@ -125,7 +125,7 @@ def _forward(recorder: Recorder, listener: Listener, original: Callable[..., Any
     @functools.wraps(original)
     def forward(model: TorchDDP, *args: Any, **kwargs: Any) -> Any:
         listener.forward_begins(model, args, kwargs)
-        with recorder.span(FORWARD):
+        with recorder.surround(FORWARD):
             return original(model, *args, **kwargs)
 
     return forward

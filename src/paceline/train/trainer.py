@@ -20,7 +20,7 @@ from paceline.train.agreement import expect_same_data
 from paceline.train.averages import LossAverage
 from paceline.train.evaluation import Evaluation, evaluate, expect_evaluation
 from paceline.train.folder import go_on, open_folder, open_memory
-from paceline.train.identity import DataIdentity, Settings
+from paceline.train.identity import ChangedDataLoader, DataIdentity, Settings
 from paceline.train.interrupts import Interrupts
 from paceline.train.learning_rate import (
     expect_length,
@@ -293,11 +293,11 @@ class Trainer:
         schedule = {} if self._own_schedule else {"scheduler": settings_of(self.scheduler)}
         shared = {
             "settings": Settings(self.config, lr=lrs, batch_size=self.batch_size, seed=self._sampler.seed, **schedule),
-            "data": DataIdentity(self.loader.dataset),
+            "data": DataIdentity(self.loader.dataset, self.config.allow_changed_data),
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
-            "loader": self.loader,
+            "loader": ChangedDataLoader(self.loader) if self.config.allow_changed_data else self.loader,
         }
         own: dict[str, Any] = {"loss_average": self._average}
         hook = self.model.comm_hook_state

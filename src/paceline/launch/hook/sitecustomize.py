@@ -1,11 +1,15 @@
 """Prepares a rank for error reports; Python imports it before the script, which stays as the user wrote it.
 
 It removes itself from the path, so that neither the script nor its children see it, lets the user's own
-``sitecustomize`` run, and then has uncaught exceptions recorded for the launcher.
+``sitecustomize`` run, and then has uncaught exceptions recorded for the launcher. In the fork server all
+this happens after a fork, in the rank.
 """
 
 import os
 import sys
+from types import ModuleType
+
+FORK_SERVER = "PACELINE_FORK_SERVER"  # set in a process that is to fork ranks, see fork_server.py
 
 
 def _leave() -> None:
@@ -29,20 +33,30 @@ def _leave() -> None:
             raise
 
 
-def _install() -> None:
-    """Load ``record.py`` by its path, because importing paceline would import torch."""
+def _load(module: str) -> ModuleType:
+    """Load a module of the launcher by its path, because importing paceline would import torch."""
     from importlib.util import module_from_spec, spec_from_file_location
 
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    name = "_paceline_record"
-    spec = spec_from_file_location(name, os.path.join(folder, "record.py"))
+    name = "_paceline_" + module
+    spec = spec_from_file_location(name, os.path.join(folder, module + ".py"))
     assert spec is not None
     assert spec.loader is not None
-    sys.modules[name] = record = module_from_spec(spec)  # dataclasses look their module up there
-    spec.loader.exec_module(record)
-    record.install()
+    sys.modules[name] = loaded = module_from_spec(spec)  # dataclasses look their module up there
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def _serve() -> None:
+    """Fork ranks; come back in a rank."""
+    child, server = _load("child"), _load("fork_server")
+    server.serve(os.environ.pop(FORK_SERVER), int(os.environ["PACELINE_LAUNCHER"]), child.die_with, child.pin)
+    for module in (child, server):
+        del sys.modules[module.__name__]
 
 
 if __name__ == "sitecustomize":  # not when tools import every module of the package
+    if FORK_SERVER in os.environ:
+        _serve()
     _leave()
-    _install()
+    _load("record").install()

@@ -1,0 +1,234 @@
+"""The fork server: a process in which torch is already imported, and which becomes a rank each time it is asked to.
+
+    launcher                     fork server                               rank
+    python -u script.py …   ──▶  1. its sitecustomize imports torch
+                            ◀──  2. ready, or refused and why
+    fork: environment,      ──▶  3. forks                            ──▶   4. own session, streams, environment
+    streams                 ◀──     process id                             5. sitecustomize ends, the script begins
+                            ◀──  6. process id and exit code         ◀──   6. ends
+    reap                    ──▶  7. waits for it, so that its number is free again
+
+The server is the rank's own command, stopped in the middle of the interpreter's start: ``hook/sitecustomize.py``
+calls :func:`serve`, which returns only in a forked rank. Everything after that moment, from ``sys.path[0]`` to the way
+in which uncaught exceptions are shown, is done by the interpreter itself, so it is not imitated here.
+
+Standard library only, loaded by path. Linux only.
+"""
+
+import importlib
+import json
+import os
+import select
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from fcntl import F_DUPFD_CLOEXEC, fcntl
+from io import FileIO
+from typing import Any
+
+LONGEST = 65536  # bytes of a message; environments are longer, and travel in a file
+DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+THREADS_S = 1.0  # how long a thread that was joined may still be listed
+
+
+def serve(setting: str, parent: int, die_with: Callable[[int], None], pin: Callable[[], None]) -> None:
+    """Import modules and fork ranks until the launcher ends; return in a rank.
+
+    Args:
+        setting: the number of the socket to the launcher, and the modules, separated by spaces.
+        parent: the launcher's process id.
+        die_with: ties this process to the one of the given number.
+        pin: keeps a rank to its cores.
+    """
+    number, *modules = setting.split()
+    server = os.getpid()
+    try:
+        die_with(parent)
+        launcher = socket.socket(fileno=int(number))
+        launcher.set_inheritable(False)
+        _send(launcher, refused=preload(modules) or unfit())
+        request, descriptors = _fork_on_request(launcher)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    try:
+        os.setsid()
+        die_with(server)
+        _take_streams(request["streams"], descriptors)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        pin()
+        _refresh()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+# The server
+
+
+def preload(modules: "list[str]") -> str:
+    """Import `modules` as the script would; return why that is impossible, or an empty text."""
+    first = first_path()
+    sys.path[:0] = first
+    try:
+        for module in modules:
+            try:
+                importlib.import_module(module)
+            except BaseException as error:  # also SystemExit of a file that shadows a module
+                return f"{module} cannot be imported here ({type(error).__name__}: {error})"
+    finally:
+        if sys.path[: len(first)] == first:
+            del sys.path[: len(first)]
+    return ""
+
+
+def first_path() -> "list[str]":
+    """Return the entry that the interpreter will put in front of the path, where the script's neighbours lie."""
+    if getattr(sys.flags, "safe_path", False):
+        return []
+    if sys.argv[0] in ("-m", "-c"):
+        return [os.getcwd() if sys.argv[0] == "-m" else ""]
+    return [os.path.dirname(os.path.realpath(sys.argv[0])) if os.path.isfile(sys.argv[0]) else sys.argv[0]]
+
+
+def unfit() -> str:
+    """Return why forks of this process would not be as good as new processes, or an empty text.
+
+    A library may hold threads that it ends by itself before a fork and starts again afterwards, as OpenBLAS does. The
+    first fork is an attempt that ends these.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Python 3.12, which counts those threads
+        attempt = os.fork()
+    if attempt == 0:
+        os._exit(0)
+    os.waitpid(attempt, 0)
+    end = time.monotonic() + THREADS_S
+    while len(threads()) > 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    if len(threads()) > 1:
+        return f"importing it started threads ({', '.join(threads()[1:])}), which a fork would not have"
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            file = os.readlink(f"/proc/self/fd/{descriptor}")
+            if file.startswith(DEVICES):
+                return f"importing it opened {file}, which a fork cannot use"
+    return ""
+
+
+def threads() -> "list[str]":
+    """Return the names of this process's threads as the kernel has them, the main thread's first."""
+    names = []
+    for thread in sorted(os.listdir("/proc/self/task"), key=int):
+        with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
+            names.append(file.read().strip())
+    return names
+
+
+def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int]]":
+    """Do what the launcher asks for until it closes the socket; return a rank's request in that rank."""
+    ended: dict[int, int] = {}  # a rank's pidfd, readable once it has ended -> its process id
+    poll = select.poll()
+    poll.register(launcher, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor in ended:
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                _report(launcher, ended.pop(descriptor))
+                continue
+            message, descriptors, _, _ = socket.recv_fds(launcher, LONGEST, 4)
+            if not message:
+                os._exit(0)
+            order = json.loads(message)
+            if "reap" in order:
+                os.waitpid(order["reap"], 0)
+                continue
+            pid = _fork(launcher)
+            if pid == 0:
+                launcher.close()
+                for other in ended:
+                    os.close(other)
+                with open(descriptors.pop(0), "rb") as file:
+                    return json.load(file), descriptors
+            for copy in descriptors:
+                os.close(copy)
+            if pid > 0:
+                watched = os.pidfd_open(pid)
+                ended[watched] = pid
+                poll.register(watched, select.POLLIN)
+                _send(launcher, pid=pid)
+
+
+def _fork(launcher: socket.socket) -> int:
+    """Fork; return as ``os.fork`` does, or -1 after telling the launcher that it is impossible."""
+    if len(threads()) > 1:
+        _send(launcher, error=f"the fork server has threads: {', '.join(threads()[1:])}")
+        return -1
+    try:
+        return os.fork()
+    except OSError as error:
+        _send(launcher, error=f"no process can be forked: {error.strerror}")
+        return -1
+
+
+def _report(launcher: socket.socket, pid: int) -> None:
+    """Tell how the rank `pid` ended. It stays a zombie until the launcher knows, so its number is not given away."""
+    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert end is not None
+    _send(launcher, pid=pid, code=end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+
+
+def _send(launcher: socket.socket, **message: Any) -> None:
+    try:
+        launcher.send(json.dumps(message).encode())
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)
+
+
+# The rank
+
+
+def _take_streams(streams: "list[int]", descriptors: "list[int]") -> None:
+    """Have `descriptors` as the standard streams of these numbers; close the others, as they are in the launcher."""
+    sources = []
+    for descriptor in descriptors:
+        sources.append(fcntl(descriptor, F_DUPFD_CLOEXEC, 3))
+        os.close(descriptor)
+    for stream in (0, 1, 2):
+        if stream not in streams:
+            with suppress(OSError):
+                os.close(stream)
+    for stream, source in zip(streams, sources, strict=True):
+        os.dup2(source, stream, inheritable=True)
+        os.close(source)
+    for output in (sys.stdout, sys.stderr):
+        if output is not None:
+            _look_again(output)
+
+
+def _look_again(output: Any) -> None:
+    """Have a text stream, unbuffered by ``-u``, forget what kind of file it had. Loggers hold it."""
+    file = FileIO(output.fileno(), "w", closefd=False)
+    file.name = output.name
+    output.__init__(file, output.encoding, output.errors, newline="\n", write_through=True)
+
+
+def _refresh() -> None:
+    """Replace what a new process draws by chance or finds out about itself; ``random`` does so by itself."""
+    if "torch" in sys.modules:
+        sys.modules[
+            "torch"
+        ].default_generator.seed()  # that of the CPU; those of devices begin with the same seed anyway
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "multiprocessing.process" in sys.modules:
+        sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
+    if "threading" in sys.modules:
+        sys.modules["threading"].main_thread()._native_id = os.getpid()
+    importlib.invalidate_caches()  # files may have been written since
