@@ -103,14 +103,14 @@ def main() -> None:
     done = checkpointer.step()
     while done < settings["steps"]:
         for inputs, labels, samples in loader:
+            with open(folder / f"used-{world.rank}", "a") as log:
+                log.write(f"{done + 1} {time.time()} {samples.tolist()}\n")
             mean = cross_entropy(model(inputs + torch.rand_like(inputs) * 0.1), labels)
             mean.backward()
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
             done = checkpointer.step()
-            with open(folder / f"used-{world.rank}", "a") as log:
-                log.write(f"{done} {time.time()} {samples.tolist()}\n")
             if done >= settings["steps"]:
                 break
     report(folder, world.rank, checkpointer, [net.state_dict(), optimizer.state_dict(), scheduler.state_dict()])

@@ -51,14 +51,15 @@ class Recovery:
     ) -> None:
         self._gate = _open_gate(world, folder)
         self._reached, self._redone = 0, 0
-        """The last step that an earlier start completed, and the steps redone by then."""
+        """The last step that an earlier start completed, and the steps redone by then. A start that ended before it
+        restored anything was on its way to redo all of them, so the next may take some back."""
         self.boundary = Boundary(entries, self._gate)
         self._source: str | None = None
         self._forget: Callable[[], None] | None = None
         if self._gate is not None:
             before = records_in(self._gate.folder.parent.parent / BEFORE / self._gate.folder.name)
             self._reached = max((max(record.completed, record.restored) for record in before), default=0)
-            self._redone = max((record.redone for record in before), default=0)
+            self._redone = max(((record.restored, record.redone) for record in before), default=(0, 0))[1]
             self._forget = at_failure(Rescue(self.boundary, entries, folder, run_folder))
             self.go_on_from(0, None)
 
@@ -72,7 +73,7 @@ class Recovery:
         self.boundary.go_on_from(step)
         self._source = source
         if self._gate is not None:
-            self._gate.record.restore(step, source, self._redone + max(0, self._reached - step))
+            self._gate.record.restore(step, source, max(0, self._redone + self._reached - step))
 
     def history(self) -> History:
         """Return what has happened so far."""

@@ -96,7 +96,9 @@ class Restarts:
     def decide(self) -> str | None:
         """Return words for the restart that comes now, after a failure; None if there is none."""
         reached = self.reached()
-        if self._limit is None and all(each.has_ended for each in reached):
+        # A start that did not come to a Checkpointer's making says nothing; one before it may have.
+        is_over = all(each.has_ended for each in reached) if reached else not self._best
+        if self._limit is None and is_over:
             return None
         is_progress = any(each.completed > self._best.get(each.key, 0) for each in reached)
         self._best |= {each.key: max(each.completed, self._best.get(each.key, 0)) for each in reached}
