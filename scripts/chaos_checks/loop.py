@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -51,8 +49,8 @@ def network() -> nn.Sequential:
 def wrap(net: nn.Module, settings: dict[str, Any]) -> nn.Module:
     """Return `net` in the wrapper that the settings name, with several buckets."""
     if settings["wrapper"] == "ours":
-        return paceline.DistributedDataParallel(net, bucket_cap_mb=0.005)
-    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.005)
+        return paceline.DistributedDataParallel(net, bucket_cap_mb=settings["bucket_mb"])
+    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=settings["bucket_mb"])
     model.register_forward_pre_hook(lambda *_: strike("forward"))
     middle = list(net.parameters())[-3]  # its gradient is there when the last ones' bucket is on its way
     middle.register_post_accumulate_grad_hook(lambda _: strike("bucket"))
@@ -84,18 +82,19 @@ def digest(value: Any) -> str:
 def main() -> None:
     """Train, and write down what came out."""
     folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
-    settings = {"wrapper": "ours", "backend": "paceline", "steps": 10, "every": None, **given}
+    settings = {"wrapper": "ours", "backend": "paceline", "steps": 10, "every": None, "bucket_mb": 0.005, **given}
     world = paceline.init(settings["backend"])
     with paceline.set_seed(0):
         data = TensorDataset(torch.randn(256, 16), torch.randint(0, 4, (256,)), torch.arange(256))
         net = network()
     model = wrap(net, settings)
-    parameters = list(net.parameters())
-    optimizer = Optimizer([{"params": parameters[:4]}, {"params": parameters[4:], "lr": 0.02}], lr=0.01)
+    parameters: list[Tensor] = list(net.parameters())
+    groups: list[dict[str, Any]] = [{"params": parameters[:4]}, {"params": parameters[4:], "lr": 0.02}]
+    optimizer = Optimizer(groups, lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     loader = DataLoader(data, batch_size=32, shuffle=True)
     checkpointer = paceline.Checkpointer(folder / "checkpoints", every=settings["every"])
-    states = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+    states: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
     for name, state in states.items():
         checkpointer.register(name, state)
     if checkpointer.steps():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from paceline.checkpoint import capture
 from paceline.checkpoint.frozen import Kept, freeze_object, parameters_of, stored_buffers, thaw_object
 from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.turn import Turn
 from paceline.failpoints import strike
 from paceline.unwrapping import Accumulates, joins
 
@@ -39,8 +41,8 @@ class Boundary:
         self._entries, self._gate = entries, gate
         self._is_armed = False
         """Whether :meth:`mark` was called, from where on optimizers wait for the other ranks."""
-        self._is_turned = False
-        """Whether an optimizer has stepped since the boundary, or is about to."""
+        self._turn = Turn()
+        """The optimizer steps since the boundary."""
         self._hooks: dict[int, Any] = {}
         """Handles of the hooks of optimizers, by the optimizer's id."""
         self._frozen: dict[str, Any] | None = None
@@ -57,7 +59,7 @@ class Boundary:
     @property
     def can_be_saved(self) -> bool:
         """Whether :meth:`states` can tell the states of all shared objects at the boundary."""
-        return self._frozen is not None and not self._is_turned
+        return self._frozen is not None and self._turn.can_go_back
 
     def watch(self, entry: Registered) -> None:
         """Notice the steps of `entry`, if it is an optimizer."""
@@ -66,7 +68,8 @@ class Boundary:
 
     def go_on_from(self, step: int) -> None:
         """Take `step` for the number of steps done; everything registered is as of its end."""
-        self.step, self._is_turned, self._frozen = step, False, None
+        self.step, self._frozen = step, None
+        self._turn.end()
 
     def mark(self) -> bool:
         """Mark that everything registered is consistent; returns whether this ends an optimizer step.
@@ -76,13 +79,13 @@ class Boundary:
         Raises:
             CommunicationError: if a rank has ended.
         """
-        if self._is_turned:
+        if self._turn.has_begun:
             strike("stepped")
         entries = self._entries()
         is_first, self._is_armed = not self._is_armed, True
-        if _accumulates(entries) or (self._hooks and not self._is_turned and not is_first):
+        if _accumulates(entries) or (self._hooks and not self._turn.has_begun and not is_first):
             return False
-        is_step = self._is_turned or not self._hooks
+        is_step = self._turn.has_begun or not self._hooks
         self.step += is_step
         if self._gate is not None and _is_of_no_use(entries, bool(self._hooks)):
             self._leave_gate()
@@ -93,7 +96,7 @@ class Boundary:
             self._frozen = {entry.name: freeze_object(entry) for entry in entries if not entry.per_rank}
             self._parameters = [Kept.of(parameter) for parameter in parameters_of(entries)]
             self._gate.complete(self.step, own, buffers)
-        self._is_turned = False
+        self._turn.end()
         strike("boundary")
         return is_step
 
@@ -107,7 +110,10 @@ class Boundary:
         """
         assert self._frozen is not None
         for kept in self._parameters:
-            kept.unchanged("a parameter")
+            replace(kept, version=kept.version + kept.tensor._version - self._turn.version_of(kept.tensor)).unchanged(
+                "a parameter"
+            )
+        self._turn.go_back()
         for entry in self._entries():
             if not entry.per_rank:
                 yield thaw_object(entry, self._frozen[entry.name])
@@ -123,19 +129,22 @@ class Boundary:
         self._hooks.clear()
         self._frozen, self._parameters = None, []
 
-    def _optimizer_steps(self, *_: Any) -> None:
-        if self._is_turned or os.getpid() != self._process:
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if os.getpid() != self._process:
             return
-        strike("prepared")
-        if self._is_armed and self._gate is not None:
-            entries = self._entries()
+        entries = self._entries()
+        is_first = not self._turn.has_begun
+        if is_first:
+            strike("prepared")
+        if self._is_armed and self._gate is not None and self._turn.has_new_gradients(optimizer):
             if _is_of_no_use(entries, True):
                 self._leave_gate()
             else:
                 own, buffers = _own(entries), stored_buffers(entries)
                 self.wishes = self._gate.prepare(self.step + 1, own, buffers, self.wish)
-        self._is_turned = True
-        strike("gate")
+        self._turn.step(optimizer, [entry.object for entry in entries if id(entry.object) in self._hooks])
+        if is_first:
+            strike("gate")
 
     def _leave_gate(self) -> None:
         assert self._gate is not None

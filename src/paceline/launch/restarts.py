@@ -21,7 +21,7 @@ from paceline.step_records import BEFORE, RESCUE, RESTARTS, STEPS, StepRecord, r
 LIMIT = 3
 """Starts without progress, by default."""
 RESCUE_S = 5.0
-"""How long the ranks that are left may take to notice the failure and save their last step."""
+"""How long the ranks that are left may take, beyond two steps, to notice the failure and save their last step."""
 WRITING_S = 300.0
 """The same, once one of them is writing."""
 
@@ -42,6 +42,8 @@ class Reached:
     """Whether a rank has saved that step in memory."""
     has_ended: bool
     """Whether all ranks had come to the end of their training."""
+    pace: float
+    """Seconds that the last step took."""
 
 
 class Restarts:
@@ -127,12 +129,13 @@ class Restarts:
         reached = self.reached()
         if not reached or not self.limit:
             return
+        patience = RESCUE_S + 2 * max(each.pace for each in reached)  # they notice when they meet, in every step
         began = time.monotonic()
         while running():
             if all(each.is_saved for each in self.reached()):
                 return
             waited = time.monotonic() - began
-            if waited > (WRITING_S if self._is_writing() else RESCUE_S):
+            if waited > (WRITING_S if self._is_writing() else patience):
                 return
             look(0.02)
 
@@ -162,4 +165,5 @@ def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
         next((record.source for record in records if record.source), None),
         saved or completed == restored,
         all(record.has_ended for record in records),
+        max(record.pace for record in records),
     )
