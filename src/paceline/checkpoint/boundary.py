@@ -18,7 +18,9 @@ from paceline.checkpoint import capture
 from paceline.checkpoint.frozen import SmallBuffers, freeze_object, parameters_of, thaw_object
 from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.turn import Turn
 from paceline.errors import CheckpointError
+from paceline.failpoints import strike
 from paceline.unwrapping import Accumulates, joins
 
 
@@ -33,6 +35,7 @@ class Watched:
         self.own = [entry for entry in entries if entry.per_rank]
         self.accumulating = [entry.object for entry in entries if isinstance(entry.object, Accumulates)]
         self.modules = [entry.object for entry in entries if isinstance(entry.object, nn.Module)]
+        self.optimizers = [entry.object for entry in entries if isinstance(entry.object, torch.optim.Optimizer)]
         self.parameters = parameters_of(entries)
         self.buffers = SmallBuffers(entries)
         self.is_on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
@@ -60,8 +63,8 @@ class Boundary:
         self._entries, self._gate = entries, gate
         self._is_armed = False
         """Whether :meth:`mark` was called, from where on optimizers wait for the other ranks."""
-        self._is_turned = False
-        """Whether an optimizer has stepped since the boundary, or is about to."""
+        self._turn = Turn()
+        """The optimizer steps since the boundary."""
         self._hooks: dict[int, Any] = {}
         """Handles of the hooks of optimizers, by the optimizer's id."""
         self._frozen: dict[str, Any] | None = None
@@ -79,7 +82,7 @@ class Boundary:
     @property
     def can_be_saved(self) -> bool:
         """Whether :meth:`states` can tell the states of all shared objects at the boundary."""
-        return self._frozen is not None and not self._is_turned
+        return self._frozen is not None and self._turn.can_go_back
 
     def watch(self, entry: Registered) -> None:
         """Notice the steps of `entry`, if it is an optimizer."""
@@ -88,7 +91,8 @@ class Boundary:
 
     def go_on_from(self, step: int) -> None:
         """Take `step` for the number of steps done; everything registered is as of its end."""
-        self.step, self._is_turned, self._frozen = step, False, None
+        self.step, self._frozen = step, None
+        self._turn.end()
 
     def mark(self) -> bool:
         """Mark that everything registered is consistent; returns whether this ends an optimizer step.
@@ -98,13 +102,15 @@ class Boundary:
         Raises:
             CommunicationError: if a rank has ended.
         """
+        if self._turn.has_begun:
+            strike("stepped")
         watched = self._look()
         is_first, self._is_armed = not self._is_armed, True
         if any(model.holds_local_gradients() for model in watched.accumulating):
             return False
-        if self._hooks and not self._is_turned and not is_first:
+        if self._hooks and not self._turn.has_begun and not is_first:
             return False
-        is_step = self._is_turned or not self._hooks
+        is_step = self._turn.has_begun or not self._hooks
         self.step += is_step
         if self._gate is not None and self._is_of_no_use(watched):
             self._leave_gate()
@@ -114,7 +120,8 @@ class Boundary:
                 self.wishes = self._gate.prepare(self.step, own, buffers, self.wish)
             self._freeze(watched)
             self._gate.complete(self.step, own, buffers)
-        self._is_turned = False
+        self._turn.end()
+        strike("boundary")
         return is_step
 
     def states(self) -> Iterator[Registered]:
@@ -126,8 +133,9 @@ class Boundary:
             CheckpointError: if something has changed that was not copied.
         """
         assert self._frozen is not None
-        if self._versions != self._watched.versions():
+        if self._versions != [self._turn.version_of(parameter) for parameter in self._watched.parameters]:
             raise CheckpointError("a parameter was changed since the end of the last step")
+        self._turn.go_back()
         for entry in self._entries():
             if not entry.per_rank:
                 yield thaw_object(entry, self._frozen[entry.name])
@@ -143,17 +151,22 @@ class Boundary:
         self._hooks.clear()
         self._frozen = None
 
-    def _optimizer_steps(self, *_: Any) -> None:
-        if self._is_turned or os.getpid() != self._process:
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if os.getpid() != self._process:
             return
-        if self._is_armed and self._gate is not None:
-            watched = self._look()
+        is_first = not self._turn.has_begun
+        if is_first:
+            strike("prepared")
+        watched = self._look()
+        if self._is_armed and self._gate is not None and self._turn.has_new_gradients(optimizer):
             if self._is_of_no_use(watched):
                 self._leave_gate()
             else:
                 own, buffers = capture.own(watched.own), watched.buffers.now()
                 self.wishes = self._gate.prepare(self.step + 1, own, buffers, self.wish)
-        self._is_turned = True
+        self._turn.step(optimizer, watched.optimizers)
+        if is_first:
+            strike("gate")
 
     def _look(self) -> Watched:
         entries = self._entries()

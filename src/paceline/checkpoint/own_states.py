@@ -1,8 +1,8 @@
 """What a rank alone has at a step boundary, kept in memory that outlives it: random generators, buffers, own states.
 
-A file in the folder of the job's step records has three slots, which the rank fills in turns. A slot begins with the
-number of its write, which is set to 0 first and written last, so a rank that is killed leaves the other two whole; they
-are the step before, and this step as it was when its gradients were there.
+A file in the folder of the job's step records has four slots, which the rank fills in turns. A slot begins with the
+number of its write, which is set to 0 first and written last, so a rank that is killed leaves the others whole: the
+step before, and this step as it was when its gradients were there, which may be twice.
 
 Plain values are stored by ``marshal``, which runs no code when it is read, and is fast.
 """
@@ -27,7 +27,7 @@ from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.tensorfile import Spec, stored
 
 _HEAD = struct.Struct("<qqqq")  # number of the write, step, bytes of plain values, bytes of all
-_SLOTS = 3
+_SLOTS = 4
 _ALIGN = 64
 _MT19937 = 624 * 4 + 4
 """Bytes of NumPy's Mersenne Twister: its words, and the position among them."""
@@ -114,7 +114,9 @@ class OwnStatesFile:
     def _grow(self, least: int) -> None:
         """Take a larger file, with the slots as they are; it takes the smaller one's place when it is whole."""
         before, capacity = self._map, self._capacity
-        self._map = self._make(2 * least, [bytes(before[slot * capacity : (slot + 1) * capacity]) for slot in range(3)])
+        self._map = self._make(
+            2 * least, [bytes(before[slot * capacity : (slot + 1) * capacity]) for slot in range(_SLOTS)]
+        )
         self._address = _address_of(self._map)
 
     def _make(self, capacity: int, slots: Sequence[bytes] = ()) -> mmap.mmap:
@@ -129,8 +131,8 @@ class OwnStatesFile:
         return made
 
 
-def read_own_states(path: Path, step: int) -> OwnStates | None:
-    """Return what the rank whose file is `path` stored last for `step`; None if there is no such thing.
+def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStates | None:
+    """Return what the rank whose file is `path` stored last for `step`, or first if `prepared`; None if nothing.
 
     Raises:
         OSError: if the file cannot be read.
@@ -141,7 +143,7 @@ def read_own_states(path: Path, step: int) -> OwnStates | None:
     fitting = [entry for entry in found if entry[0] > 0 and entry[1] == step]
     if not fitting:
         return None
-    _, _, plain, _, at = max(fitting)
+    _, _, plain, _, at = min(fitting) if prepared else max(fitting)
     generators, nodes, aliases, names, layout = marshal.loads(content[at + _HEAD.size : at + _HEAD.size + plain])
     place, tensors = at + _aligned(_HEAD.size + plain), []
     for shape, dtype in layout:

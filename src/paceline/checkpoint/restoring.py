@@ -24,6 +24,7 @@ from paceline.checkpoint.storage import Storage, step_name
 from paceline.checkpoint.tensorfile import stored
 from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointWarning, DesyncError, NoCheckpoint
+from paceline.failpoints import strike
 from paceline.torch_internals.dtensor import whole_of
 from paceline.world import World
 
@@ -106,6 +107,7 @@ def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_cha
             if not entry.per_rank:
                 tensors = saved.tensors(world, entry.name)
                 _load(world, entry, saved.objects[entry.name], tensors, saved.step, undo)
+                strike("restore")
         if saved.manifest.world_size == world.size:
             tensors = saved.rank_tensors(world)
             for entry in [*(entry for entry in entries if entry.per_rank), generators()]:

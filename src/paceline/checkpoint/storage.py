@@ -34,6 +34,7 @@ from paceline.checkpoint.notes import Keep, Notes
 from paceline.checkpoint.room import expect_room
 from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
+from paceline.failpoints import strike
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _OURS = re.compile(r"\.(writing|replaced|deleted)-(step-\d{8,18})")
@@ -160,8 +161,11 @@ class Storage:
             OSError: if that fails; then the earlier checkpoint of `step` is where it was.
         """
         sync_folder(draft)
+        strike("before-rename")
         with self.settled:
-            return self._rename(draft, step)
+            path = self._rename(draft, step)
+        strike("after-rename")
+        return path
 
     def _rename(self, draft: Path, step: int) -> Path:
         final, replaced = self.path(step), self.folder / f".replaced-{step_name(step)}"

@@ -17,6 +17,7 @@ from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.notes import Notes
 from paceline.checkpoint.saved import RANK_ROLE
 from paceline.checkpoint.storage import Storage
+from paceline.failpoints import strike
 
 
 class Draft:
@@ -79,6 +80,7 @@ class Draft:
         size, digest = storage.write_file(self._folder / path, tensorfile.pieces(capture.tensors, capture.aliases))
         specs = {name: tensorfile.spec_of(tensor) for name, tensor in capture.tensors.items()}
         self._files.append(File(path, size, digest, role, rank, specs, dict(capture.aliases)))
+        strike("write")
 
     def __enter__(self) -> Draft:
         return self

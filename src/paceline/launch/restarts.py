@@ -21,7 +21,7 @@ from paceline.step_records import BEFORE, RESCUE, RESTARTS, STEPS, StepRecord, r
 LIMIT = 3
 """Starts without progress, by default."""
 RESCUE_S = 5.0
-"""How long the ranks that are left may take to notice the failure and save their last step."""
+"""How long the ranks that are left may take, beyond two steps, to notice the failure and save their last step."""
 WRITING_S = 300.0
 """The same, once one of them is writing."""
 
@@ -42,6 +42,8 @@ class Reached:
     """Whether that step is in memory."""
     has_ended: bool
     """Whether all ranks had come to the end of their training."""
+    pace: float
+    """Seconds that the last step took."""
 
 
 class Restarts:
@@ -102,7 +104,9 @@ class Restarts:
     def decide(self) -> str | None:
         """Return words for the restart that comes now, after a failure; None if there is none."""
         reached = self.reached()
-        if self._limit is None and all(each.has_ended for each in reached):
+        # A start that did not come to a Checkpointer's making says nothing; one before it may have.
+        is_over = all(each.has_ended for each in reached) if reached else not self._best
+        if self._limit is None and is_over:
             return None
         is_progress = any(each.completed > self._best.get(each.key, 0) for each in reached)
         self._best |= {each.key: max(each.completed, self._best.get(each.key, 0)) for each in reached}
@@ -129,13 +133,14 @@ class Restarts:
         reached = self.reached()
         if not reached or not self.limit:
             return
+        patience = RESCUE_S + 2 * max(each.pace for each in reached)  # they notice when they meet, in every step
         began = time.monotonic()
         while running():
             # What a start went on from is kept where it came from.
             if all(each.is_rescued or each.completed == each.restored for each in self.reached()):
                 return
             waited = time.monotonic() - began
-            if waited > (WRITING_S if self._is_writing() else RESCUE_S):
+            if waited > (WRITING_S if self._is_writing() else patience):
                 return
             look(0.02)
 
@@ -164,4 +169,5 @@ def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
         next((record.source for record in records if record.source), None),
         (folder / RESCUE / key / f"step-{completed:08d}").is_dir(),
         all(record.has_ended for record in records),
+        max(record.pace for record in records),
     )

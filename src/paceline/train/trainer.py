@@ -275,14 +275,14 @@ class Trainer:
         if self.config.clip_norm is not None:
             clip_grad_norm_(self.model, self.config.clip_norm)
         self._lr = self._average.lr = float(self.optimizer.param_groups[0]["lr"])
+        for loss, weight in self._window:  # now, as a rank's own states are kept before the optimizer steps
+            self._average.add(loss, weight)
+        self._window.clear()
         self.optimizer.step()
         self._stepped = self._sampler.position
         self.result.steps += 1
         self.optimizer.zero_grad()
         self.scheduler.step()
-        for loss, weight in self._window:
-            self._average.add(loss, weight)
-        self._window.clear()
         if self._checkpointer is not None:
             self._checkpointer.step()
 
