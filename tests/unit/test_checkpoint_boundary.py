@@ -242,4 +242,4 @@ def test_steps_are_saved_by_number() -> None:
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "10"])
 def test_an_interval_that_is_none_is_refused(every: Any) -> None:
     with pytest.raises(UsageError, match="every="):
-        Schedule(every)
+        Schedule(every).check()
