@@ -23,7 +23,7 @@ from paceline.checkpoint.recovery import History, Recovery
 from paceline.checkpoint.registered import Registered, Stateful
 from paceline.checkpoint.run_folder import RunFolder, expect_path
 from paceline.checkpoint.saved import Saved, compare, expect_registrable
-from paceline.checkpoint.saving import Save, collect, parts
+from paceline.checkpoint.saving import collect
 from paceline.checkpoint.schedule import Schedule
 from paceline.errors import CheckpointError, UsageError
 from paceline.rollcall import called_by_all
@@ -93,6 +93,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._recovery = Recovery(
             world, self._folder, lambda: list(registered.values()), lambda: getattr(this(), "_opened", None)
         )
+        # All ranks have their records now, or do without.
+        self._recovery.agree(rank_consensus.gather(world, self._recovery.is_ready))
         self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
@@ -183,14 +185,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         size = capture.expect_equal(world, step, entries, captures)
         if world.rank != 0:
             capture.hand_over(captures[-1])
-
-        def write() -> str:
-            with parts(world, captures) as states:
-                runs = self._run_folder.ledger.runs(step, world.size)
-                order = Save(step, world.size, size, checked_notes, runs)
-                return str(self._run_folder.writer.save(order, states))
-
-        path = rank_consensus.decide(world, write)
+        path = rank_consensus.decide(
+            world, lambda: str(self._run_folder.save(world, step, size, checked_notes, captures))
+        )
         self._in_flight = self._async_save
         return Path(path)
 
