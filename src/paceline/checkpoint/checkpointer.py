@@ -27,6 +27,7 @@ from paceline.checkpoint.saving import collect
 from paceline.checkpoint.schedule import Schedule
 from paceline.errors import CheckpointError, UsageError
 from paceline.rollcall import called_by_all
+from paceline.step_records import key_of
 from paceline.torch_internals.dtensor import local_of
 from paceline.tracing import CHECKPOINT, recorder
 from paceline.world import World
@@ -90,10 +91,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._in_flight = False  # on all ranks alike: a save was started in the background, and not waited for
         # No cycle: a Checkpointer that is dropped leaves its folder at once.
         registered, this = self._registered, weakref.ref(self)
-        self._recovery = Recovery(
-            world, self._folder, lambda: list(registered.values()), lambda: getattr(this(), "_opened", None)
-        )
-        # All ranks have their records now, or do without.
+        key = str(rank_consensus.decide(world, lambda: key_of(self._folder)))  # other ranks may call it otherwise
+        entries, opened = lambda: list(registered.values()), lambda: getattr(this(), "_opened", None)
+        self._recovery = Recovery(world, key, self._folder, entries, opened)
         self._recovery.agree(rank_consensus.gather(world, self._recovery.is_ready))
         self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
 
@@ -185,9 +185,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         size = capture.expect_equal(world, step, entries, captures)
         if world.rank != 0:
             capture.hand_over(captures[-1])
-        path = rank_consensus.decide(
-            world, lambda: str(self._run_folder.save(world, step, size, checked_notes, captures))
-        )
+        order = (world, step, size, checked_notes, captures)
+        path = rank_consensus.decide(world, lambda: str(self._run_folder.save(*order)))
         self._in_flight = self._async_save
         return Path(path)
 
@@ -274,7 +273,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         rank_consensus.agree(world, rank_consensus.error_of(compare, entries, saved, world, allow_changed_settings))
         restoring.restore(world, saved, entries, allow_changed_settings)
         rank_consensus.decide(world, lambda: self._run_folder.resumed(saved.step))
-        self._recovery.go_on_from(saved.step, "disk" if saved.path.parent == self._folder else "memory")
+        self._recovery.go_on_from(saved.step, "memory" if saved.path.parent == self._recovery.memory else "disk")
         return saved.step
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from paceline.checkpoint.run_folder import RunFolder
 from paceline.errors import CheckpointError, CommunicationError
 from paceline.last_words import at_failure
 from paceline.rollcall import named_ranks
-from paceline.step_records import BEFORE, STEPS, job_folder, key_of, records_in
+from paceline.step_records import BEFORE, STEPS, job_folder, records_in
 from paceline.world import TIMEOUT, World
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class Recovery:
 
     Args:
         world: this rank's.
+        key: the checkpoint folder's, the same on all ranks.
         folder: the checkpoint folder.
         entries: gives the registered objects.
         run_folder: gives the opened checkpoint folder, on rank 0.
@@ -50,11 +51,12 @@ class Recovery:
     def __init__(
         self,
         world: World,
+        key: str,
         folder: Path,
         entries: Callable[[], list[Registered]],
         run_folder: Callable[[], RunFolder | None],
     ) -> None:
-        self._gate = _open_gate(world, folder)
+        self._gate = _open_gate(world, key)
         self._reached, self._redone = 0, 0
         """The last step that an earlier start completed, and the steps redone by then. A start that ended before it
         restored anything was on its way to redo all of them, so the next may take some back."""
@@ -132,14 +134,14 @@ class Recovery:
             logger.error("what this rank had could not be saved: %s", error)
 
 
-def _open_gate(world: World, folder: Path) -> Gate | None:
+def _open_gate(world: World, key: str) -> Gate | None:
     """Return the gate of the job's ranks; None, unless our launcher started all of them on this host."""
     job = job_folder()
     if job is None or os.environ["WORLD_SIZE"] != str(world.size):
         return None
     try:
         timeout = float(os.environ.get(TIMEOUT, "600"))
-        return Gate(job / STEPS / key_of(folder), world.rank, world.size, timeout)
+        return Gate(job / STEPS / key, world.rank, world.size, timeout)
     except OSError as error:
         logger.warning("rank %d: a failure will cost the steps since the last save on disk: %s", world.rank, error)
         return None
