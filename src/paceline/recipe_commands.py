@@ -7,6 +7,7 @@ import importlib
 import inspect
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -15,6 +16,7 @@ from typer.core import TyperGroup
 
 from paceline.errors import UsageError
 from paceline.launch.program import start_program
+from paceline.launch.supervision import ACTION_HELP, GRACE_HELP, HANG_HELP, REQUEUE_HELP, Supervision
 from paceline.profiler.profile_command import ProfileSettings, rank_program, show_results
 
 INTERRUPTED = 130
@@ -87,14 +89,20 @@ def recipe_command(recipe: str) -> Any:
     """
     config = config_class(recipe)
 
-    def start(nproc: str, timeout: float | None, profile: str | None, **options: Any) -> None:
-        raise typer.Exit(start_recipe(recipe, nproc, options, timeout, profile))
+    def start(nproc: str, timeout: float | None, profile: str | None, grace: float, **options: Any) -> None:
+        supervision = Supervision(**{each.name: options.pop(each.name) for each in dataclasses.fields(Supervision)})
+        settings = {"grace": grace, "supervision": supervision}
+        raise typer.Exit(start_recipe(recipe, nproc, options, timeout, profile, settings))
 
     types = get_type_hints(config)
     parameters = [
         _option("nproc", str, "auto", typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")),
         _option("timeout", float | None, None, typer.Option(metavar="SECONDS", help=TIMEOUT_HELP)),
         _option("profile", str | None, None, typer.Option(metavar="FOLDER", help=PROFILE_HELP)),
+        _option("grace", float, 30.0, typer.Option(metavar="SECONDS", help=GRACE_HELP)),
+        _option("requeue_exit_code", int | None, None, typer.Option(metavar="N", help=REQUEUE_HELP)),
+        _option("hang_timeout", float | None, None, typer.Option(metavar="SECONDS", help=HANG_HELP)),
+        _option("hang_action", str, "restart", typer.Option(metavar="ACTION", help=ACTION_HELP)),
     ]
     for field in dataclasses.fields(config):
         # A switch that is off has no --no-… beside it.
@@ -115,11 +123,16 @@ def _option(name: str, type_: Any, default: Any, option: Any) -> inspect.Paramet
 
 
 def start_recipe(
-    recipe: str, nproc: str, options: dict[str, Any], timeout: float | None = None, profile: str | None = None
+    recipe: str,
+    nproc: str,
+    options: dict[str, Any],
+    timeout: float | None = None,
+    profile: str | None = None,
+    job: Mapping[str, Any] | None = None,
 ) -> int:
     """Check the configuration here, once, then run `recipe` on `nproc` ranks; returns the exit code.
 
-    With the folder `profile` its steps are recorded, and the results shown.
+    With the folder `profile` its steps are recorded, and the results shown. `job` holds more settings of the launcher.
 
     Raises:
         UsageError: for a mistake in `options`, before any rank is started.
@@ -135,7 +148,7 @@ def start_recipe(
     if settings is not None:
         settings.check()
         program = rank_program(settings, ["-m", *program])
-    code = start_program(program, config, count, sys.stdout, note, environment)
+    code = start_program(program, config, count, sys.stdout, note, environment, **(job or {}))
     if settings is not None:
         show_results(Path(settings.folder), failed=code != 0)
     folder = options.get("checkpoint_dir")

@@ -25,7 +25,7 @@ from paceline.checkpoint.run_folder import RunFolder, expect_path
 from paceline.checkpoint.saved import Saved, compare, expect_registrable
 from paceline.checkpoint.saving import Save, parts
 from paceline.checkpoint.schedule import Schedule
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, Preempted, UsageError
 from paceline.rollcall import called_by_all
 from paceline.tracing import CHECKPOINT, recorder
 from paceline.world import World
@@ -91,6 +91,7 @@ class Checkpointer:
         self._recovery = Recovery(
             world, self._folder, lambda: list(registered.values()), lambda: getattr(this(), "_opened", None)
         )
+        weakref.finalize(self, self._recovery.stops.close).atexit = False  # signals are not noted for nobody
         self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
@@ -127,17 +128,28 @@ class Checkpointer:
         save the last one into memory, and the next start restores it. For that, optimizers wait in ``step()`` until all
         ranks have their gradients. Otherwise a run goes on from the newest checkpoint on disk.
 
+        From the first call on, SIGTERM and SIGUSR1 to any rank end the training after a step that all ranks agree on,
+        which is saved, unless the script handles these signals itself. A second one ends the process at once.
+
         Args:
             metadata: as in :meth:`save`, if this step is saved.
 
         Raises:
             CommunicationError: if a rank has ended.
             CheckpointError: as :meth:`save`, in a step that is saved.
+            Preempted: on every rank, after such a signal, when the step is durable; a ``SystemExit``.
         """
         self._expect_open()
-        boundary = self._recovery.boundary
-        if boundary.mark() and self._schedule.is_due(boundary.step):
-            self.save(boundary.step, metadata)
+        boundary, stops = self._recovery.boundary, self._recovery.stops
+        stops.watch()
+        if boundary.mark():
+            stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
+            if stop is not None or is_due:
+                self.save(boundary.step, metadata)
+            if stop is not None:
+                self.wait()
+                stops.saved(stop)
+                raise Preempted(128 + stop)
         return boundary.step
 
     @property

@@ -13,6 +13,7 @@ from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.rescue import Rescue, rescued_folder
 from paceline.checkpoint.run_folder import RunFolder
+from paceline.checkpoint.stop_requests import StopRequests
 from paceline.last_words import at_failure
 from paceline.step_records import BEFORE, STEPS, job_folder, key_of, records_in
 from paceline.world import TIMEOUT, World
@@ -53,6 +54,9 @@ class Recovery:
         self._reached, self._redone = 0, 0
         """The last step that an earlier start completed, and the steps redone by then."""
         self.boundary = Boundary(entries, self._gate)
+        job = job_folder()
+        record = None if self._gate is None else self._gate.record
+        self.stops = StopRequests(self.boundary, record, saves=job is None or job not in folder.parents)
         self._source: str | None = None
         self._forget: Callable[[], None] | None = None
         if self._gate is not None:
@@ -82,6 +86,7 @@ class Recovery:
 
     def close(self, failing: bool) -> None:
         """Rescue nothing any more; while an exception is handled that may end this rank, only let no optimizer wait."""
+        self.stops.close()
         if failing:
             self.boundary.retire()
             return

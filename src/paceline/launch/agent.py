@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +25,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from paceline.black_box import FOLDER
 from paceline.job_folders import JobFolder
 from paceline.launch import failure, record
+from paceline.launch.ending import Ending
 from paceline.launch.failure import End
 from paceline.launch.files import RankFiles
 from paceline.launch.job_report import JobReport
 from paceline.launch.last_moments import LastMoments
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
+from paceline.launch.preemption import ASKING, Preemption
 from paceline.launch.preloader import ForkServer
 from paceline.launch.restarts import Restarts
 from paceline.launch.signals import SPARE, Caught, Stopped
@@ -89,6 +90,8 @@ class Agent(LocalElasticAgent):
         self._restarts = restarts
         self._report = report
         self._moments = LastMoments(boxes)
+        self._preemption = Preemption(None if boxes is None else boxes.path)
+        self._ending = Ending(self._handlers, self._running, self._look, caught, say)
         self._watched: dict[int, int] = {}  # rank -> pidfd, readable when the rank has ended
         self._signalled: set[int] = set()  # ranks that the launcher itself told to end
         self._shown: set[int] = set()  # ranks whose error was shown before they ended
@@ -141,6 +144,7 @@ class Agent(LocalElasticAgent):
         self._obey()
         self._look(self.interval)
         size = worker_group.spec.local_world_size
+        self._expect_stop()
         if not any(end.code for end in self.ends.values()):
             if len(self.ends) < size:
                 self._show_slow()
@@ -237,39 +241,41 @@ class Agent(LocalElasticAgent):
         number = self._caught.received[0]
         if number == signal.SIGINT:
             self._end_ranks(signal.SIGTERM, INTERRUPT_GRACE_S, quiet=True)
+        elif number in ASKING and self._preemption.would_save(self._pids().values()):
+            self._say(f"{number.name}: the ranks end after this step and save it; another signal ends them at once")
+            self._signalled.update(self._running())
+            self._preemption.ask(number, self._pids().values())
+            self._ending.wait(number, self.grace)
+            if not any(end.code for end in self.ends.values()):
+                return  # they had come to their end before
         else:
-            self._end_ranks(number, self.grace)
-        raise Stopped(number)
+            if number in ASKING and self._preemption.is_in_vain():
+                self._say("nothing is saved, as the training has no checkpoint folder")
+            self._signalled.update(self._running())
+            self._ending.end(number, self.grace, self._failed(), (), quiet=False)
+        raise Stopped(number, self._preemption.saved_step())
+
+    def _expect_stop(self) -> None:
+        """If a rank was told to end, and all have agreed on a step and saved it, let them end, and end the launcher."""
+        saved = self._preemption.saved() if self._failed() else None
+        if saved is None:
+            return
+        self._ending.wait(saved[0], self.grace)
+        if all(end.code in (0, 128 + saved[0]) for end in self.ends.values()):
+            raise Stopped(*saved)
 
     def _end_ranks(self, number: signal.Signals, grace: float, quiet: bool = False) -> None:
-        """Signal the ranks that still run; kill them after `grace` seconds, or when another signal comes."""
-        running, received = self._running(), len(self._caught.received)
-        failed = [rank for rank, end in self.ends.items() if end.code != 0]
-        self._signalled.update(running)
-        # Stopped first, so that all get the signal before one of them can complain of a peer that is gone.
-        for each in (signal.SIGSTOP, number, signal.SIGCONT):
-            for rank in running:
-                self._signal(rank, each)
-        deadline = time.monotonic() + grace
-        while self._running() and time.monotonic() < deadline and len(self._caught.received) == received:
-            self._look(0.05)
-        stubborn = self._running()
-        # A rank's own children are in its process group; they go too, also those of a rank that just failed.
-        for rank in {*running, *failed}:
-            self._signal(rank, signal.SIGKILL)
-        deadline = time.monotonic() + FAILURE_GRACE_S
-        while self._running() and time.monotonic() < deadline:
-            self._look(0.05)
-        if stubborn and not quiet and len(self._caught.received) == received:
-            names = ", ".join(map(str, stubborn))
-            self._say(f"rank {names} did not end within {grace:.0f} s after {number.name} and was killed")
+        """End the ranks that still run at once, also those that would rather end after a step."""
+        self._signalled.update(self._running())
+        heedless = [rank for rank, pid in self._pids().items() if self._preemption.would_save([pid])]
+        self._ending.end(number, grace, self._failed(), heedless, quiet)
 
-    def _signal(self, rank: int, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError, PermissionError):
-            if sys.platform == "win32":
-                self._handlers()[rank].proc.send_signal(number)
-            else:
-                os.killpg(self._handlers()[rank].proc.pid, number)
+    def _failed(self) -> list[int]:
+        return [rank for rank, end in self.ends.items() if end.code != 0]
+
+    def _pids(self) -> dict[int, int]:
+        """Return the processes of the ranks that run."""
+        return {rank: self._handlers()[rank].proc.pid for rank in self._running()}
 
     def _close_watched(self) -> None:
         for descriptor in self._watched.values():

@@ -28,6 +28,7 @@ from paceline.launch.preloading import binds_threads, decide
 from paceline.launch.record import LAUNCHER
 from paceline.launch.restarts import Restarts
 from paceline.launch.signals import FORWARDED, Caught, Stopped
+from paceline.launch.supervision import Supervision
 from paceline.world import TIMEOUT
 
 HERE = Path(__file__).parent
@@ -55,6 +56,7 @@ class Job:
         pin: whether each rank keeps to cores of its own, see :mod:`paceline.launch.pinning`.
         preload: whether ranks may be forked from a process that has imported torch, see
             :mod:`paceline.launch.preloading`.
+        supervision: the exit code of a job that was preempted, and what to do about ranks that hang.
 
     Raises:
         UsageError: if there is no command, or a number is out of range.
@@ -73,6 +75,7 @@ class Job:
     report: str | None = None
     pin: bool = False
     preload: bool = True
+    supervision: Supervision = field(default_factory=Supervision)
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -80,7 +83,7 @@ class Job:
         for name, value, least in (
             ("nproc", self.nproc, 1),
             ("max_restarts", self.max_restarts or 0, 0),
-            ("shutdown_timeout", self.grace, 0),
+            ("grace", self.grace, 0),
         ):
             if value < least:
                 raise UsageError(f"{name}={value} is less than {least}; give {least} or more")
@@ -93,7 +96,8 @@ def launch(job: Job) -> int:
 
     Returns:
         0 if every rank succeeded, 2 if a rank reported a :class:`UsageError` through ``rank_main``, 130 after
-        Ctrl-C, 128 + n after another signal n, else 1.
+        Ctrl-C, 128 + n after another signal n, unless the job's supervision names another code for one whose ranks
+        saved their last step then, else 1.
 
     Raises:
         UsageError: if the report cannot be written, before anything is started.
@@ -103,7 +107,9 @@ def launch(job: Job) -> int:
         try:
             code = run(job, caught, report)
         except Stopped as stop:
-            code = farewell(stop.number)
+            code = farewell(stop.number, stop.saved)
+            if stop.saved is not None:
+                code = job.supervision.requeue_exit_code or code
     return report.end(code)
 
 
@@ -181,9 +187,10 @@ def title_of(command: Sequence[str]) -> str:
     return " ".join(words)
 
 
-def farewell(number: signal.Signals) -> int:
-    """Say that a signal ended the launcher; return the exit code for it."""
-    say("interrupted" if number == signal.SIGINT else f"terminated by {number.name}")
+def farewell(number: signal.Signals, saved: int | None = None) -> int:
+    """Say that a signal ended the launcher, and which step was `saved`; return the exit code for it."""
+    after = "" if saved is None else f", after step {saved} was saved"
+    say("interrupted" if number == signal.SIGINT else f"terminated by {number.name}{after}")
     return 128 + number
 
 
