@@ -28,6 +28,7 @@ from paceline.launch import failure, record
 from paceline.launch.ending import Ending
 from paceline.launch.failure import End
 from paceline.launch.files import RankFiles
+from paceline.launch.hangs import HangWatch
 from paceline.launch.job_report import JobReport
 from paceline.launch.last_moments import LastMoments
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
@@ -76,6 +77,7 @@ class Agent(LocalElasticAgent):
         restarts: Restarts,
         boxes: JobFolder | None = None,
         report: JobReport | None = None,
+        hangs: HangWatch | None = None,
     ) -> None:
         super().__init__(spec, files, log_line_prefix_template=files.prefix)
         self.ends = {}
@@ -90,6 +92,7 @@ class Agent(LocalElasticAgent):
         self._restarts = restarts
         self._report = report
         self._moments = LastMoments(boxes)
+        self._hangs = hangs
         self._preemption = Preemption(None if boxes is None else boxes.path)
         self._ending = Ending(self._handlers, self._running, self._look, caught, say)
         self._watched: dict[int, int] = {}  # rank -> pidfd, readable when the rank has ended
@@ -106,6 +109,8 @@ class Agent(LocalElasticAgent):
         self.ends, self._signalled, self._shown = {}, set(), set()
         self._moments.begin()
         self._restarts.begin()
+        if self._hangs is not None:
+            self._hangs.begin()
         name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
         with _STARTING:
             before = os.environ.get(name)
@@ -143,6 +148,8 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._obey()
         self._look(self.interval)
+        if self._hangs is not None:
+            self._hangs.look(self._pids(), self._say)
         size = worker_group.spec.local_world_size
         self._expect_stop()
         if not any(end.code for end in self.ends.values()):
@@ -174,7 +181,8 @@ class Agent(LocalElasticAgent):
 
     def outcome(self) -> list[End]:
         """Return how each rank that has ended did so, with the record that it left."""
-        return self._moments.told(self._told())
+        ends = self._moments.told(self._told())
+        return ends if self._hangs is None else self._hangs.told(ends)
 
     def _told(self) -> list[End]:
         return [self._with_told(end) for end in self.ends.values()]

@@ -20,6 +20,7 @@ from paceline.job_folders import JobFolder
 from paceline.launch import failure
 from paceline.launch.agent import Agent
 from paceline.launch.files import Logs, RankFiles
+from paceline.launch.hangs import HangWatch
 from paceline.launch.job_report import JobReport
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
 from paceline.launch.pinning import CORES, as_setting, cores, pinned
@@ -135,7 +136,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         if (boxes := black_boxes(run_id, job.command, job.nproc)) is not None:
             stack.enter_context(boxes)
         restarts = Restarts(None if boxes is None else boxes.path, job.max_restarts)
-        agent = Agent(spec, files, caught, rank_environment(job), say, restarts, boxes, report)
+        agent = Agent(spec, files, caught, rank_environment(job), say, restarts, boxes, report, hang_watch(job, boxes))
         agent.grace, agent.interval = job.grace, job.interval
         agent.fork_server = stack.enter_context(fork_server(job))
         try:
@@ -153,6 +154,13 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
     mistake = failure.usage(ends)
     say(f"error: {mistake}" if mistake is not None else failure.report(ends))
     return 2 if mistake is not None else 1
+
+
+def hang_watch(job: Job, boxes: JobFolder | None) -> HangWatch:
+    """Return what looks for ranks that hang, if that is wanted."""
+    settings = job.supervision
+    kills = settings.hang_action == "restart"
+    return HangWatch(None if boxes is None else boxes.path, settings.hang_timeout, kills)
 
 
 def fork_server(job: Job) -> ForkServer:
