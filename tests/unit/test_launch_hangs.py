@@ -1,4 +1,4 @@
-"""A rank that makes no progress is named with its stacks and what the others wait in, and the job goes on without it."""
+"""A rank that makes no progress is named with its stacks and what the others wait in, and the job goes on."""
 
 from __future__ import annotations
 

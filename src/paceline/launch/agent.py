@@ -75,9 +75,9 @@ class Agent(LocalElasticAgent):
         environment: Mapping[str, str],
         say: Callable[[str], None],
         restarts: Restarts,
+        hangs: HangWatch,
         boxes: JobFolder | None = None,
         report: JobReport | None = None,
-        hangs: HangWatch | None = None,
     ) -> None:
         super().__init__(spec, files, log_line_prefix_template=files.prefix)
         self.ends = {}
@@ -109,8 +109,7 @@ class Agent(LocalElasticAgent):
         self.ends, self._signalled, self._shown = {}, set(), set()
         self._moments.begin()
         self._restarts.begin()
-        if self._hangs is not None:
-            self._hangs.begin()
+        self._hangs.begin()
         name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
         with _STARTING:
             before = os.environ.get(name)
@@ -147,9 +146,8 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._obey()
-        self._look(self.interval)
-        if self._hangs is not None:
-            self._hangs.look(self._pids(), self._say)
+        self._look(self._hangs.pause(self.interval))
+        self._hangs.look(self._pids(), self._say)
         size = worker_group.spec.local_world_size
         self._expect_stop()
         if not any(end.code for end in self.ends.values()):
@@ -161,6 +159,7 @@ class Agent(LocalElasticAgent):
         self._obey()  # who sent us SIGTERM may have sent it to the ranks as well
         self._restarts.wait_for_rescue(self._running, self._look)
         self._obey()
+        self._hangs.ask_absent([*self._told(), *self._ends_of_running()], self._pids())
         self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         self._obey()
         ends = self.outcome()
@@ -181,8 +180,7 @@ class Agent(LocalElasticAgent):
 
     def outcome(self) -> list[End]:
         """Return how each rank that has ended did so, with the record that it left."""
-        ends = self._moments.told(self._told())
-        return ends if self._hangs is None else self._hangs.told(ends)
+        return self._hangs.told(self._moments.told(self._told()))
 
     def _told(self) -> list[End]:
         return [self._with_told(end) for end in self.ends.values()]
@@ -210,13 +208,17 @@ class Agent(LocalElasticAgent):
         begin = time.monotonic()
         while self._running() and not self._caught.received:
             # What running ranks have told counts as well: they may need long to end, or never do.
-            running = [self._with_told(End(rank, 1, time.time(), stopped=True)) for rank in self._running()]
+            running = self._ends_of_running()
             told = self._told()
             if failure.usage([*told, *running]) is not None:
                 return
             if time.monotonic() - begin > _patience(told, running):
                 return
             self._look(0.02)
+
+    def _ends_of_running(self) -> list[End]:
+        """Return the ends of ranks that still run, as if the launcher had ended them."""
+        return [self._with_told(End(rank, 1, time.time(), stopped=True)) for rank in self._running()]
 
     def _show_slow(self) -> None:
         """Show the error of a rank that raised and still runs: it keeps the others waiting, and nobody says so."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from paceline.black_box import WAITING, Snapshot, path_of, read_box
 from paceline.launch import stacks
-from paceline.launch.failure import End
+from paceline.launch.failure import End, missed, quoted
 from paceline.launch.state import doings, state_of
 
 PATIENCE = 10
@@ -69,7 +69,7 @@ class Hang:
         """Return what to tell the user: the ranks, their stacks, and what the others wait in."""
         lines = []
         for rank in self.ranks:
-            lines += [f"  rank {rank} | {line}" for line in self.stacks.get(rank, "").rstrip().splitlines()]
+            lines += quoted(rank, self.stacks.get(rank, ""))
         now = time.monotonic()
         others = {each.rank: each for each in sights if each.rank not in self.ranks}
         lines += doings(
@@ -128,8 +128,8 @@ class HangWatch:
 
     def begin(self) -> None:
         """Forget the ranks of the start before."""
-        self.found: Hang | None = None
-        """The last hang that was found."""
+        self._stacks: dict[int, str] = {}
+        """Those that ranks have told."""
         self._looked = 0.0
         """When the ranks were last looked at."""
         self._still: dict[int, tuple[Snapshot | None, float]] = {}
@@ -158,23 +158,34 @@ class HangWatch:
         self._reported &= set(ranks)
         if not set(ranks) - self._reported:
             return
-        told = stacks.ask(self._folder, processes, resume=self._kills)
         by_rank = {each.rank: each for each in sights}
-        if not any(by_rank[rank].stopped for rank in ranks):
+        stopped = [rank for rank in ranks if by_rank[rank].stopped]
+        told = stacks.ask(self._folder, {rank: pid for rank, pid in processes.items() if rank not in stopped})
+        if not stopped:
             ranks = without_waiting(ranks, told)
+        elif self._kills:  # one that is not stopped keeps on computing, until it is killed
+            told |= stacks.ask(self._folder, {rank: processes[rank] for rank in stopped}, resume=True)
         self._reported |= set(ranks)
-        self.found = Hang(ranks, {rank: _detail(by_rank[rank], told.get(rank, "")) for rank in ranks}, told)
-        say("\n".join(self.found.lines(sights)))
+        hang = Hang(ranks, {rank: _detail(by_rank[rank], told.get(rank, "")) for rank in ranks}, told)
+        self._stacks |= told
+        say("\n".join(hang.lines(sights)))
         if self._kills:
-            self._kill(self.found, processes)
+            self._kill(hang, processes)
+
+    def pause(self, seconds: float) -> float:
+        """Return how long to wait until the next look, at most `seconds`."""
+        return seconds if self._timeout is None else min(seconds, BETWEEN_S)
+
+    def ask_absent(self, ends: Sequence[End], processes: Mapping[int, int]) -> None:
+        """Ask the ranks for their stacks that kept the others waiting, and are about to be ended for that."""
+        absent = {end.rank: processes[end.rank] for end in missed(ends) if end.rank in processes}
+        if self._folder is not None:
+            self._stacks |= stacks.ask(self._folder, absent, resume=True)
 
     def told(self, ends: Sequence[End]) -> list[End]:
-        """Return `ends` with the hang that was found, and all stacks that were told."""
-        if self.found is None:
-            return list(ends)
+        """Return `ends` with the hangs that were found, and all stacks that were told."""
         return [
-            replace(end, hang=self._killed.get(end.rank, ""), stacks=self.found.stacks.get(end.rank, ""))
-            for end in ends
+            replace(end, hang=self._killed.get(end.rank, ""), stacks=self._stacks.get(end.rank, "")) for end in ends
         ]
 
     def _kill(self, hang: Hang, processes: Mapping[int, int]) -> None:

@@ -136,7 +136,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         if (boxes := black_boxes(run_id, job.command, job.nproc)) is not None:
             stack.enter_context(boxes)
         restarts = Restarts(None if boxes is None else boxes.path, job.max_restarts)
-        agent = Agent(spec, files, caught, rank_environment(job), say, restarts, boxes, report, hang_watch(job, boxes))
+        agent = Agent(spec, files, caught, rank_environment(job), say, restarts, hang_watch(job, boxes), boxes, report)
         agent.grace, agent.interval = job.grace, job.interval
         agent.fork_server = stack.enter_context(fork_server(job))
         try:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 FOLDER = "PACELINE_BLACK_BOX"  # where the launcher reads; as in paceline.black_box
@@ -34,22 +35,22 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
     folder, rank = environment.get(FOLDER), environment.get("LOCAL_RANK")
     if not folder or not rank or not number():
         return
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC | os.O_CLOEXEC
     try:
-        descriptor = os.open(
-            path_of(Path(folder), int(rank)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
-        )
+        descriptor = os.open(path_of(Path(folder), int(rank)), flags, 0o600)
     except (OSError, ValueError):  # the report does without
         return
     faulthandler.register(number(), descriptor, all_threads=True, chain=False)
 
 
-def ask(folder: Path, processes: Mapping[int, int], resume: bool) -> dict[int, str]:
+def ask(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dict[int, str]:
     """Return the stacks of the ranks whose `processes` these are, by local rank; those that do not answer are left out.
 
     Args:
         folder: the job's.
         processes: by local rank.
-        resume: whether a rank that was stopped is continued for it; otherwise it does not answer.
+        resume: whether ranks that were stopped are continued for it, without which they do not answer, and all are
+            stopped then, because they are to be ended.
     """
     waiting = {}
     for rank, pid in processes.items():
@@ -66,11 +67,14 @@ def ask(folder: Path, processes: Mapping[int, int], resume: bool) -> dict[int, s
     stacks: dict[int, str] = {}
     deadline = time.monotonic() + ANSWER_S
     while waiting and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(0.002)
         for rank, path in list(waiting.items()):
             text = _read(path)
-            if text and text == stacks.get(rank):  # written to the end, as nothing has come for a moment
+            if "Current thread" in text and text == stacks.get(rank):  # to the end, as nothing has come for a moment
                 del waiting[rank]
+                if resume:  # it is not to do anything else
+                    with suppress(ProcessLookupError):
+                        os.kill(processes[rank], signal.SIGSTOP)
             elif text:
                 stacks[rank] = text
     return stacks
@@ -83,9 +87,8 @@ def main_thread(stacks: str) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    """Return what is there, without the zeros that truncation leaves before the writer's position."""
     try:
-        return path.read_bytes().lstrip(b"\0").decode(errors="replace")
+        return path.read_text(errors="replace")
     except OSError:
         return ""
 
