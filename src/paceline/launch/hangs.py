@@ -163,8 +163,8 @@ class HangWatch:
         told = stacks.ask(self._folder, {rank: pid for rank, pid in processes.items() if rank not in stopped})
         if not stopped:
             ranks = without_waiting(ranks, told)
-        elif self._kills:  # one that is not stopped keeps on computing, until it is killed
-            told |= stacks.ask(self._folder, {rank: processes[rank] for rank in stopped}, resume=True)
+        elif self._kills:
+            told |= _stacks_of_stopped(self._folder, stopped, processes)
         self._reported |= set(ranks)
         hang = Hang(ranks, {rank: _detail(by_rank[rank], told.get(rank, "")) for rank in ranks}, told)
         self._stacks |= told
@@ -193,8 +193,7 @@ class HangWatch:
         victims = hang.ranks if len(hang.ranks) < len(processes) else hang.ranks[-1:]
         for rank in victims:
             self._killed[rank] = hang.details[rank]
-            with suppress(ProcessLookupError):
-                os.kill(processes[rank], signal.SIGKILL)
+            _send([processes[rank]], signal.SIGKILL)
 
     def _see(self, rank: int, pid: int, passed: float) -> Sight:
         assert self._folder is not None
@@ -208,6 +207,26 @@ class HangWatch:
         process = process_state(pid)
         self._stopped[rank] = self._stopped.get(rank, 0.0) + passed if process == "T" else 0.0
         return Sight(rank, box, process, still, self._stopped[rank])
+
+
+def _stacks_of_stopped(folder: Path, stopped: Sequence[int], processes: Mapping[int, int]) -> dict[int, str]:
+    """Return the stacks of the `stopped` ranks, which are continued for that, while the others are held.
+
+    On its own no rank ends a step, so it changes nothing that others see before it is killed.
+    """
+    others = [pid for rank, pid in processes.items() if rank not in stopped]
+    try:
+        _send(others, signal.SIGSTOP)
+        return stacks.ask(folder, {rank: processes[rank] for rank in stopped}, resume=True)
+    finally:
+        _send([processes[rank] for rank in stopped], signal.SIGSTOP)
+        _send(others, signal.SIGCONT)
+
+
+def _send(processes: Sequence[int], number: signal.Signals) -> None:
+    for pid in processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def process_state(pid: int) -> str:

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 FOLDER = "PACELINE_BLACK_BOX"  # where the launcher reads; as in paceline.black_box
@@ -49,8 +48,7 @@ def ask(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dic
     Args:
         folder: the job's.
         processes: by local rank.
-        resume: whether ranks that were stopped are continued for it, without which they do not answer, and all are
-            stopped then, because they are to be ended.
+        resume: whether ranks that were stopped are continued for it, without which they do not answer.
     """
     waiting = {}
     for rank, pid in processes.items():
@@ -72,9 +70,6 @@ def ask(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dic
             text = _read(path)
             if "Current thread" in text and text == stacks.get(rank):  # to the end, as nothing has come for a moment
                 del waiting[rank]
-                if resume:  # it is not to do anything else
-                    with suppress(ProcessLookupError):
-                        os.kill(processes[rank], signal.SIGSTOP)
             elif text:
                 stacks[rank] = text
     return stacks
