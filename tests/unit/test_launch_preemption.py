@@ -233,3 +233,35 @@ def test_under_torchrun_ranks_ask_each_other_and_save_the_same_step(tmp_path: Pa
         job.wait()
     (step,) = saved_steps(tmp_path)
     assert 3 < step < 400
+
+
+def test_a_handler_in_c_such_as_faulthandlers_is_left_alone(tmp_path: Path) -> None:
+    registered = TRAIN.replace(
+        "world = paceline.init()",
+        "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\nworld = paceline.init()",
+    )
+    program = (script(tmp_path, registered.replace("ready-{world.rank}", "ready-0")), "slow=loop")
+    with Running(tmp_path, program=program, fork="all") as job:
+        job.wait_for("ready-0")
+        job.process.send_signal(signal.SIGUSR1)
+        assert job.wait() == 0
+        assert "most recent call first" in job.stderr
+    assert (tmp_path / "digest-0").exists()
+
+
+WORKER_DIES = TRAIN.replace("step == 3 and options", "step == 3 and world.rank == 1 and options").replace(
+    "        while time.monotonic() < until: pass",
+    '        while time.monotonic() < until: pass\n        raise RuntimeError("a worker has gone")',
+)
+
+
+def test_a_rank_that_fails_on_the_way_to_the_end_of_its_step_costs_that_step_alone(tmp_path: Path) -> None:
+    # As where a batch system ends the DataLoader's workers, too. The others rescue the step before.
+    arguments = ("--requeue-exit-code", "99", script(tmp_path, WORKER_DIES), "slow=loop", "seconds=1")
+    with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
+        job.wait_for("ready-1")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 99, job.stderr
+        assert "a worker has gone" in job.stderr
+        assert job.stderr.splitlines()[-1] == "terminated by SIGTERM, after step 3 was saved"
+    assert saved_steps(tmp_path) == [3]

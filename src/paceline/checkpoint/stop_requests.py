@@ -13,6 +13,7 @@ import time
 from types import FrameType
 
 from paceline import rank_consensus
+from paceline.black_box import handles
 from paceline.checkpoint.boundary import Boundary
 from paceline.step_records import StepRecord, Stopping
 
@@ -59,7 +60,8 @@ class StopRequests:
             self._tell(Stopping.IN_VAIN)
         elif threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                if signal.getsignal(number) == signal.SIG_DFL:
+                # A handler in C, such as faulthandler's, is none that Python knows of.
+                if signal.getsignal(number) == signal.SIG_DFL and not handles(os.getpid(), number):
                     signal.signal(number, self._note)
                     self._installed.append(number)
             if signal.SIGTERM in self._installed:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paceline.black_box import WAITING, Snapshot, path_of, read_box
-from paceline.launch import stacks
+from paceline.launch import told_stacks
 from paceline.launch.failure import End, missed, quoted
 from paceline.launch.state import doings, state_of
 
@@ -105,7 +105,7 @@ def without_waiting(ranks: tuple[int, ...], told: Mapping[int, str]) -> tuple[in
 def waiting_call(told: str) -> str:
     """Return the function of torch.distributed in which a rank with these stacks waits; empty if it is in none."""
     call = ""
-    for frame in stacks.main_thread(told):  # the outermost of torch's own frames is what the script has called
+    for frame in told_stacks.main_thread(told):  # the outermost of torch's own frames is what the script has called
         if "torch/distributed/" not in frame and "paceline/rollcall" not in frame:
             return call
         name = frame.rpartition(" in ")[2]
@@ -160,7 +160,7 @@ class HangWatch:
             return
         by_rank = {each.rank: each for each in sights}
         stopped = [rank for rank in ranks if by_rank[rank].stopped]
-        told = stacks.ask(self._folder, {rank: pid for rank, pid in processes.items() if rank not in stopped})
+        told = told_stacks.ask(self._folder, {rank: pid for rank, pid in processes.items() if rank not in stopped})
         if not stopped:
             ranks = without_waiting(ranks, told)
         elif self._kills:
@@ -180,7 +180,7 @@ class HangWatch:
         """Ask the ranks for their stacks that kept the others waiting, and are about to be ended for that."""
         absent = {end.rank: processes[end.rank] for end in missed(ends) if end.rank in processes}
         if self._folder is not None:
-            self._stacks |= stacks.ask(self._folder, absent, resume=True)
+            self._stacks |= told_stacks.ask(self._folder, absent, resume=True)
 
     def told(self, ends: Sequence[End]) -> list[End]:
         """Return `ends` with the hangs that were found, and all stacks that were told."""
@@ -217,7 +217,7 @@ def _stacks_of_stopped(folder: Path, stopped: Sequence[int], processes: Mapping[
     others = [pid for rank, pid in processes.items() if rank not in stopped]
     try:
         _send(others, signal.SIGSTOP)
-        return stacks.ask(folder, {rank: processes[rank] for rank in stopped}, resume=True)
+        return told_stacks.ask(folder, {rank: processes[rank] for rank in stopped}, resume=True)
     finally:
         _send([processes[rank] for rank in stopped], signal.SIGSTOP)
         _send(others, signal.SIGCONT)

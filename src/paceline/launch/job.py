@@ -141,11 +141,11 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         agent.fork_server = stack.enter_context(fork_server(job))
         try:
             result = agent.run()
-        except Stopped:
+        except Stopped as stop:
             if raised := failure.raised(agent.outcome()):
                 say("\n".join(raised))
-            restarts.keep_rescued(say)
-            raise
+            rescued = restarts.keep_rescued(say)
+            raise stop if stop.saved is not None else Stopped(stop.number, rescued) from None
         ends = agent.outcome()
         if result.is_failed():
             restarts.keep_rescued(say)

@@ -47,9 +47,10 @@ class Preemption:
     def saved(self) -> tuple[signal.Signals, int] | None:
         """Return the signal for which all ranks have agreed to end, and the step that they have saved; None if not."""
         for records in self._records():
-            if all(record.stopping is Stopping.SAVED for record in records):
-                number, step = records[0].stopped
-                return signal.Signals(number), step
+            for record in records:
+                if record.stopping is Stopping.SAVED:  # then all have agreed and saved it, and are about to end
+                    number, step = record.stopped
+                    return signal.Signals(number), step
         return None
 
     def saved_step(self) -> int | None:

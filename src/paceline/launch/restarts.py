@@ -138,14 +138,22 @@ class Restarts:
         assert self._folder is not None
         return any((self._folder / RESCUE).glob("*/.writing-*"))
 
-    def keep_rescued(self, say: Callable[[str], None]) -> None:
-        """Copy what is only in memory into the checkpoint folders, when the job has failed for good."""
+    def keep_rescued(self, say: Callable[[str], None]) -> int | None:
+        """Copy what is only in memory into the checkpoint folders, when the job has ended for good.
+
+        Returns:
+            the last step that the ranks completed, if it is there now; None if it was not in memory, or not copied.
+        """
         if self._folder is None or not any((self._folder / RESCUE).glob("*/step-*")):
-            return
+            return None
+        reached = self.reached()
         command = [sys.executable, "-m", "paceline.checkpoint.keep_rescued", str(self._folder / RESCUE)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         for line in (done.stdout or done.stderr).splitlines()[-3:]:
             say(line)
+        if done.returncode or not reached or not all(each.is_saved for each in reached):
+            return None
+        return max(each.completed for each in reached)
 
 
 def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
