@@ -22,6 +22,8 @@ from paceline.profiler.profile_command import ProfileSettings, rank_program, sho
 INTERRUPTED = 130
 TIMEOUT_HELP = "How long a collective waits for a rank; 600, which is 10 minutes, by default."
 
+SUPERVISING = {"grace": 30.0, "requeue_exit_code": None, "hang_timeout": None, "hang_action": "restart"}
+"""The launcher's options that ``paceline train`` has, and their defaults."""
 PROFILE_HELP = "Record every rank's steps, and write a report of where the time goes there."
 
 
@@ -183,6 +185,9 @@ def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files:
             f"--{misplaced[0]} belongs before the recipe's name: paceline {caller} --{misplaced[0]} … {recipe}"
         )
     del given["nproc"], given["timeout"], given["profile"]
+    for name, default in SUPERVISING.items():
+        if given.pop(name) != default:
+            raise UsageError(f"--{name.replace('_', '-')} is for paceline train, not paceline {caller}; leave it out")
     for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "sweep"):
         if given.get(name) is not None and not keeps_files:
             raise UsageError(

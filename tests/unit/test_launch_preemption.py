@@ -215,24 +215,18 @@ def test_the_trainer_saves_its_last_step_where_it_has_a_folder_and_says_so_where
         assert saved_steps(tmp_path) == [4]
 
 
-def test_under_torchrun_ranks_ask_each_other_and_save_the_same_step(tmp_path: Path) -> None:
-    torchrun = (
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        "0",
-        "--monitor-interval",
-        "0.1",
-    )
-    program = (*torchrun, script(tmp_path, TRAIN.replace("range(step, 12)", "range(step, 2000)")), "slow=loop")
-    with Running(tmp_path, program=program, fork="all") as job:
+def test_ranks_without_a_gate_ask_each_other_and_save_the_same_step(tmp_path: Path) -> None:
+    # As under torchrun, whose job has no folder; one rank alone gets the signal.
+    text = TRAIN.replace("import hashlib, os,", "import os; os.environ['PACELINE_BLACK_BOX'] = ''\nimport hashlib,")
+    name = script(tmp_path, text.replace("range(step, 12)", "range(step, 2000)"))
+    with Running(tmp_path, "run", "--nproc", "2", name, "slow=loop", fork="all") as job:
         job.wait_for(*READY)
-        job.process.send_signal(signal.SIGTERM)
-        job.wait()
+        os.kill(job.family()[2], signal.SIGTERM)
+        assert job.wait(60) == 1
+        assert "exit code 143" in job.stderr
+        assert "Traceback" not in job.stderr
     (step,) = saved_steps(tmp_path)
-    assert 3 < step < 400
+    assert 3 < step < 1000
 
 
 def test_a_handler_in_c_such_as_faulthandlers_is_left_alone(tmp_path: Path) -> None:
