@@ -157,12 +157,12 @@ def _outline(dataset: Any) -> Iterator[bytes]:
         yield from _probed(dataset, size)
     else:
         for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-            if size > 0 and _is_sequence(value) and len(value) == size:
+            if size > 0 and is_sequence(value) and len(value) == size:
                 yield name.encode()
                 yield from _probed(value, size)
 
 
-def _is_sequence(value: Any) -> bool:
+def is_sequence(value: Any) -> bool:
     """Return whether the value has elements that can be looked up by number at no cost."""
     return (
         isinstance(value, list | tuple | range)
@@ -173,10 +173,10 @@ def _is_sequence(value: Any) -> bool:
 
 def _probed(values: Any, size: int) -> Iterator[bytes]:
     for index in sorted({number * (size - 1) // (PROBES - 1) for number in range(PROBES)} if size > 0 else ()):
-        yield _element(values[index])
+        yield element_bytes(values[index])
 
 
-def _element(value: Any) -> bytes:
+def element_bytes(value: Any) -> bytes:
     """Return the part of one element that counts: for unknown types, the type."""
     if isinstance(value, Tensor):
         start = value.detach().reshape(-1)[:PIECE] if value.layout is torch.strided else value.new_empty(0)
@@ -188,7 +188,7 @@ def _element(value: Any) -> bytes:
     if isinstance(value, int | float | complex):
         return repr(value).encode()
     if isinstance(value, tuple | list) and len(value) <= PROBES:
-        return b"".join(hashlib.sha256(_element(item)).digest() for item in value)
+        return b"".join(hashlib.sha256(element_bytes(item)).digest() for item in value)
     if hasattr(value, "tobytes") and hasattr(value, "reshape") and not getattr(value.dtype, "hasobject", True):
         return f"{value.shape} {value.dtype} ".encode() + bytes(value.reshape(-1)[:PIECE].tobytes())
     return type(value).__qualname__.encode()

@@ -8,6 +8,7 @@ import inspect
 import shlex
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -35,6 +36,8 @@ class Recipe(NamedTuple):
     """Name of the frozen dataclass in `module` whose fields are the recipe's options."""
     summary: str
     """One sentence for ``--help``."""
+    needs: tuple[str, ...] = ()
+    """Modules that take long to import, which ranks need besides."""
 
 
 RECIPES = {
@@ -42,6 +45,7 @@ RECIPES = {
         "paceline.recipes.digits",
         "DigitsConfig",
         "Train a small classifier of handwritten digits, in seconds, on CPU or GPU.",
+        ("sklearn.datasets", "sklearn.model_selection"),
     ),
     "lm": Recipe(
         "paceline.recipes.lm",
@@ -150,7 +154,8 @@ def start_recipe(
     if settings is not None:
         settings.check()
         program = rank_program(settings, ["-m", *program])
-    code = start_program(program, config, count, sys.stdout, note, environment, **(job or {}))
+    modules = [RECIPES[recipe].module, *(name for name in RECIPES[recipe].needs if find_spec(name.partition(".")[0]))]
+    code = start_program(program, config, count, sys.stdout, note, environment, modules, **(job or {}))
     if settings is not None:
         show_results(Path(settings.folder), failed=code != 0)
     folder = options.get("checkpoint_dir")

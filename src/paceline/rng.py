@@ -24,6 +24,12 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+def epoch_order(size: int, seed: int, epoch: int) -> torch.Tensor:
+    """Return the permutation of so many indices that belongs to (seed, epoch), int64."""
+    generator = torch.Generator().manual_seed(derive_seed("order", seed, epoch))
+    return torch.randperm(size, generator=generator)
+
+
 def seed_all(seed: int) -> None:
     """Seed Python's, NumPy's (where it is loaded) and torch's generators, CUDA's included, with `seed`."""
     random.seed(seed)

@@ -29,8 +29,11 @@ SOURCES = (None, "memory", "disk")
 """Where a run goes on from; a record holds the index. None is the beginning."""
 _SIZE = 4096
 _MAGIC, _PID, _SOURCE, _RESTORED, _REDONE, _PREPARED, _COMPLETED, _ALONE, _ENDED, _WISHES = range(10)
-_STOPPING, _STOP_SIGNAL, _STOP_STEP = range(11, 14)  # a rank's wishes take two
+_PACE = _WISHES + 2
+_STOPPING, _STOP_SIGNAL, _STOP_STEP = range(_PACE + 1, _PACE + 4)
 _NONE = -1
+PARTS = 2**20
+"""Of a step, at most."""
 
 
 class Stopping(IntEnum):
@@ -98,7 +101,17 @@ class StepRecord:
     @property
     def prepared(self) -> int:
         """The last step prepared in this start; -1 for none."""
+        return self._values[_PREPARED] // PARTS
+
+    @property
+    def prepared_part(self) -> int:
+        """The same times :data:`PARTS`, and how many parts of that step are prepared besides the first."""
         return self._values[_PREPARED]
+
+    @property
+    def pace(self) -> float:
+        """Seconds that the last step took; 0 if that is not known."""
+        return self._values[_PACE] / 1e6
 
     def wish(self, step: int) -> int:
         """Return what the rank wished for when it prepared `step`, which is that of :attr:`prepared` or one less."""
@@ -138,13 +151,19 @@ class StepRecord:
         self._values[_RESTORED], self._values[_SOURCE] = step, SOURCES.index(source)
         self._values[_REDONE] = redone
 
-    def prepare(self, step: int, wish: int = 0) -> None:
-        """Note that the rank has its averaged gradients of `step`, and has stored what is its own."""
-        self._values[_WISHES + step % 2] = wish
-        self._values[_PREPARED] = step
+    def prepare(self, step: int, wish: int = 0) -> int:
+        """Note that the rank has its averaged gradients of `step`, and has stored what is its own.
 
-    def complete(self, step: int) -> None:
-        """Note that everything registered is as of the end of `step`."""
+        Again in the same step, where it has several backwards with an optimizer each. Returns :attr:`prepared_part`.
+        """
+        again = step == self.prepared
+        self._values[_WISHES + step % 2] = wish
+        self._values[_PREPARED] = self.prepared_part + 1 if again else step * PARTS
+        return self.prepared_part
+
+    def complete(self, step: int, seconds: float = 0.0) -> None:
+        """Note that everything registered is as of the end of `step`, which took so long."""
+        self._values[_PACE] = int(seconds * 1e6)
         self._values[_COMPLETED] = step
 
     def step_alone(self) -> None:

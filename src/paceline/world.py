@@ -23,6 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from paceline.communicators import aborting, destroy_all
 from paceline.errors import PacelineError, WorldError
+from paceline.failpoints import strike
 from paceline.gpus import choose_gpu, expect_own_gpu, gpu_name
 from paceline.meeting import meet
 from paceline.rendezvous import world_stores
@@ -167,6 +168,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     if dist.is_initialized():
         _expect_backend(backend)
         return current()
+    strike("rendezvous")
     place = _place(os.environ)
     if backend is not None:
         _expect_available(backend)

@@ -71,6 +71,7 @@ REFUSED = {
     "seed below 0": (["--seed", "-1"], "--seed must be at least 0"),
     "seed beyond torch's": (["--seed", str(2**64)], "--seed must be at least 0 and below 2**63"),
     "resume without folder": (["--resume"], "--resume needs --checkpoint-dir"),
+    "changed data without resume": (["--allow-changed-data"], "--allow-changed-data is about a checkpoint's data"),
     "in the background without folder": (["--async-save"], "--async-save needs --checkpoint-dir"),
     "every without folder": (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint-dir"),
     "an empty folder": (["--checkpoint-dir", ""], "--checkpoint-dir must not be empty"),
@@ -91,13 +92,14 @@ def test_a_wrong_option_is_refused_before_any_rank_starts(options: list[str], me
         "--checkpoint-dir": "checkpoint_dir",
         "--checkpoint-every": "checkpoint_every",
         "--async-save": "async_save",
+        "--allow-changed-data": "allow_changed_data",
     }
     chosen: dict[str, Any] = {}
     words = iter(options)
     for word in words:
         name = names.get(word, word.removeprefix("--"))
         kind = {"lr": float, "json": str, "checkpoint_dir": str}.get(name, int)
-        chosen[name] = True if name in ("resume", "async_save") else kind(next(words))
+        chosen[name] = True if name in ("resume", "async_save", "allow_changed_data") else kind(next(words))
     with pytest.raises(UsageError) as refused:
         DigitsConfig(**chosen).check()
     assert message in str(refused.value)

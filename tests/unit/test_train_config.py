@@ -56,6 +56,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"clip_norm": float("nan")}, "clip_norm must be greater than 0, not nan"),
     ({"checkpoint_dir": "d", "checkpoint_every": 0}, "checkpoint_every must be at least 1, not 0"),
     ({"checkpoint_every": 5}, "checkpoint_every needs checkpoint_dir"),
+    ({"allow_changed_data": True}, "allow_changed_data is about a checkpoint's data and needs resume=True"),
     ({"async_save": True}, "async_save needs checkpoint_dir"),
     ({"checkpoint_dir": "d", "async_save": 1}, "async_save must be True or False"),
     ({"resume": True}, "resume needs checkpoint_dir"),

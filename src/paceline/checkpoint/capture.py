@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.checkpoint.saved import GENERATORS
 from paceline.checkpoint.tensorfile import Spec, spec_of
 from paceline.errors import CheckpointError, DesyncError, UsageError
 from paceline.rng import rng_state, set_rng_state
+from paceline.torch_internals.dtensor import local_of, whole_of
 from paceline.world import World
 
 _ASK, _DISMISS = "your turn", "not needed"
@@ -30,8 +32,8 @@ class Capture:
     aliases: Mapping[str, str]
 
 
-def of_all(step: int, entries: Iterable[Registered]) -> list[Capture]:
-    """Return the state of each of `entries` that is shared, then this rank's own, as they are at `step`.
+def check(step: int, entries: Iterable[Registered]) -> None:
+    """Refuse now what would fail on this rank alone, while the others gather DTensors with it.
 
     Raises:
         UsageError: if `step` is no number of steps, or a state cannot be saved now.
@@ -42,20 +44,46 @@ def of_all(step: int, entries: Iterable[Registered]) -> list[Capture]:
     entries = list(entries)
     for entry in entries:
         entry.expect_whole(step)
-    try:
-        found = [shared(entry) for entry in entries if not entry.per_rank]
+    if any(entry.is_sharded for entry in entries):
+        with _explained(step):
+            for entry in entries:
+                entry.capture(Encoder(None if entry.per_rank else local_of))
+
+
+def of_all(world: World, step: int, entries: Iterable[Registered]) -> list[Capture]:
+    """Return the state of each of `entries` that is shared, then this rank's own, as they are at `step`.
+
+    DTensors are gathered, by all ranks together, and kept on rank 0, which saves them.
+
+    Raises:
+        CheckpointError: if a state cannot be taken.
+    """
+    entries = list(entries)
+    with _explained(step):
+        found = [shared(entry, world.rank == 0) for entry in entries if not entry.per_rank]
         return [*found, own([*(entry for entry in entries if entry.per_rank), generators()])]
+
+
+@contextmanager
+def _explained(step: int) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:
         raise CheckpointError(f"step {step} was not saved: {error}") from error
 
 
-def shared(entry: Registered) -> Capture:
-    """Return the state of one object that all ranks share.
+def shared(entry: Registered, keep: bool = True) -> Capture:
+    """Return the state of one object that all ranks share; of a DTensor the whole, or this rank's part unless `keep`.
 
     Raises:
         UsageError: if it holds a value that cannot be encoded.
     """
-    encoder = Encoder()
+
+    def gathered(tensor: torch.Tensor) -> torch.Tensor:
+        whole = whole_of(tensor)
+        return whole if keep else local_of(tensor)
+
+    encoder = Encoder(gathered)
     return Capture({entry.name: entry.capture(encoder)}, encoder.tensors, encoder.aliases)
 
 

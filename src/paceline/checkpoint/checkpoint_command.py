@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import errno
-import json as json_text
-import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,11 +11,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 from typer.core import TyperGroup
 
 from paceline.checkpoint import export as exporting
 from paceline.checkpoint import inspection, storage
+from paceline.checkpoint.audit_command import audit_checkpoints
+from paceline.checkpoint.command_output import add_row, make_table, print_json, printable, say
 from paceline.checkpoint.inspection import Inspected, SavedObject
 from paceline.checkpoint.room import readable
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
@@ -29,6 +27,8 @@ EXAMPLES = """Examples:
 paceline checkpoint list runs/7
 
 paceline checkpoint verify runs/7 --step 120
+
+paceline checkpoint audit runs/7 copies/7
 
 paceline checkpoint export runs/7 --out model.safetensors
 """
@@ -52,7 +52,7 @@ class _Group(TyperGroup):
             raise UsageError(f"the output cannot be written: {storage.reason(error)}; send it elsewhere") from error
 
 
-checkpoint = typer.Typer(cls=_Group, help="List, verify and show checkpoints, and export weights.")
+checkpoint = typer.Typer(cls=_Group, help="List, verify, show and audit checkpoints, and export weights.")
 Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder, or that of one checkpoint.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -79,19 +79,19 @@ def list_checkpoints(
     best = inspection.best_of(complete)
     if json:
         rows = [_summary(each) for each in found]
-        _print_json({"folder": str(place), "latest": latest, "best": best, "checkpoints": rows})
+        print_json({"folder": str(place), "latest": latest, "best": best, "checkpoints": rows})
         return
-    table = _table(">step", ">size", ">age", "state", "", "metadata")
+    table = make_table(">step", ">size", ">age", "state", "", "metadata")
     for each in found:
         roles = {"latest": each.step == latest, "best": each.step == best, "protected": each.notes.protected}
         marks = ", ".join(role for role, holds in roles.items() if holds)
         metadata = ", ".join(f"{key}={_short(value)}" for key, value in each.notes.metadata.items())
         age = _age(time.time() - each.saved_at) if each.saved_at else ""
-        _add_row(table, each.step, readable(each.nbytes), age, each.state, marks, metadata)
+        add_row(table, each.step, readable(each.nbytes), age, each.state, marks, metadata)
     print_table(table)
     for each in found:
         for damage in each.damages:
-            _say(f"step {each.step} is {'of a newer format' if each.newer else 'damaged'}: {damage}")
+            say(f"step {each.step} is {'of a newer format' if each.newer else 'damaged'}: {damage}")
 
 
 @checkpoint.command("verify")
@@ -114,12 +114,12 @@ def verify_checkpoints(
             files = len(each.manifest.files) + 1  # and the manifest, which has a checksum of its own
             typer.echo(f"step {each.step}: complete ({_tensors(count)} in {files} files, {readable(each.nbytes)})")
         for damage in each.damages:
-            typer.echo(f"step {each.step}: {each.state}: {_printable(damage)}")
+            typer.echo(f"step {each.step}: {each.state}: {printable(damage)}")
     if not found:
         raise NoCheckpoint(f"there is no checkpoint in {folder} any more; check whether its run is deleting them")
     if json:
         damaged = [each.step for each in found if each.state == "damaged"]
-        _print_json({"damaged": damaged, "checkpoints": [_summary(each) for each in found]})
+        print_json({"damaged": damaged, "checkpoints": [_summary(each) for each in found]})
     if any(each.state == "damaged" for each in found):
         raise typer.Exit(1)
     if newer := [each for each in found if each.newer]:
@@ -143,16 +143,19 @@ def show_checkpoint(
     if json:
         versions = {"torch_version": known.torch_version, "paceline_version": known.paceline_version}
         listed = [{**asdict(each), "nbytes": each.nbytes} for each in objects]
-        _print_json({**_summary(found), "world_size": known.world_size, **versions, "objects": listed})
+        print_json({**_summary(found), "world_size": known.world_size, **versions, "objects": listed})
         return
     typer.echo(f"step {found.step} in {found.path}: {readable(found.nbytes)}, {_age(time.time() - found.saved_at)} old")
     ranks = "1 rank" if known.world_size == 1 else f"{known.world_size} ranks"
-    typer.echo(_printable(f"saved by {ranks} with Paceline {known.paceline_version}, torch {known.torch_version}"))
+    typer.echo(printable(f"saved by {ranks} with Paceline {known.paceline_version}, torch {known.torch_version}"))
     for key, value in found.notes.metadata.items():
-        typer.echo(_printable(f"metadata {key} = {_short(value)}"))
+        typer.echo(printable(f"metadata {key} = {_short(value)}"))
     if found.notes.protected:
         typer.echo("protected: it is never deleted to make room")
     print_table(_contents_table(objects))
+
+
+checkpoint.command("audit")(audit_checkpoints)
 
 
 @checkpoint.command("export")
@@ -187,7 +190,7 @@ def export_object(
         raise NoCheckpoint(str(error)) from error
     if json:
         about = {"step": found.step, "name": name, "format": kind, "file": str(target)}
-        _print_json({**about, "tensors": count, "nbytes": nbytes})
+        print_json({**about, "tensors": count, "nbytes": nbytes})
     else:
         typer.echo(f"{out}: {name!r} of step {found.step}, {_tensors(count)}, {readable(nbytes)}, as {kind}")
 
@@ -196,7 +199,7 @@ def _choose(folder: str, step: int | None, every_byte: bool) -> Inspected:
     """Return the checkpoint of `step`, or the newest complete one; names those that are skipped on stderr."""
     found, skipped = inspection.newest(*inspection.locate(folder, step), every_byte)
     for each in skipped:
-        _say(f"step {each.step} is skipped: {each.damages[0]}")
+        say(f"step {each.step} is skipped: {each.damages[0]}")
     return found
 
 
@@ -215,35 +218,18 @@ def _summary(found: Inspected) -> dict[str, Any]:
 
 
 def _contents_table(objects: Sequence[SavedObject]) -> Table:
-    table = _table("object", "rank", "tensor", "dtype", "shape", ">bytes")
+    table = make_table("object", "rank", "tensor", "dtype", "shape", ">bytes")
     for each in objects:
         rank = "all" if each.rank is None else str(each.rank)
-        _add_row(table, each.name, rank, _tensors(len(each.tensors)), "", "", f"{each.nbytes:,}")
+        add_row(table, each.name, rank, _tensors(len(each.tensors)), "", "", f"{each.nbytes:,}")
         for tensor in each.tensors:
             size = f"{tensor.nbytes:,}" if tensor.tied_to is None else f"as {tensor.tied_to}"
-            _add_row(table, "", "", f"  {tensor.name}", tensor.dtype, str(list(tensor.shape)), size)
+            add_row(table, "", "", f"  {tensor.name}", tensor.dtype, str(list(tensor.shape)), size)
     return table
-
-
-def _table(*columns: str) -> Table:
-    """Return a table without a frame; columns whose name begins with ``>`` are aligned to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
-    return table
-
-
-def _add_row(table: Table, *cells: Any) -> None:
-    table.add_row(*(Text(_printable(str(cell))) for cell in cells))
 
 
 def _tensors(count: int) -> str:
     return "plain values" if count == 0 else "1 tensor" if count == 1 else f"{count} tensors"
-
-
-def _printable(text: str) -> str:
-    """Return `text`, which may be anybody's, without what a terminal would obey."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def _short(value: Any) -> str:
@@ -256,22 +242,3 @@ def _age(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json_text.dumps(_plain(value), indent=1))
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it; what JSON does not know becomes a string."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    return value if isinstance(value, float) and math.isfinite(value) else str(value)
-
-
-def _say(text: str) -> None:
-    print(f"warning: {_printable(text)}", file=sys.stderr)

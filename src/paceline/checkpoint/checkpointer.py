@@ -10,30 +10,31 @@ import os
 import sys
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from paceline import rank_consensus
 from paceline.checkpoint import capture, codec, notes, restoring
-from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.codec import Encoder
-from paceline.checkpoint.notes import Keep, Notes
+from paceline.checkpoint.notes import Keep
 from paceline.checkpoint.recovery import History, Recovery
 from paceline.checkpoint.registered import Registered, Stateful
 from paceline.checkpoint.run_folder import RunFolder, expect_path
 from paceline.checkpoint.saved import Saved, compare, expect_registrable
-from paceline.checkpoint.saving import Save, parts
+from paceline.checkpoint.saving import collect
 from paceline.checkpoint.schedule import Schedule
 from paceline.errors import CheckpointError, Preempted, UsageError
 from paceline.rollcall import called_by_all
+from paceline.torch_internals.dtensor import local_of
 from paceline.tracing import CHECKPOINT, recorder
 from paceline.world import World
 
 Object = TypeVar("Object", bound=Stateful)
 
 
-class Checkpointer:
+class Checkpointer(AbstractContextManager["Checkpointer"]):
     """Saves and restores registered objects as folders ``step-00000120`` in `folder`.
 
     Make it on all ranks, with the same arguments, and call its methods on all ranks (except :meth:`register`).
@@ -43,8 +44,7 @@ class Checkpointer:
         checkpointer.register("model", model)
         checkpointer.register("optimizer", optimizer)
         step = checkpointer.restore() if checkpointer.steps() else 0
-        for batch in batches:
-            ...
+        ...
             optimizer.step()
             step = checkpointer.step()
 
@@ -78,20 +78,24 @@ class Checkpointer:
         async_save: bool = False,
     ) -> None:
         world = rank_consensus.here()
-        rank_consensus.agree(world, rank_consensus.error_of(expect_path, folder))
+        self._schedule = Schedule(every)
+        rank_consensus.agree(
+            world, rank_consensus.error_of(expect_path, folder) or rank_consensus.error_of(self._schedule.check)
+        )
         self._folder = Path(folder).absolute()
         self._keep = Keep(keep, keep_best, best)
         self._registered: dict[str, Registered] = {}
         self._opened: RunFolder | None = None  # rank 0's
         self._closed = False
         self._in_flight = False  # on all ranks alike: a save was started in the background, and not waited for
-        self._schedule = Schedule(every)
         # No cycle: a Checkpointer that is dropped leaves its folder at once.
         registered, this = self._registered, weakref.ref(self)
         self._recovery = Recovery(
             world, self._folder, lambda: list(registered.values()), lambda: getattr(this(), "_opened", None)
         )
         weakref.finalize(self, self._recovery.stops.close).atexit = False  # signals are not noted for nobody
+        # All ranks have their records now, or do without.
+        self._recovery.agree(rank_consensus.gather(world, self._recovery.is_ready))
         self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
@@ -113,8 +117,10 @@ class Checkpointer:
         """
         expect_registrable(name, object, self._registered)
         entry = Registered.of(name, object, per_rank, self._registered)
-        entry.capture(Encoder())
+        entry.capture(Encoder(None if per_rank else local_of))
         self._registered[name] = entry
+        if self._opened is not None:
+            self._opened.ledger.register(name, object)
         self._recovery.boundary.watch(entry)
         return object
 
@@ -139,7 +145,8 @@ class Checkpointer:
             CheckpointError: as :meth:`save`, in a step that is saved.
             Preempted: on every rank, after such a signal, when the step is durable; a ``SystemExit``.
         """
-        self._expect_open()
+        if self._closed:
+            self._world()
         boundary, stops = self._recovery.boundary, self._recovery.stops
         stops.watch()
         if boundary.mark():
@@ -185,22 +192,14 @@ class Checkpointer:
     def _save(self, step: int, metadata: Mapping[str, Any] | None, protect: bool) -> Path:
         world = self._world()
         self._finish(world)
-        captures, checked_notes = list[Capture](), list[Notes]()
-
-        def capture_all() -> None:
-            checked_notes.append(self._keep.note(notes.check(metadata, protect)))
-            captures.extend(capture.of_all(step, self._registered.values()))
-
-        rank_consensus.agree(world, rank_consensus.error_of(capture_all))
-        size = capture.expect_equal(world, step, list(self._registered.values()), captures)
+        entries = list(self._registered.values())
+        captures, checked_notes = collect(world, step, entries, lambda: self._keep.note(notes.check(metadata, protect)))
+        size = capture.expect_equal(world, step, entries, captures)
         if world.rank != 0:
             capture.hand_over(captures[-1])
-
-        def write() -> str:
-            with parts(world, captures) as states:
-                return str(self._run_folder.writer.save(Save(step, world.size, size, checked_notes[0]), states))
-
-        path = rank_consensus.decide(world, write)
+        path = rank_consensus.decide(
+            world, lambda: str(self._run_folder.save(world, step, size, checked_notes, captures))
+        )
         self._in_flight = self._async_save
         return Path(path)
 
@@ -217,8 +216,7 @@ class Checkpointer:
     def failure(self) -> CheckpointError | None:
         """The error of the save in the background, on rank 0, as soon as it has failed; elsewhere None.
 
-        Look after every step to hear of it at once. It needs no other rank, and the next :meth:`save`, :meth:`wait` or
-        :meth:`close` raises it on every rank all the same.
+        It needs no other rank; the next :meth:`save`, :meth:`wait` or :meth:`close` raises it on every rank.
         """
         return None if self._opened is None else self._opened.writer.failure()
 
@@ -226,8 +224,7 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """Return the path of the newest checkpoint that is whole, down to the last byte; None if there is none.
 
-        Damaged ones are skipped, and rank 0 warns of each once, with the reason. The path is that on rank 0's
-        host.
+        Damaged ones are skipped, and rank 0 warns of each once. The path is that on rank 0's host.
         """
         answer = rank_consensus.decide(self._world(), lambda: self._run_folder.newest())
         return None if answer is None else Path(answer)
@@ -288,6 +285,7 @@ class Checkpointer:
         entries = list(self._registered.values())
         rank_consensus.agree(world, rank_consensus.error_of(compare, entries, saved, world, allow_changed_settings))
         restoring.restore(world, saved, entries, allow_changed_settings)
+        rank_consensus.decide(world, lambda: self._run_folder.resumed(saved.step))
         self._recovery.go_on_from(saved.step, "disk" if saved.path.parent == self._folder else "memory")
         return saved.step
 
@@ -311,9 +309,6 @@ class Checkpointer:
                 self._opened.close()
             self._opened = None
 
-    def __enter__(self) -> Checkpointer:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close()
 
@@ -333,9 +328,6 @@ class Checkpointer:
         return self._opened.writer.in_background
 
     def _world(self) -> World:
-        self._expect_open()
-        return rank_consensus.here()
-
-    def _expect_open(self) -> None:
         if self._closed:
             raise UsageError(f"the Checkpointer of {self._folder} is closed; make a new one")
+        return rank_consensus.here()

@@ -16,13 +16,14 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from paceline import documents
+from paceline.torch_internals.dtensor import is_sharded
 
 _SAME_HASH = 100  # keys of one dict, at most: looking one up among them takes that many comparisons
 DEPTH = 100  # levels of nesting; a value that contains itself ends here
@@ -42,9 +43,14 @@ class Encoder:
 
     A tensor that lies in the same memory as an earlier one (tied weights) is not collected again: both nodes
     name the first, and :attr:`aliases` maps the second's name to the first's.
+
+    Args:
+        whole: turns a DTensor into the tensor to collect; without it there is no encoding of one. Tied ones are
+            collected under each name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, whole: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        self._whole = whole
         self.tensors: dict[str, torch.Tensor] = {}
         self.aliases: dict[str, str] = {}
         self._seen: dict[tuple[Any, ...], str] = {}
@@ -91,6 +97,8 @@ class Encoder:
         return {"items": [[_key(key, path), node] for key, node in encoded]}
 
     def _tensor(self, value: torch.Tensor, name: str, path: str) -> Any:
+        if self._whole is not None and is_sharded(value):
+            value = self._whole(value)
         if reason := _unstorable(value):
             raise Unencodable(path, reason)
         tag = "complex tensor" if value.is_complex() else "tensor"

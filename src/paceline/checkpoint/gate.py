@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,9 +41,11 @@ class Gate:
 
     def __init__(self, folder: Path, rank: int, size: int, timeout: float) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.folder, self.size, self._rank, self._timeout = folder, size, rank, timeout
+        self.folder, self.size, self.rank, self._timeout = folder, size, rank, timeout
         self._states = OwnStatesFile(states_path(folder, rank))
         self.record = StepRecord(record_path(folder, rank), make=True)
+        self._completed_at: float | None = None
+        """When the last step was."""
         self._others: dict[int, StepRecord] = {}
         """Of the other ranks, by rank; filled when they are first waited for."""
 
@@ -63,14 +66,19 @@ class Gate:
             OSError: if memory is full.
         """
         self._states.write(step, objects, buffers)
-        self.record.prepare(step, wish)
-        waiting = self._absent(step, range(self.size))
+        part = self.record.prepare(step, wish)
+        waiting = self._absent(part, range(self.size))
         if waiting:
             with recorder.span(COLLECTIVE):
-                self._wait(step, waiting)
+                self._wait(step, part, waiting)
         for other in self._others.values():
             wish |= other.wish(step)
         return wish
+
+    @property
+    def is_left(self) -> bool:
+        """Whether another rank steps without waiting, so that nothing holds for all any more."""
+        return any(other.is_alone for other in self._others.values())
 
     def complete(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
         """Store this rank's own states as of the end of `step`, which it has completed.
@@ -79,12 +87,43 @@ class Gate:
             OSError: if memory is full.
         """
         self._states.write(step, objects, buffers)
-        self.record.complete(step)
+        now = time.monotonic()
+        self.record.complete(step, 0.0 if self._completed_at is None else now - self._completed_at)
+        self._completed_at = now
 
-    def _wait(self, step: int, waiting: list[int]) -> None:
+    def completed(self, rank: int) -> int:
+        """Return the last step that `rank` has completed; -1 for none."""
+        other = self.record if rank == self.rank else self._other(rank)
+        return -1 if other is None else other.completed
+
+    def gone(self) -> list[int]:
+        """Return the ranks that have ended before their training did."""
+        others = [(rank, self._other(rank)) for rank in range(self.size) if rank != self.rank]
+        return [rank for rank, other in others if other and not other.has_ended and not is_running(other.pid)]
+
+    def wait_for_step(self, step: int, seconds: float) -> None:
+        """Wait until every rank that runs has completed `step`, which all have prepared."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            others = [self._other(rank) for rank in range(self.size) if rank != self.rank]
+            if all(not other or other.completed >= step or not is_running(other.pid) for other in others):
+                return
+            time.sleep(_LOOK_S)
+
+    def wait_for_end(self, seconds: float) -> list[int]:
+        """Wait until every rank has come to the end of its training or is gone; returns those that are gone."""
+        deadline = time.monotonic() + seconds
+        while not (gone := self.gone()) and time.monotonic() < deadline:
+            others = [self._other(rank) for rank in range(self.size) if rank != self.rank]
+            if all(other is None or other.has_ended for other in others):
+                break
+            time.sleep(_LOOK_S)
+        return gone
+
+    def _wait(self, step: int, part: int, waiting: list[int]) -> None:
         began = looked = time.monotonic()
         for turn in itertools.count():
-            waiting = self._absent(step, waiting)
+            waiting = self._absent(part, waiting)
             if not waiting:
                 return
             if turn < _SPINS:
@@ -96,28 +135,34 @@ class Gate:
                 continue
             looked = now
             gone = [rank for rank in waiting if rank in self._others and not is_running(self._others[rank].pid)]
-            if gone and self._absent(step, gone):  # it may have come just before it ended
+            if gone and self._absent(part, gone):  # it may have come just before it ended
                 raise CommunicationError(
-                    f"rank {self._rank}: {named_ranks(gone)} ended before the optimizer step {step}, which no rank "
+                    f"rank {self.rank}: {named_ranks(gone)} ended before the optimizer step {step}, which no rank "
                     "takes now; look for that rank's own error"
                 ).because_of(gone)
             if now - began > self._timeout:
                 raise CommunicationError(
-                    f"rank {self._rank}: {named_ranks(waiting)} did not come to the optimizer step {step} within "
+                    f"rank {self.rank}: {named_ranks(waiting)} did not come to the optimizer step {step} within "
                     f"{self._timeout:g} s; {REMEDY}"
                 ).because_of(waiting)
 
-    def _absent(self, step: int, ranks: Sequence[int]) -> list[int]:
-        return [rank for rank in ranks if rank != self._rank and self._prepared(rank) < step]
+    def _absent(self, part: int, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank != self.rank and self._prepared(rank) < part]
 
     def _prepared(self, rank: int) -> int:
-        other = self._others.get(rank)
+        other = self._other(rank)
         if other is None:
+            return -1
+        return sys.maxsize if other.is_alone else other.prepared_part
+
+    def _other(self, rank: int) -> StepRecord | None:
+        """Return the record of another rank; None if it has not opened its Checkpointer yet."""
+        if rank not in self._others:
             try:
-                other = self._others[rank] = StepRecord(record_path(self.folder, rank))
-            except (OSError, ValueError):  # it has not opened its Checkpointer yet
-                return -1
-        return other.prepared
+                self._others[rank] = StepRecord(record_path(self.folder, rank))
+            except (OSError, ValueError):
+                return None
+        return self._others[rank]
 
 
 def states_path(folder: Path, rank: int) -> Path:

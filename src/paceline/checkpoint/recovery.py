@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint.boundary import Boundary
 from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.registered import Registered
-from paceline.checkpoint.rescue import Rescue, rescued_folder
+from paceline.checkpoint.rescue import COMPLETES_S, Rescue, rescued_folder
 from paceline.checkpoint.run_folder import RunFolder
 from paceline.checkpoint.stop_requests import StopRequests
+from paceline.errors import CheckpointError, CommunicationError
 from paceline.last_words import at_failure
+from paceline.rollcall import named_ranks
 from paceline.step_records import BEFORE, STEPS, job_folder, key_of, records_in
 from paceline.world import TIMEOUT, World
 
 logger = logging.getLogger(__name__)
+END_S = 5.0
+"""How long a rank that closes its Checkpointer stays, in case another one ends before it does the same."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,8 @@ class Recovery:
     ) -> None:
         self._gate = _open_gate(world, folder)
         self._reached, self._redone = 0, 0
-        """The last step that an earlier start completed, and the steps redone by then."""
+        """The last step that an earlier start completed, and the steps redone by then. A start that ended before it
+        restored anything was on its way to redo all of them, so the next may take some back."""
         self.boundary = Boundary(entries, self._gate)
         job = job_folder()
         record = None if self._gate is None else self._gate.record
@@ -62,8 +68,11 @@ class Recovery:
         if self._gate is not None:
             before = records_in(self._gate.folder.parent.parent / BEFORE / self._gate.folder.name)
             self._reached = max((max(record.completed, record.restored) for record in before), default=0)
-            self._redone = max((record.redone for record in before), default=0)
-            self._forget = at_failure(Rescue(self.boundary, entries, folder, run_folder))
+            self._redone = max(((record.restored, record.redone) for record in before), default=(0, 0))[1]
+            self._rescue = Rescue(self.boundary, entries, folder, run_folder)
+            self._forget = at_failure(self._rescue)
+            self._process = os.getpid()
+            atexit.register(self._leave)
             self.go_on_from(0, None)
 
     @property
@@ -71,12 +80,26 @@ class Recovery:
         """The folder of checkpoints that were rescued into memory, which need not exist; None if none are."""
         return None if self._gate is None else rescued_folder(self._gate)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether this rank can meet the others before a step."""
+        return self._gate is not None
+
+    def agree(self, ready: Sequence[bool]) -> None:
+        """Rescue nothing unless all ranks are `ready`."""
+        if not all(ready) and self._gate is not None:
+            self.boundary.leave_gate()
+            self._gate = None
+            if self._forget is not None:
+                self._forget()
+            atexit.unregister(self._leave)
+
     def go_on_from(self, step: int, source: str | None) -> None:
         """Note that the run goes on from `step`, which was restored from `source`."""
         self.boundary.go_on_from(step)
         self._source = source
         if self._gate is not None:
-            self._gate.record.restore(step, source, self._redone + max(0, self._reached - step))
+            self._gate.record.restore(step, source, max(0, self._redone + self._reached - step))
 
     def history(self) -> History:
         """Return what has happened so far."""
@@ -90,11 +113,28 @@ class Recovery:
         if failing:
             self.boundary.retire()
             return
-        self.boundary.close()
         if self._gate is not None:
             self._gate.record.end()
+            if self.boundary.can_be_saved:
+                self._rescue_for(self._gate.wait_for_end(END_S))
+            atexit.unregister(self._leave)
+        self.boundary.close()
         if self._forget is not None:
             self._forget()
+
+    def _leave(self) -> None:
+        """At this rank's exit, save what others cannot any more, as the script may have handled their failure."""
+        if self._gate is not None and os.getpid() == self._process and not self._rescue.was_called:
+            self._gate.wait_for_step(self.boundary.step, COMPLETES_S)
+            self._rescue_for(self._gate.gone())
+
+    def _rescue_for(self, gone: list[int]) -> None:
+        if not gone:
+            return
+        try:
+            self._rescue(CommunicationError(f"{named_ranks(gone)} ended before the training did").because_of(gone))
+        except CheckpointError as error:
+            logger.error("what this rank had could not be saved: %s", error)
 
 
 def _open_gate(world: World, folder: Path) -> Gate | None:

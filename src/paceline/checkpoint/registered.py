@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import nn
 
-from paceline.checkpoint import optimizers
+from paceline.checkpoint import optimizers, shards
 from paceline.checkpoint.codec import Encoder, Unencodable, decode
 from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
 from paceline.unwrapping import Accumulates, HasBucketLayout, plain_name, unwrap
@@ -58,6 +58,20 @@ class Registered:
     def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
         """Register `object` as it is now under `name`; `peers` are the objects registered with it."""
         return cls(name, object, per_rank, peers, optimizers.options_of(object) if _is_optimizer(object) else [])
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it has DTensors, which it takes a collective to save."""
+        if isinstance(self.object, nn.Module):
+            return shards.has_any(self.object.state_dict().values())
+        if _is_optimizer(self.object):
+            return shards.has_any(shards.parameters(self.object))
+        return False
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the object says, by an attribute ``state_is_constant``, that its state never changes."""
+        return not isinstance(self.object, nn.Module) and bool(getattr(self.object, "state_is_constant", False))
 
     def expect_whole(self, step: int) -> None:
         """Refuse to save a model while its gradients, which no checkpoint holds, wait for an optimizer step.
@@ -145,8 +159,10 @@ class Registered:
         try:
             if isinstance(self.object, nn.Module):
                 own_state = self._target.state_dict()
-                state = _as_in(own_state, state)
+                state = shards.of_module(own_state, _as_in(own_state, state))
                 metadata = _as_in(getattr(own_state, "_metadata", None), metadata)
+            elif _is_optimizer(self.object):
+                state = shards.of_optimizer(self.object, state)
             if metadata is not None:
                 state._metadata = metadata
             self._target.load_state_dict(state)

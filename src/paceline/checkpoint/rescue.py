@@ -19,6 +19,7 @@ from pathlib import Path
 from paceline.checkpoint import capture, room, storage
 from paceline.checkpoint.boundary import Boundary
 from paceline.checkpoint.capture import Capture
+from paceline.checkpoint.carried_over import carry_over
 from paceline.checkpoint.frozen import State, load_buffers
 from paceline.checkpoint.gate import Gate, states_path
 from paceline.checkpoint.notes import Keep
@@ -29,8 +30,11 @@ from paceline.checkpoint.saved import GENERATORS
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError, UsageError
+from paceline.failpoints import strike
 from paceline.step_records import RESCUE, RESTARTS
 
+COMPLETES_S = 2.0
+"""How long a rank that has the gate behind it, and runs, may take to the end of its step."""
 DESTINATION = "destination"
 """File in a folder of rescued checkpoints: the checkpoint folder that they belong to."""
 
@@ -58,6 +62,7 @@ class Rescue:
         run_folder: Callable[[], RunFolder | None],
     ) -> None:
         self._boundary, self._entries, self._folder, self._run_folder = boundary, entries, folder, run_folder
+        self.was_called = False
 
     def __call__(self, error: BaseException) -> None:
         """Save the last boundary, unless another rank has. A mistake of the user's is none to go on from.
@@ -65,16 +70,21 @@ class Rescue:
         Raises:
             CheckpointError: if it cannot be saved.
         """
+        self.was_called = True
         gate = self._boundary.gate
         blamed = getattr(error, "blamed", None) is not None
         if gate is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
             return
+        if any(entry.is_sharded for entry in self._entries()):
+            return  # nobody has the shards of the rank that is gone, and to gather them would wait for it
         step, memory = self._boundary.step, rescued_folder(gate)
         with _turn(memory):
             if step in _steps(memory) or step in _steps(self._folder):
                 return
+            strike("rescue")
+            gate.wait_for_step(step, COMPLETES_S)
             try:
-                ranks = [_own_states(gate, rank, step) for rank in range(gate.size)]
+                ranks = _all_own_states(gate, step)
                 load_buffers(self._entries(), ranks[0].buffers)
                 shared = [capture.shared(entry) for entry in self._boundary.states()]
                 self._save(step, shared, ranks, memory)
@@ -118,8 +128,24 @@ def _joined(states: OwnStates) -> Capture:
     )
 
 
-def _own_states(gate: Gate, rank: int, step: int) -> OwnStates:
-    found = read_own_states(states_path(gate.folder, rank), step)
+def _all_own_states(gate: Gate, step: int) -> list[OwnStates]:
+    """Return the states of all ranks at the end of `step`; those that ended in it would have come to it as this one."""
+    found = [_own_states(gate, rank, step) for rank in range(gate.size)]
+    before = _own_states(gate, gate.rank, step, prepared=True)
+    for rank in range(gate.size):
+        if gate.completed(rank) < step:
+            found[rank], unknown = carry_over(found[rank], before, found[gate.rank])
+            if unknown:
+                print(
+                    f"note: rank {rank} ended between the optimizer and the end of step {step}, where its "
+                    f"{', '.join(unknown)} changed in a way that nobody knows; it goes on with what it had before",
+                    file=sys.stderr,
+                )
+    return found
+
+
+def _own_states(gate: Gate, rank: int, step: int, *, prepared: bool = False) -> OwnStates:
+    found = read_own_states(states_path(gate.folder, rank), step, prepared=prepared)
     if found is None:
         raise CheckpointError(f"rank {rank} has not stored its own states of it")
     return found

@@ -24,6 +24,8 @@ from paceline.checkpoint.storage import Storage, step_name
 from paceline.checkpoint.tensorfile import stored
 from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointWarning, DesyncError, NoCheckpoint
+from paceline.failpoints import strike
+from paceline.torch_internals.dtensor import whole_of
 from paceline.world import World
 
 Result = TypeVar("Result")
@@ -105,6 +107,7 @@ def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_cha
             if not entry.per_rank:
                 tensors = saved.tensors(world, entry.name)
                 _load(world, entry, saved.objects[entry.name], tensors, saved.step, undo)
+                strike("restore")
         if saved.manifest.world_size == world.size:
             tensors = saved.rank_tensors(world)
             for entry in [*(entry for entry in entries if entry.per_rank), generators()]:
@@ -136,7 +139,7 @@ class _Before:
 
     @classmethod
     def of(cls, entry: Registered) -> _Before:
-        encoder = Encoder()
+        encoder = Encoder(None if entry.per_rank else whole_of)  # by all ranks together
         node = entry.capture(encoder)
         return cls(entry, node, {name: stored(tensor.clone()) for name, tensor in encoder.tensors.items()})
 

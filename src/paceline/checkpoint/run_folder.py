@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import restoring
+from paceline.checkpoint import ledger, restoring
 from paceline.checkpoint.background import BackgroundWriter
+from paceline.checkpoint.capture import Capture
+from paceline.checkpoint.ledger import Ledger, Run
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.notes import Keep
-from paceline.checkpoint.saving import Writer
+from paceline.checkpoint.notes import Keep, Notes
+from paceline.checkpoint.saving import Save, Writer, parts
 from paceline.checkpoint.storage import Storage, step_name, steps_in
 from paceline.checkpoint.verify import Damaged, read_whole
-from paceline.errors import UsageError
+from paceline.errors import CheckpointError, UsageError
+from paceline.world import World
 
 
 def expect_path(folder: Any) -> None:
@@ -53,6 +56,7 @@ class RunFolder:
     """
 
     writer: Writer
+    ledger: Ledger
 
     def __init__(self, folder: Path, keep: Keep, async_save: bool, memory: Path | None) -> None:
         keep.check()
@@ -60,7 +64,19 @@ class RunFolder:
             raise UsageError(f"async_save must be True or False, not {async_save!r}")
         self._keep, self._memory = keep, memory
         self._storage = Storage(folder)
+        self.ledger = Ledger()
+        self._runs_before: tuple[Run, ...] = ()  # that led to the checkpoint chosen last
         self.writer = (BackgroundWriter if async_save else Writer)(self._storage, keep)
+
+    def save(self, world: World, step: int, size: int, checked_notes: Notes, captures: Sequence[Capture]) -> Path:
+        """Write the `captures` of rank 0, and those that the other ranks hand over, `size` bytes in all.
+
+        Raises:
+            CheckpointError: if they cannot be written.
+        """
+        with parts(world, captures) as states:
+            order = Save(step, world.size, size, checked_notes, self.ledger.runs(step, world.size))
+            return self.writer.save(order, states)
 
     def newest(self) -> str | None:
         """Return the path of the newest whole checkpoint; None if there is none."""
@@ -96,9 +112,19 @@ class RunFolder:
 
         Raises:
             NoCheckpoint: if there is none, or that of `step` is damaged.
+            CheckpointError: if its ledger is malformed, which its checksum does not rule out.
         """
         self.writer.join()
-        return self._rescued(step) or restoring.choose(self._storage, step)
+        path, found = self._rescued(step) or restoring.choose(self._storage, step)
+        try:
+            self._runs_before = ledger.read(path, found)
+        except Damaged as damage:
+            raise CheckpointError(f"the checkpoint {path} cannot be used: {damage}; use another one") from None
+        return path, found
+
+    def resumed(self, step: int) -> None:
+        """Note in the ledger that the run goes on from the chosen checkpoint, that of `step`."""
+        self.ledger.resume(self._runs_before, step, max([self._storage.begun, *self._storage.steps()]))
 
     def settled(self) -> Storage:
         """Return the opened folder, once nothing is being written."""

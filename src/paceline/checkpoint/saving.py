@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline import rank_consensus
 from paceline.checkpoint import capture
 from paceline.checkpoint.capture import Capture
+from paceline.checkpoint.ledger import Run
 from paceline.checkpoint.notes import Keep, Notes
+from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.storage import Storage, reason
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError
@@ -21,12 +24,42 @@ Part = tuple[int | None, Capture]
 
 @dataclass(frozen=True)
 class Save:
-    """A save of `step` by `world_size` ranks, whose tensors take `size` bytes, with the user's `notes`."""
+    """A save of `step` by `world_size` ranks, whose tensors take `size` bytes, with the user's notes and the ledger."""
 
     step: int
     world_size: int
     size: int
     notes: Notes
+    runs: Sequence[Run] = ()
+
+
+def collect(
+    world: World, step: int, entries: Sequence[Registered], note: Callable[[], Notes]
+) -> tuple[list[Capture], Notes]:
+    """Return the states of `entries` as they are at `step`, and the notes; what is wrong on a rank is raised on all.
+
+    DTensors are gathered once all ranks know that nothing else is wrong: that takes all of them.
+
+    Raises:
+        UsageError: if a state cannot be saved now, or the notes cannot.
+        CheckpointError: if a state cannot be taken.
+    """
+    captures, checked = list[Capture](), list[Notes]()
+    is_sharded = any(entry.is_sharded for entry in entries)
+
+    def take() -> None:
+        captures.extend(capture.of_all(world, step, entries))
+
+    def check() -> None:
+        checked.append(note())
+        capture.check(step, entries)
+        if not is_sharded:
+            take()
+
+    rank_consensus.agree(world, rank_consensus.error_of(check))
+    if is_sharded:
+        rank_consensus.agree(world, rank_consensus.error_of(take))
+    return captures, checked[0]
 
 
 @contextmanager
@@ -95,6 +128,7 @@ class Writer:
                 else:
                     draft.add_own(rank, part)
             draft.add_notes(order.notes)
+            draft.add_ledger(order.runs)
             path = draft.commit()
         self._store.prune(order.step, self._keep)
         return path

@@ -34,6 +34,7 @@ from paceline.checkpoint.notes import Keep, Notes
 from paceline.checkpoint.room import expect_room
 from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
+from paceline.failpoints import strike
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _OURS = re.compile(r"\.(writing|replaced|deleted)-(step-\d{8,18})")
@@ -98,6 +99,8 @@ class Storage:
         self.folder = folder
         self.settled = threading.RLock()
         """Held while names change, and by readers: what they see is durable, and stays until they let go."""
+        self.begun = 0
+        """The highest step whose save was killed: its leftover was found."""
         self._named: set[int] = set()  # damaged steps that were warned of
         try:
             _make(folder)
@@ -158,8 +161,11 @@ class Storage:
             OSError: if that fails; then the earlier checkpoint of `step` is where it was.
         """
         sync_folder(draft)
+        strike("before-rename")
         with self.settled:
-            return self._rename(draft, step)
+            path = self._rename(draft, step)
+        strike("after-rename")
+        return path
 
     def _rename(self, draft: Path, step: int) -> Path:
         final, replaced = self.path(step), self.folder / f".replaced-{step_name(step)}"
@@ -215,6 +221,8 @@ class Storage:
             if not (match := _OURS.fullmatch(entry.name)) or not entry.is_dir(follow_symlinks=False):
                 continue
             state, name = match.groups()
+            if state == "writing":
+                self.begun = max(self.begun, step_of(name) or 0)
             if state == "replaced" and not (self.folder / name).exists():
                 (self.folder / entry.name).rename(self.folder / name)
             else:

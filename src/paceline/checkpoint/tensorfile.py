@@ -124,7 +124,18 @@ def read_specs(path: Path) -> dict[str, Spec]:
             checkpoints do not use.
         OSError: if it cannot be read.
     """
+    return {name: spec for name, (spec, _) in read_places(path).items()}
+
+
+def read_places(path: Path) -> dict[str, tuple[Spec, int]]:
+    """Return names and specs of the tensors in the file `path`, each with the byte at which it begins.
+
+    Raises:
+        ValueError: as :func:`read_specs`.
+        OSError: if it cannot be read.
+    """
     header, data = _read_header(path)
+    start = path.stat().st_size - data
     header.pop("__metadata__", None)
     try:
         found = {name: _entry_in(entry) for name, entry in header.items()}
@@ -137,7 +148,7 @@ def read_specs(path: Path) -> dict[str, Spec]:
         end = offsets[1]
     if end != data:
         raise ValueError(f"it is no safetensors file (it has {data} bytes for {end} bytes of tensors)")
-    return {name: spec for name, (spec, _) in found.items()}
+    return {name: (spec, start + begin) for name, (spec, (begin, _)) in found.items()}
 
 
 def read_aliases(path: Path, names: Container[str]) -> dict[str, str]:

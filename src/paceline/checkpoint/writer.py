@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from paceline import documents
-from paceline.checkpoint import manifest, notes, storage, tensorfile
+from paceline.checkpoint import ledger, manifest, notes, storage, tensorfile
 from paceline.checkpoint.capture import Capture
+from paceline.checkpoint.ledger import Run
 from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.notes import Notes
 from paceline.checkpoint.saved import RANK_ROLE
 from paceline.checkpoint.storage import Storage
+from paceline.failpoints import strike
 
 
 class Draft:
@@ -52,6 +54,12 @@ class Draft:
             size, digest = storage.write_file(self._folder / notes.NAME, [given.render()])
             self._files.append(File(notes.NAME, size, digest, notes.NAME, None, {}, {}))
 
+    def add_ledger(self, runs: Sequence[Run]) -> None:
+        """Write ``consumed.json``, unless there is nothing to account for."""
+        if runs:
+            size, digest = storage.write_file(self._folder / ledger.NAME, [ledger.render(runs)])
+            self._files.append(File(ledger.NAME, size, digest, ledger.NAME, None, {}, {}))
+
     def commit(self) -> Path:
         """Write ``state.json`` and the manifest, and give the folder its name; then the checkpoint is durable.
 
@@ -72,6 +80,7 @@ class Draft:
         size, digest = storage.write_file(self._folder / path, tensorfile.pieces(capture.tensors, capture.aliases))
         specs = {name: tensorfile.spec_of(tensor) for name, tensor in capture.tensors.items()}
         self._files.append(File(path, size, digest, role, rank, specs, dict(capture.aliases)))
+        strike("write")
 
     def __enter__(self) -> Draft:
         return self

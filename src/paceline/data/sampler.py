@@ -16,7 +16,7 @@ from paceline.data.partition import batch_bounds, batch_count, slice_bounds
 from paceline.data.position import Position
 from paceline.digests import quick_digest
 from paceline.errors import CheckpointMismatch, UsageError
-from paceline.rng import derive_seed, preserved, sow
+from paceline.rng import derive_seed, epoch_order, preserved, sow
 
 Order = Sequence[int] | torch.Tensor
 
@@ -168,6 +168,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             yield indices
         self._fetched = 0
         if not self._reported and (self.epoch, self.position) == self._started:
+            self._history.add(self._stretch(self.length))
             self.finish()
             self._assumed = True
 
@@ -179,6 +180,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     def advance(self, batches: int = 1) -> None:
         """Report that this many more global batches were consumed; see :meth:`Position.advance`."""
         if self._assumed:  # fetched ahead to the end, but somebody does report what is consumed
+            self._history.take_back()
             self._move(*self._started)
         super().advance(batches)
 
@@ -231,6 +233,13 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             return sources.short(derive_seed(kind, order, int(quick_digest(self._costs)), self._window))
         return order if self._order is None else sources.short(order)
 
+    def _order_fingerprint(self, epoch: int) -> int:
+        return int(quick_digest(self._order_of(epoch)))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that decide which samples a global batch has."""
+        return {**self._identity(), "order": "given" if self._order is not None else "of the seed"}
+
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "size": self.size, "shuffle": self.shuffle}
 
@@ -261,10 +270,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     def _make_order(self, epoch: int) -> torch.Tensor:
         if self._order is not None:
             return _checked(self._users_order(epoch), self.size, epoch)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
-            return torch.randperm(self.size, generator=generator)
-        return torch.arange(self.size)
+        return epoch_order(self.size, self.seed, epoch) if self.shuffle else torch.arange(self.size)
 
     def _users_order(self, epoch: int) -> Any:
         """Return the user's order. It draws the same from the global generators on every rank and after a resume."""

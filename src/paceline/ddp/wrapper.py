@@ -32,6 +32,7 @@ from paceline.ddp.sync_control import SyncControl
 from paceline.ddp.torch_compat.hooks import CommHook
 from paceline.ddp.torch_compat.members import TorchMembers, accept_bare_keys
 from paceline.ddp.torch_compat.mixed_precision import LowPrecision, low_precision
+from paceline.failpoints import strike
 from paceline.torch_internals.autograd import is_in_backward
 from paceline.torch_internals.compile import call_module, compiled_below, never_compiled
 from paceline.torch_internals.ddp import move_inputs
@@ -272,6 +273,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         if not self.training or (connection := self._connection) is None:
             return _nothing
         connection.channel.expect_open()
+        strike("forward")
         if not is_in_backward():  # not while a checkpoint is recomputed inside backward
             self._engine.settle_aborted()
         if connection.joined_steps.is_active:

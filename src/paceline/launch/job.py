@@ -58,6 +58,7 @@ class Job:
         preload: whether ranks may be forked from a process that has imported torch, see
             :mod:`paceline.launch.preloading`.
         supervision: the exit code of a job that was preempted, and what to do about ranks that hang.
+        modules: imported there besides torch.
 
     Raises:
         UsageError: if there is no command, or a number is out of range.
@@ -77,6 +78,7 @@ class Job:
     pin: bool = False
     preload: bool = True
     supervision: Supervision = field(default_factory=Supervision)
+    modules: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -147,6 +149,8 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
             rescued = restarts.keep_rescued(say)
             raise stop if stop.saved is not None else Stopped(stop.number, rescued) from None
         ends = agent.outcome()
+        if report is not None:
+            report.note_progress(*restarts.told())
         if result.is_failed():
             restarts.keep_rescued(say)
     if not result.is_failed():
@@ -173,7 +177,8 @@ def fork_server(job: Job) -> ForkServer:
     preloading = decide(job.command, job.preload and not binds)
     if preloading.note:
         say(preloading.note)
-    return ForkServer(job.command, environment, preloading.modules, say)
+    modules = (*preloading.modules, *job.modules) if preloading.modules else ()
+    return ForkServer(job.command, environment, modules, say)
 
 
 def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder | None:

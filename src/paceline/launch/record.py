@@ -23,6 +23,8 @@ LAUNCHER = "PACELINE_LAUNCHER"  # the process id of our launcher on one host, wh
 # How Gloo and NCCL say that another rank is gone: in a RuntimeError of no class of its own. What else a script talks to
 # may say the same, but has no such address, and names neither.
 TRANSPORT = re.compile(r"gloo|nccl|\[[0-9a-f.:]+\]:\d+", re.IGNORECASE)
+FROM_CALLBACK = "Got the following error when running the callback: CommunicationError: "
+"""How a CommunicationError of ours begins that has come through C++, such as the reducer of torch DDP."""
 PEER_LOST = re.compile(
     r"connection (was likely )?closed|connection reset|connection refused|broken pipe|got 0 bytes|socket closed"
     r"|remote process exited|timed out waiting \d+ ?ms|caused pair closure|connectFullMesh",
@@ -130,6 +132,8 @@ def consequence(error: BaseException | None) -> tuple[int, ...] | None:
 
 def blamed_by(message: str) -> tuple[int, ...] | None:
     """Return what :func:`consequence` returns for an error of which only the text is known."""
+    if message.startswith(FROM_CALLBACK):
+        return ()
     return () if PEER_LOST.search(message) and TRANSPORT.search(message) else None
 
 

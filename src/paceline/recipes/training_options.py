@@ -46,6 +46,7 @@ class TrainingOptions(ProgramConfig):
     async_save: bool = option(False, "Write them in the background, from a copy in rank 0's memory.")
     resume: bool = option(False, "Go on from the newest checkpoint.")
     allow_changed_settings: bool = option(False, "Resume although settings differ: this run's are taken over.")
+    allow_changed_data: bool = option(False, "Resume although the training data have changed.")
     metrics: str | None = option(None, "Write loss, learning rate and metrics there, as JSON lines.", "FILE")
     tensorboard: str | None = option(None, "Write them for TensorBoard.", "DIR")
     wandb: str | None = option(None, "Send them to Weights & Biases.", "PROJECT")
@@ -114,6 +115,8 @@ class TrainingOptions(ProgramConfig):
             raise UsageError("--resume needs --checkpoint-dir, the folder to resume from")
         if self.allow_changed_settings and not self.resume:
             raise UsageError("--allow-changed-settings is about a checkpoint's settings and needs --resume")
+        if self.allow_changed_data and not self.resume:
+            raise UsageError("--allow-changed-data is about a checkpoint's data and needs --resume")
         if self.checkpoint_dir is None and self.checkpoint_every is not None:
             raise UsageError("--checkpoint-every needs --checkpoint-dir, the folder to write to")
         if self.checkpoint_dir is None and self.async_save:
@@ -139,7 +142,7 @@ class TrainingOptions(ProgramConfig):
         """Return the Trainer's settings."""
         same: tuple[str, ...] = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps")
         same += ("decay", "decay_steps", "decay_to", "clip_norm", "checkpoint_dir", "checkpoint_every", "async_save")
-        same += ("resume", "allow_changed_settings", "log_every")
+        same += ("resume", "allow_changed_settings", "allow_changed_data", "log_every")
         settings: dict[str, Any] = {name: getattr(self, name) for name in same}
         return TrainConfig(
             **settings, metrics_file=self.metrics, tensorboard_dir=self.tensorboard, wandb_project=self.wandb

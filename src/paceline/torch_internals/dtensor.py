@@ -1,4 +1,4 @@
-"""DTensors as gradient averaging and its hooks see them: by this rank's own part."""
+"""DTensors as gradient averaging, its hooks and checkpoints see them: by this rank's own part, or whole."""
 
 from __future__ import annotations
 
@@ -23,6 +23,22 @@ def is_sharded(tensor: Tensor) -> bool:
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, in place; any other tensor as it is."""
     return cast("DTensor", tensor)._local_tensor if is_sharded(tensor) else tensor
+
+
+@torch.no_grad()
+def whole_of(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor, which takes a collective of the ranks of its mesh."""
+    return cast("DTensor", tensor).full_tensor()
+
+
+@torch.no_grad()
+def part_like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """A DTensor laid out as the DTensor `tensor`, of which every rank has the `whole`; takes no collective."""
+    from torch.distributed.tensor import distribute_tensor
+
+    like = cast("DTensor", tensor)
+    moved = whole.to(like._local_tensor.device)
+    return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def as_local(parameter: nn.Parameter) -> nn.Parameter:

@@ -7,8 +7,10 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from paceline import rank_consensus
+from paceline.data import DataLoader
 from paceline.digests import dataset_digest
 from paceline.errors import CheckpointMismatch, CheckpointWarning
+from paceline.train.data_fingerprint import changes, fingerprint
 from paceline.train.train_config import TrainConfig
 
 _DECISIVE: tuple[str, ...] = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps", "clip_norm")
@@ -21,6 +23,9 @@ _FIXED = ("batch_size", "seed", "scheduler")
 
 class Settings:
     """The settings that decide a run's numbers; a checkpoint written under other settings is refused."""
+
+    state_is_constant = True
+    """Which spares a copy in every step."""
 
     def __init__(self, config: TrainConfig, **more: Any) -> None:
         chosen = asdict(config)
@@ -67,34 +72,77 @@ class Settings:
 
 
 class DataIdentity:
-    """The data that a run trains on; a checkpoint written on other data is refused.
+    """The data that a run trains on; a checkpoint written on other data is refused, unless `allow_changed`.
 
-    A difference is noticed if :func:`paceline.digests.dataset_digest` reads it.
+    A difference is noticed if :mod:`paceline.train.data_fingerprint` looks at it.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._digest = dataset_digest(dataset)
+    state_is_constant = True
+    """As for :class:`Settings`."""
 
-    def state_dict(self) -> dict[str, str]:
-        """Return the data set's SHA-256."""
-        return {"sha256": self._digest}
+    def __init__(self, dataset: Any, allow_changed: bool = False) -> None:
+        self._dataset = dataset
+        self._allow_changed = allow_changed
+        self._fingerprint = fingerprint(dataset)
 
-    def check_state_dict(self, saved: dict[str, str]) -> None:
-        """Compare with the saved SHA-256.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the data set's fingerprint."""
+        return {"fingerprint": self._fingerprint}
+
+    def check_state_dict(self, saved: dict[str, Any]) -> None:
+        """Compare with the saved fingerprint.
 
         Raises:
-            CheckpointMismatch: if the data differ.
+            CheckpointMismatch: if the data differ, unless they may; says how.
         """
-        if saved["sha256"] != self._digest:
+        if not self._allow_changed and (changed := self._changes(saved)):
             raise CheckpointMismatch(
-                f"the training data are not those that the checkpoint was written with (SHA-256 {self._digest[:12]}… "
-                f"now, {saved['sha256'][:12]}… then); resume on the same data, or start anew in another folder"
+                f"the training data are not those that the checkpoint was written with: {'; '.join(changed)}; resume "
+                "on the same data, go on with these with allow_changed_data=True (--allow-changed-data), or start "
+                "anew in another folder"
             )
 
-    def load_state_dict(self, saved: dict[str, str]) -> None:
-        """Compare with the saved SHA-256.
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Compare with the saved fingerprint; rank 0 says which changes are accepted.
 
         Raises:
-            CheckpointMismatch: if the data differ.
+            CheckpointMismatch: as :meth:`check_state_dict`.
         """
         self.check_state_dict(saved)
+        if (changed := self._changes(saved)) and rank_consensus.here().rank == 0:
+            warnings.warn(
+                f"the run goes on with training data that have changed: {'; '.join(changed)}",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+
+    def _changes(self, saved: dict[str, Any]) -> list[str]:
+        if "fingerprint" in saved:
+            return [] if saved["fingerprint"] == self._fingerprint else changes(self._dataset, saved["fingerprint"])
+        now, then = dataset_digest(self._dataset), str(saved.get("sha256"))  # of a checkpoint without a fingerprint
+        return [] if now == then else [f"SHA-256 {now[:12]}… now, {then[:12]}… then"]
+
+
+class ChangedDataLoader:
+    """A loader that goes on although its data set has another length: then the epoch at hand begins again."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+        self.progress = loader.progress
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's position."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position, or at the start of its epoch."""
+        size = self._loader.state_dict().get("size")
+        if state.get("size") != size:
+            if state.get("position") and rank_consensus.here().rank == 0:
+                warnings.warn(
+                    f"epoch {state.get('epoch')} begins again, because its order is another one with {size} samples",
+                    CheckpointWarning,
+                    stacklevel=2,
+                )
+            state = {**state, "size": size, "position": 0, "order": None}
+        self._loader.load_state_dict(state)

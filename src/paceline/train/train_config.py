@@ -68,6 +68,9 @@ class TrainConfig:
     allow_changed_settings: bool = False
     """Resume although settings differ from the checkpoint's: this run's are taken over, and rank 0 says which. Batch
     size and seed never change, because the position in the data depends on them."""
+    allow_changed_data: bool = False
+    """Resume although the training data have changed; rank 0 says how. With another number of samples the epoch at
+    hand begins again."""
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 1), ("accumulate", 1), ("keep", 1), ("log_every", 1), ("warmup_steps", 0)):
@@ -75,7 +78,7 @@ class TrainConfig:
         for name in ("base_batch_size", "checkpoint_every", "decay_steps"):
             if (value := getattr(self, name)) is not None:
                 self._take(name, _whole_number(name, value, 1))
-        for name in ("resume", "show_progress", "async_save", "allow_changed_settings"):
+        for name in ("resume", "show_progress", "async_save", "allow_changed_settings", "allow_changed_data"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")
         for name in ("checkpoint_dir", "metrics_file", "tensorboard_dir"):
@@ -98,6 +101,8 @@ class TrainConfig:
                 raise UsageError(f"{name} needs checkpoint_dir, the folder of the checkpoints")
         if self.allow_changed_settings and not self.resume:
             raise UsageError("allow_changed_settings is about a checkpoint's settings and needs resume=True")
+        if self.allow_changed_data and not self.resume:
+            raise UsageError("allow_changed_data is about a checkpoint's data and needs resume=True")
 
     def _take(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen for everyone else

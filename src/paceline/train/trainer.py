@@ -20,7 +20,7 @@ from paceline.train.agreement import expect_same_data
 from paceline.train.averages import LossAverage
 from paceline.train.evaluation import Evaluation, evaluate, expect_evaluation
 from paceline.train.folder import go_on, open_folder, open_memory
-from paceline.train.identity import DataIdentity, Settings
+from paceline.train.identity import ChangedDataLoader, DataIdentity, Settings
 from paceline.train.interrupts import Interrupts
 from paceline.train.learning_rate import (
     expect_length,
@@ -275,14 +275,14 @@ class Trainer:
         if self.config.clip_norm is not None:
             clip_grad_norm_(self.model, self.config.clip_norm)
         self._lr = self._average.lr = float(self.optimizer.param_groups[0]["lr"])
+        for loss, weight in self._window:  # now, as a rank's own states are kept before the optimizer steps
+            self._average.add(loss, weight)
+        self._window.clear()
         self.optimizer.step()
         self._stepped = self._sampler.position
         self.result.steps += 1
         self.optimizer.zero_grad()
         self.scheduler.step()
-        for loss, weight in self._window:
-            self._average.add(loss, weight)
-        self._window.clear()
         if self._checkpointer is not None:
             self._checkpointer.step()
 
@@ -293,11 +293,11 @@ class Trainer:
         schedule = {} if self._own_schedule else {"scheduler": settings_of(self.scheduler)}
         shared = {
             "settings": Settings(self.config, lr=lrs, batch_size=self.batch_size, seed=self._sampler.seed, **schedule),
-            "data": DataIdentity(self.loader.dataset),
+            "data": DataIdentity(self.loader.dataset, self.config.allow_changed_data),
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
-            "loader": self.loader,
+            "loader": ChangedDataLoader(self.loader) if self.config.allow_changed_data else self.loader,
         }
         own: dict[str, Any] = {"loss_average": self._average}
         hook = self.model.comm_hook_state
@@ -313,12 +313,8 @@ class Trainer:
         at_end = self.loader.at_last and (every is None or self._is_last_step)
         if at_end or (every is not None and self.result.steps % every == 0):
             self.model.sync_buffers()  # rank 0's are saved, and a resumed run goes on with them on every rank
-            self._save()
+            self._saves.save(self.result.steps, self._is_last_step)
 
     @property
     def _is_last_step(self) -> bool:
         return self.loader.at_last and self._sampler.epoch == self.config.epochs - 1
-
-    def _save(self) -> None:
-        assert self._saves is not None
-        self._saves.save(self.result.steps, self._is_last_step)

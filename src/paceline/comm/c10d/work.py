@@ -33,6 +33,8 @@ class Handle(dist.Work):
         """Made for those who wait before it is finished, as most are finished when they are given out."""
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._given: torch.futures.Future[Any] | None = None
+        """The future that others get, which follows :attr:`_future`; made with it."""
         self._lock = threading.Lock()
         self._process = os.getpid()
 
@@ -78,15 +80,20 @@ class Handle(dist.Work):
         return event.wait(seconds)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the operation's tensors."""
+        """Return a future of the operation's tensors.
+
+        An error is raised by a callback, as this alone makes it one for C++ code too. The reducer of torch DDP takes an
+        exception that was set from Python for the operation's value, and ends the process.
+        """
         with self._lock:
-            if self._future is not None:
-                return self._future
+            if self._given is not None:
+                return self._given
             future = self._future = torch.futures.Future()
+            given = self._given = future.then(_value_of)
             finished = self._finished
         if finished:
             self._settle(future)
-        return future
+        return given
 
     def is_completed(self) -> bool:
         """Tell whether it is finished."""
@@ -107,6 +114,10 @@ class Handle(dist.Work):
     def result(self) -> list[Tensor]:
         """Return the operation's tensors."""
         return self._result
+
+
+def _value_of(future: torch.futures.Future[Any]) -> Any:
+    return future.value()
 
 
 def last_of(works: Sequence[Any]) -> Any:

@@ -20,6 +20,7 @@ from paceline.ddp.engine.shared_parameters import NOTHING_SHARED, Share
 from paceline.ddp.engine.sparse import stored_elements
 from paceline.ddp.transport.channel import Launched
 from paceline.errors import UsageError
+from paceline.failpoints import strike
 from paceline.torch_internals.autograd import GraphTask, has_ended, without_gradients
 from paceline.torch_internals.tensors import copy_scaled
 from paceline.tracing import CONTROL, LAUNCH, LOCAL
@@ -127,6 +128,8 @@ class Backward:
     def launch(self, bucket: Bucket, gradients: list[Tensor | None] | None = None) -> None:
         """Move the `gradients` in, free the parameters' own, and hand the bucket to communication."""
         parts, number = self.parts, self.next
+        if number == 1:
+            strike("bucket")
         with parts.recorder.span(LAUNCH, number):
             if not self.untouched:
                 parts.storage.claim(number, self.share.elsewhere.keys())

@@ -1,0 +1,106 @@
+"""Optimizer steps between two boundaries, and the way back from those behind which a backward comes.
+
+Where one training step has several backwards, each with an optimizer of its own, as in adversarial training, a rank may
+end in the second when the first optimizer has stepped everywhere. So before it steps, its parameters and state are
+copied. Optimizers that step one right after the other, or the last, need no copies. That is told by gradients: a turn
+in which some came between shows it for the turns to come.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Turn:
+    """The optimizer steps since the last boundary."""
+
+    def __init__(self) -> None:
+        self._early: set[int] = set()
+        """Optimizers that stepped before another backward in an earlier turn, by id."""
+        self._stepped: list[int] = []
+        """Optimizers that have stepped in this turn, or are about to, by id."""
+        self._seen: dict[int, list[tuple[Callable[[], Any], int]]] = {}
+        """Gradients of the other ones, when the latest of these stepped, by the optimizer's id."""
+        self._copies: dict[int, _Copy] = {}
+        """Of those that have stepped, as they were before, by id; of each of them where :attr:`can_go_back`."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an optimizer has stepped, or is about to."""
+        return bool(self._stepped)
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether everything can be brought back to the boundary."""
+        return self._copies.keys() >= set(self._stepped)
+
+    def has_new_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether no optimizer has stepped, or there was a backward for this one since the latest did."""
+        if not self.has_begun or id(optimizer) not in self._seen:
+            return not self.has_begun
+        before = [(gradient(), version) for gradient, version in self._seen[id(optimizer)]]
+        now = [(gradient(), version) for gradient, version in _gradients(optimizer)]
+        pairs = itertools.zip_longest(before, now, fillvalue=(None, -1))
+        return any(one is not other or count != version for (one, count), (other, version) in pairs)
+
+    def step(self, optimizer: torch.optim.Optimizer, registered: list[torch.optim.Optimizer]) -> None:
+        """Note that `optimizer`, one of those `registered`, steps now."""
+        if self.has_begun and self.has_new_gradients(optimizer):
+            self._early.update(self._stepped)
+        if id(optimizer) in self._early and self.can_go_back and id(optimizer) not in self._copies:
+            self._copies[id(optimizer)] = _Copy(optimizer)
+        self._stepped.append(id(optimizer))
+        self._seen = {id(other): _gradients(other) for other in registered} if len(registered) > 1 else {}
+
+    def version_of(self, parameter: torch.Tensor) -> int:
+        """Return the version counter of `parameter` before any optimizer stepped."""
+        found = (each.versions.get(parameter) for each in self._copies.values())
+        return next((version for version in found if version is not None), parameter._version)
+
+    def go_back(self) -> None:
+        """Bring parameters and optimizers back to the boundary."""
+        for each in self._copies.values():
+            each.put_back()
+
+    def end(self) -> None:
+        """Begin the next turn."""
+        self._stepped, self._copies = [], {}
+
+
+class _Copy:
+    """Parameters and state of an optimizer before it steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.versions = {parameter: parameter._version for parameter in _parameters(optimizer)}
+        """Of the parameters' version counters."""
+        self._values = {parameter: parameter.detach().clone() for parameter in self.versions}
+        self._state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
+
+    def put_back(self) -> None:
+        """Give the optimizer and its parameters what they had."""
+        with torch.no_grad():
+            for parameter, value in self._values.items():
+                parameter.copy_(value)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[Callable[[], Any], int]]:
+    """Return what tells whether gradients are others than before: which they are, and how often they were changed."""
+    found = [parameter.grad for parameter in _parameters(optimizer)]
+    return [(_nothing, 0) if each is None else (weakref.ref(each), each._version) for each in found]

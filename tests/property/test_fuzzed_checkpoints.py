@@ -1,0 +1,225 @@
+"""Promise: whatever happens to a checkpoint's bytes, it loads right or not at all, runs nothing, takes little memory.
+
+A mutation changes one file. Half of them are forged: the checksums are made right again, as an attacker would.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from drawn import LONG
+from paceline import documents
+from paceline.checkpoint import Checkpointer, inspection
+from paceline.data import DataLoader
+from paceline.digests import tensor_digest
+from paceline.errors import PacelineError
+
+COUNT = 5000 if LONG else 200
+MEMORY = 2**30
+FORBIDDEN = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "exec", "compile")
+armed: list[Path] = []  # the folder, while a checkpoint is read
+violations: list[str] = []
+
+
+class Trap:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def watch(event: str, arguments: Any) -> None:
+    if not armed:
+        return
+    if event in FORBIDDEN:
+        violations.append(f"{event} {arguments!r}"[:200])
+    elif event == "open" and isinstance(arguments[0], str) and isinstance(arguments[2], int):
+        writes = arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if writes and not arguments[0].startswith(str(armed[0])):
+            violations.append(f"{event} {arguments!r}"[:200])
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[None]:
+    """Note every forbidden event, and let memory beyond :data:`MEMORY` more than now be refused."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, limits[1]))
+    armed.append(folder)
+    try:
+        yield
+    finally:
+        armed.clear()
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+class Job:
+    """A model, its optimizer and a loader, with checkpoints of steps 1 and 2, or to restore them into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.loader = DataLoader(TensorDataset(torch.arange(24.0).view(12, 2)), batch_size=4, shuffle=True)
+        self.checkpointer = Checkpointer(folder)
+        for name in ("model", "optimizer", "loader"):
+            self.checkpointer.register(name, getattr(self, name))
+
+    def train(self) -> None:
+        for step, (x,) in enumerate(self.loader, 1):
+            self.model(x).sum().backward()
+            self.optimizer.step()
+            self.checkpointer.save(step, metadata={"loss": 0.5, "curve": [1.0, 2.0]})
+            if step == 2:
+                break
+
+    def state(self) -> str:
+        total = hashlib.sha256()
+        for value in [*self.model.state_dict().values(), *self.optimizer.state_dict()["state"].values()]:
+            # Who signs a state may put a number in a tensor's place; the optimizer refuses that in its next step.
+            for each in value.values() if isinstance(value, dict) else [value]:
+                is_tensor = isinstance(each, torch.Tensor)
+                total.update(tensor_digest(each) if is_tensor else repr(each)[:1000].encode())
+        return f"{total.hexdigest()} {self.loader.state_dict()}"
+
+
+INSERTED = (b"[" * 5000, b"9" * 500, b'"a":1,"a":2,', b"\0" * 64, b"\\u")
+
+
+def by_bytes(draw: random.Random, raw: bytearray) -> None:
+    at, end = sorted((draw.randrange(len(raw) + 1), draw.randrange(len(raw) + 1)))
+    change: list[Callable[[], Any]] = [
+        lambda: raw.__setitem__(slice(at, at + 1), bytes([draw.randrange(256)])),
+        lambda: raw.__setitem__(slice(at, end), b""),
+        lambda: raw.__setitem__(slice(at, at), raw[at:end]),
+        lambda: raw.__setitem__(slice(at, at), draw.randbytes(draw.randrange(1, 40))),
+        lambda: raw.__setitem__(
+            slice(at, at), draw.choice((b"[" * 5000, b"9" * 500, b'"a":1,"a":2,', b"\0" * 64, b"\\u"))
+        ),
+        lambda: raw.__setitem__(slice(at, None), b""),
+        lambda: raw.__setitem__(slice(0, 8), draw.randbytes(8)),
+        lambda: raw.__setitem__(slice(0, 8), (2 ** draw.randrange(64)).to_bytes(8, "little")),
+        lambda: raw.__setitem__(slice(None), pickle.dumps(Trap())),
+    ]
+    draw.choice(change)()
+
+
+VALUES: tuple[Any, ...] = (
+    None, True, 0, -1, 2**40, 2**62, 1.5, "", "..", "../../etc/passwd", "/etc/passwd", "F64", "float64", [], {}, [[]],
+    "0 0 99999999 99999999 1", {"tensor": "0.weight"}, {"items": [[1, 2]]}, {"int": "0x" + "f" * 300},
+    {"dtype": "torch.int8"}, {"Size": [2**50, 2**50]},
+    {"float": "nan"}, {"bytes": "AAAA"}, {"OrderedDict": {"dict": {}}},
+)  # fmt: skip
+
+
+def by_values(draw: random.Random, raw: bytearray) -> None:
+    """Change one value, key or entry anywhere in a JSON document or in a header."""
+    begin = 8 if raw[8:9] == b"{" and raw[:1] != b"{" else 0
+    end = begin + int.from_bytes(raw[:8], "little") if begin else len(raw)
+    body = json.loads(bytes(raw[begin:end]))
+    places: list[tuple[Any, Any]] = []
+    left: list[Any] = [body]
+    while left:
+        each = left.pop()
+        keys = each.keys() if isinstance(each, dict) else range(len(each))
+        places += [(each, key) for key in keys]
+        left += [each[key] for key in keys if isinstance(each[key], dict | list)]
+    container, key = draw.choice(places)
+    what = draw.randrange(4)
+    if what == 0 or not isinstance(container, dict):
+        container[key] = draw.choice(VALUES)
+    elif what == 1:
+        del container[key]
+    elif what == 2:
+        container[draw.choice(("", "..", "__metadata__", "x" * 300, "0.weight"))] = container.pop(key)
+    else:
+        other, other_key = draw.choice(places)
+        container[key] = json.loads(json.dumps(other.get(other_key) if isinstance(other, dict) else other[other_key]))
+    text = json.dumps(body).encode()
+    raw[:] = (len(text).to_bytes(8, "little") + text + raw[end:]) if begin else text
+
+
+def resign(folder: Path, name: str) -> None:
+    """Make size and checksums of the file `name`, and the manifest's own, right again."""
+    path = folder / "manifest.json"
+    body = json.loads(path.read_text())
+    del body["sha256"]
+    for entry in body["files"] if name != "manifest.json" else ():
+        if entry["path"] == name:
+            raw = (folder / name).read_bytes()
+            entry.update(size=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+    digest = hashlib.sha256(documents.render(body)).hexdigest()
+    path.write_bytes(documents.render({**body, "sha256": digest}, indent=1) + b"\n")
+
+
+def mutate(draw: random.Random, folder: Path) -> tuple[str, bool]:
+    """Change one file of a checkpoint; return its name, and whether its checksums were forged."""
+    name = draw.choice(sorted(path.name for path in folder.iterdir()))
+    raw = bytearray((folder / name).read_bytes())
+    forged = draw.random() < 0.5
+    try:
+        (by_values if draw.random() < 0.5 else by_bytes)(draw, raw)
+    except (ValueError, KeyError, RecursionError):  # a change that made the structure cyclic, or nothing to change
+        by_bytes(draw, raw)
+    (folder / name).write_bytes(raw)
+    if forged:
+        try:
+            resign(folder, name)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            forged = False  # what it has become is beyond signing
+    return name, forged
+
+
+@pytest.fixture(scope="module", autouse=True)
+def audit_hook() -> None:
+    sys.addaudithook(watch)
+
+
+def test_a_mutated_checkpoint_loads_right_or_not_at_all(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run")
+    job.train()
+    right = {}
+    for step in (1, 2):  # which loads every module, too, so that nothing is imported later
+        assert job.checkpointer.restore(step) == step
+        right[step] = job.state()
+    newest = tmp_path / "run" / "step-00000002"
+    shutil.copytree(newest, tmp_path / "whole")
+    list(inspection.inspect(tmp_path / "run", [1, 2], every_byte=True))
+    refused = other = 0
+    for seed in range(COUNT):
+        draw = random.Random(seed)
+        name, forged = mutate(draw, newest)
+        changed = (newest / name).read_bytes() != (tmp_path / "whole" / name).read_bytes()
+        with warnings.catch_warnings(), watched(tmp_path):
+            warnings.simplefilter("ignore")
+            try:
+                step = job.checkpointer.restore()
+                loaded, message = job.state(), ""
+            except PacelineError as error:
+                step, loaded, message = 0, "", str(error)
+        assert violations == [], (seed, name)
+        assert len(message) < 2000, seed
+        if not forged:
+            assert (step, loaded) == ((1, right[1]) if changed else (2, right[2])), (seed, name)
+        refused += step < 2
+        other += step == 2 and loaded != right[2]
+        shutil.rmtree(newest)
+        shutil.copytree(tmp_path / "whole", newest)
+    assert refused > COUNT / 2
+    assert job.checkpointer.restore() == 2
+    assert job.state() == right[2]
+    job.checkpointer.close()
