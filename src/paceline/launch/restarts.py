@@ -161,9 +161,8 @@ class Restarts:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         for line in (done.stdout or done.stderr).splitlines()[-3:]:
             say(line)
-        if done.returncode or not reached or not all(each.is_saved for each in reached):
-            return None
-        return max(each.completed for each in reached)
+        are_saved = [(self._folder / RESCUE / each.key / f"step-{each.completed:08d}").is_dir() for each in reached]
+        return max(each.completed for each in reached) if are_saved and all(are_saved) and not done.returncode else None
 
 
 def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
