@@ -109,6 +109,16 @@ def is_running(pid: int) -> bool:
     return True
 
 
+def handles(pid: int, number: int) -> bool:
+    """Return whether the process has a handler of its own for the signal `number`; False where nobody can tell."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 def read_box(path: Path) -> Snapshot | None:
     """Return what the rank's box says now; None if no rank has opened it yet.
 

@@ -15,6 +15,8 @@
     ├── CommunicationError RuntimeError a collective failed: a peer ended, or did not come in time
     └── NonFiniteGradient  ArithmeticError  a gradient holds NaN or Inf; names ranks and parameters
 
+    Preempted              SystemExit   the job was asked to end by a signal, and the last step is saved
+
     CheckpointWarning      UserWarning  a damaged checkpoint was skipped, a folder is not locked
     UnusedParameterWarning UserWarning  a parameter had no gradient on some rank
     UntestedTorchWarning   UserWarning  the installed torch is older or newer than those that were tested
@@ -99,6 +101,10 @@ class CommunicationError(PacelineError, RuntimeError):
 
 class NonFiniteGradient(PacelineError, ArithmeticError):
     """A gradient holds NaN or Inf on at least one rank."""
+
+
+class Preempted(SystemExit):
+    """The job was asked to end by a signal, and the last step is saved; the exit code is 128 + the signal's number."""
 
 
 class CheckpointWarning(UserWarning):

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import shlex
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
@@ -16,11 +17,14 @@ from typer.core import TyperGroup
 
 from paceline.errors import UsageError
 from paceline.launch.program import start_program
+from paceline.launch.supervision import ACTION_HELP, GRACE_HELP, HANG_HELP, REQUEUE_HELP, Supervision
 from paceline.profiler.profile_command import ProfileSettings, rank_program, show_results
 
 INTERRUPTED = 130
 TIMEOUT_HELP = "How long a collective waits for a rank; 600, which is 10 minutes, by default."
 
+SUPERVISING = {"grace": 30.0, "requeue_exit_code": None, "hang_timeout": None, "hang_action": "restart"}
+"""The launcher's options that ``paceline train`` has, and their defaults."""
 PROFILE_HELP = "Record every rank's steps, and write a report of where the time goes there."
 
 
@@ -91,14 +95,20 @@ def recipe_command(recipe: str) -> Any:
     """
     config = config_class(recipe)
 
-    def start(nproc: str, timeout: float | None, profile: str | None, **options: Any) -> None:
-        raise typer.Exit(start_recipe(recipe, nproc, options, timeout, profile))
+    def start(nproc: str, timeout: float | None, profile: str | None, grace: float, **options: Any) -> None:
+        supervision = Supervision(**{each.name: options.pop(each.name) for each in dataclasses.fields(Supervision)})
+        settings = {"grace": grace, "supervision": supervision}
+        raise typer.Exit(start_recipe(recipe, nproc, options, timeout, profile, settings))
 
     types = get_type_hints(config)
     parameters = [
         _option("nproc", str, "auto", typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")),
         _option("timeout", float | None, None, typer.Option(metavar="SECONDS", help=TIMEOUT_HELP)),
         _option("profile", str | None, None, typer.Option(metavar="FOLDER", help=PROFILE_HELP)),
+        _option("grace", float, 30.0, typer.Option(metavar="SECONDS", help=GRACE_HELP)),
+        _option("requeue_exit_code", int | None, None, typer.Option(metavar="N", help=REQUEUE_HELP)),
+        _option("hang_timeout", float | None, None, typer.Option(metavar="SECONDS", help=HANG_HELP)),
+        _option("hang_action", str, "restart", typer.Option(metavar="ACTION", help=ACTION_HELP)),
     ]
     for field in dataclasses.fields(config):
         # A switch that is off has no --no-… beside it.
@@ -119,11 +129,16 @@ def _option(name: str, type_: Any, default: Any, option: Any) -> inspect.Paramet
 
 
 def start_recipe(
-    recipe: str, nproc: str, options: dict[str, Any], timeout: float | None = None, profile: str | None = None
+    recipe: str,
+    nproc: str,
+    options: dict[str, Any],
+    timeout: float | None = None,
+    profile: str | None = None,
+    job: Mapping[str, Any] | None = None,
 ) -> int:
     """Check the configuration here, once, then run `recipe` on `nproc` ranks; returns the exit code.
 
-    With the folder `profile` its steps are recorded, and the results shown.
+    With the folder `profile` its steps are recorded, and the results shown. `job` holds more settings of the launcher.
 
     Raises:
         UsageError: for a mistake in `options`, before any rank is started.
@@ -140,7 +155,7 @@ def start_recipe(
         settings.check()
         program = rank_program(settings, ["-m", *program])
     modules = [RECIPES[recipe].module, *(name for name in RECIPES[recipe].needs if find_spec(name.partition(".")[0]))]
-    code = start_program(program, config, count, sys.stdout, note, environment, modules)
+    code = start_program(program, config, count, sys.stdout, note, environment, modules, **(job or {}))
     if settings is not None:
         show_results(Path(settings.folder), failed=code != 0)
     folder = options.get("checkpoint_dir")
@@ -175,6 +190,9 @@ def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files:
             f"--{misplaced[0]} belongs before the recipe's name: paceline {caller} --{misplaced[0]} … {recipe}"
         )
     del given["nproc"], given["timeout"], given["profile"]
+    for name, default in SUPERVISING.items():
+        if given.pop(name) != default:
+            raise UsageError(f"--{name.replace('_', '-')} is for paceline train, not paceline {caller}; leave it out")
     for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "sweep"):
         if given.get(name) is not None and not keeps_files:
             raise UsageError(

@@ -16,6 +16,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Mapping
+from enum import IntEnum
 from pathlib import Path
 
 from paceline.black_box import FOLDER
@@ -29,9 +30,25 @@ SOURCES = (None, "memory", "disk")
 _SIZE = 4096
 _MAGIC, _PID, _SOURCE, _RESTORED, _REDONE, _PREPARED, _COMPLETED, _ALONE, _ENDED, _WISHES = range(10)
 _PACE = _WISHES + 2
+_STOPPING, _STOP_SIGNAL, _STOP_STEP = range(_PACE + 1, _PACE + 4)
 _NONE = -1
 PARTS = 2**20
 """Of a step, at most."""
+
+
+class Stopping(IntEnum):
+    """What a rank does about a signal that asks it to end."""
+
+    NOT = 0
+    """Whatever the script does, or Python."""
+    READY = 1
+    """It would end after a step, which it saves."""
+    ASKED = 2
+    """It has got the signal, and trains on to the end of a step."""
+    SAVED = 3
+    """All ranks have agreed to end after a step, and it is saved."""
+    IN_VAIN = 4
+    """As ``NOT``, because there is no folder on disk to save to."""
 
 
 class StepRecord:
@@ -109,6 +126,21 @@ class StepRecord:
     def has_ended(self) -> bool:
         """Whether the rank has come to the end of its training, and closed its Checkpointer."""
         return bool(self._values[_ENDED])
+
+    @property
+    def stopping(self) -> Stopping:
+        """What the rank does about a signal that asks it to end."""
+        return Stopping(self._values[_STOPPING])
+
+    @property
+    def stopped(self) -> tuple[int, int]:
+        """The signal for which the ranks end, and the step that they have saved."""
+        return self._values[_STOP_SIGNAL], self._values[_STOP_STEP]
+
+    def stop(self, state: Stopping, number: int = 0, step: int = 0) -> None:
+        """Note what the rank does about signals; of ``SAVED`` the signal, and the step."""
+        self._values[_STOP_SIGNAL], self._values[_STOP_STEP] = number, step
+        self._values[_STOPPING] = state
 
     def end(self) -> None:
         """Note that the training is over."""

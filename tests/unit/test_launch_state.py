@@ -150,6 +150,8 @@ def test_a_failure_as_json_has_the_first_rank_and_the_others() -> None:
         "phase": "backward",
         "phase_seconds": 0.125,
         "bucket": None,
+        "hang": None,
+        "stacks": None,
     }
     fields = ("rank", "kind", "exit_code", "signal", "out_of_memory", "step", "phase", "bucket")
     assert [tuple(other[field] for field in fields) for other in entry["others"]] == [

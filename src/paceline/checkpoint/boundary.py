@@ -87,6 +87,11 @@ class Boundary:
         """Whether :meth:`states` can tell the states of all shared objects at the boundary."""
         return self._frozen is not None and self._turn.can_go_back
 
+    @property
+    def joins(self) -> bool:
+        """Whether this is inside ``join``, where ranks take different numbers of steps."""
+        return any(joins(entry.object) for entry in self._entries())
+
     def watch(self, entry: Registered) -> None:
         """Notice the steps of `entry`, if it is an optimizer."""
         if isinstance(entry.object, torch.optim.Optimizer) and id(entry.object) not in self._hooks:

@@ -25,7 +25,7 @@ from paceline.checkpoint.run_folder import RunFolder, expect_path
 from paceline.checkpoint.saved import Saved, compare, expect_registrable
 from paceline.checkpoint.saving import collect
 from paceline.checkpoint.schedule import Schedule
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, Preempted, UsageError
 from paceline.rollcall import called_by_all
 from paceline.step_records import key_of
 from paceline.torch_internals.dtensor import local_of
@@ -94,6 +94,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         key = str(rank_consensus.decide(world, lambda: key_of(self._folder)))  # other ranks may call it otherwise
         entries, opened = lambda: list(registered.values()), lambda: getattr(this(), "_opened", None)
         self._recovery = Recovery(world, key, self._folder, entries, opened)
+        weakref.finalize(self, self._recovery.stops.close).atexit = False  # signals are not noted for nobody
         self._recovery.agree(rank_consensus.gather(world, self._recovery.is_ready))
         self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
 
@@ -133,18 +134,29 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         save the last one into memory, and the next start restores it. For that, optimizers wait in ``step()`` until all
         ranks have their gradients. Otherwise a run goes on from the newest checkpoint on disk.
 
+        From the first call on, SIGTERM and SIGUSR1 to any rank end the training after a step that all ranks agree on,
+        which is saved, unless the script handles these signals itself. A second one ends the process at once.
+
         Args:
             metadata: as in :meth:`save`, if this step is saved.
 
         Raises:
             CommunicationError: if a rank has ended.
             CheckpointError: as :meth:`save`, in a step that is saved.
+            Preempted: on every rank, after such a signal, when the step is durable; a ``SystemExit``.
         """
         if self._closed:
             self._world()
-        boundary = self._recovery.boundary
-        if boundary.mark() and self._schedule.is_due(boundary.step):
-            self.save(boundary.step, metadata)
+        boundary, stops = self._recovery.boundary, self._recovery.stops
+        stops.watch()
+        if boundary.mark():
+            stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
+            if stop is not None or is_due:
+                self.save(boundary.step, metadata)
+            if stop is not None:
+                self.wait()
+                stops.saved(stop)
+                raise Preempted(128 + stop)
         return boundary.step
 
     @property

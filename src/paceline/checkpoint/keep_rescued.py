@@ -16,8 +16,12 @@ from paceline.checkpoint.storage import Storage, reason
 from paceline.errors import UsageError
 
 
-def keep(folder: Path) -> str | None:
-    """Copy the newest checkpoint in the rescued `folder`; returns a line for the user, None if nothing is to copy."""
+def keep(folder: Path) -> tuple[str, bool] | None:
+    """Copy the newest checkpoint in the rescued `folder`, if that is newer than those on disk.
+
+    Returns:
+        a line for the user, and whether it is where a resume looks for it; None if nothing is to copy.
+    """
     found = newest_rescued(folder)
     if found is None:
         return None
@@ -39,11 +43,12 @@ def keep(folder: Path) -> str | None:
     except (OSError, UsageError) as error:
         why = reason(error) if isinstance(error, OSError) else error
         kept = Path(shutil.copytree(path, Path.home() / f"rescued-{folder.name}-{path.name}"))
-        return f"step {manifest.step} cannot be saved to {destination} ({why}); it is kept in {kept}"
-    return f"the last completed step, {manifest.step}, is saved to {final}"
+        return f"step {manifest.step} cannot be saved to {destination} ({why}); it is kept in {kept}", False
+    return f"the last completed step, {manifest.step}, is saved to {final}", True
 
 
 if __name__ == "__main__":
-    for each in sorted(Path(sys.argv[1]).iterdir()):
-        if each.is_dir() and (line := keep(each)) is not None:
-            print(line)
+    kept = [told for each in sorted(Path(sys.argv[1]).iterdir()) if each.is_dir() and (told := keep(each)) is not None]
+    for line, _ in kept:
+        print(line)
+    sys.exit(0 if all(is_saved for _, is_saved in kept) else 1)

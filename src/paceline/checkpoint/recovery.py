@@ -14,6 +14,7 @@ from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.rescue import COMPLETES_S, Rescue, rescued_folder
 from paceline.checkpoint.run_folder import RunFolder
+from paceline.checkpoint.stop_requests import StopRequests
 from paceline.errors import CheckpointError, CommunicationError
 from paceline.last_words import at_failure
 from paceline.rollcall import named_ranks
@@ -61,6 +62,9 @@ class Recovery:
         """The last step that an earlier start completed, and the steps redone by then. A start that ended before it
         restored anything was on its way to redo all of them, so the next may take some back."""
         self.boundary = Boundary(entries, self._gate)
+        job = job_folder()
+        record = None if self._gate is None else self._gate.record
+        self.stops = StopRequests(self.boundary, record, saves=job is None or job not in folder.parents)
         self._source: str | None = None
         self._forget: Callable[[], None] | None = None
         if self._gate is not None:
@@ -107,6 +111,7 @@ class Recovery:
 
     def close(self, failing: bool) -> None:
         """Rescue nothing any more; while an exception is handled that may end this rank, only let no optimizer wait."""
+        self.stops.close()
         if failing:
             self.boundary.retire()
             return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +25,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from paceline.black_box import FOLDER
 from paceline.job_folders import JobFolder
 from paceline.launch import failure, record
+from paceline.launch.ending import Ending
 from paceline.launch.failure import End
 from paceline.launch.files import RankFiles
+from paceline.launch.hangs import HangWatch
 from paceline.launch.job_report import JobReport
 from paceline.launch.last_moments import LastMoments
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
+from paceline.launch.preemption import ASKING, Preemption
 from paceline.launch.preloader import ForkServer
 from paceline.launch.restarts import Restarts
 from paceline.launch.signals import SPARE, Caught, Stopped
@@ -73,6 +75,7 @@ class Agent(LocalElasticAgent):
         environment: Mapping[str, str],
         say: Callable[[str], None],
         restarts: Restarts,
+        hangs: HangWatch,
         boxes: JobFolder | None = None,
         report: JobReport | None = None,
     ) -> None:
@@ -89,6 +92,9 @@ class Agent(LocalElasticAgent):
         self._restarts = restarts
         self._report = report
         self._moments = LastMoments(boxes)
+        self._hangs = hangs
+        self._preemption = Preemption(None if boxes is None else boxes.path)
+        self._ending = Ending(self._handlers, self._running, self._look, caught, say)
         self._watched: dict[int, int] = {}  # rank -> pidfd, readable when the rank has ended
         self._signalled: set[int] = set()  # ranks that the launcher itself told to end
         self._shown: set[int] = set()  # ranks whose error was shown before they ended
@@ -103,6 +109,7 @@ class Agent(LocalElasticAgent):
         self.ends, self._signalled, self._shown = {}, set(), set()
         self._moments.begin()
         self._restarts.begin()
+        self._hangs.begin()
         name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
         with _STARTING:
             before = os.environ.get(name)
@@ -139,8 +146,10 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._obey()
-        self._look(self.interval)
+        self._look(self._hangs.pause(self.interval))
+        self._hangs.look(self._pids(), self._say)
         size = worker_group.spec.local_world_size
+        self._expect_stop()
         if not any(end.code for end in self.ends.values()):
             if len(self.ends) < size:
                 self._show_slow()
@@ -150,6 +159,7 @@ class Agent(LocalElasticAgent):
         self._obey()  # who sent us SIGTERM may have sent it to the ranks as well
         self._restarts.wait_for_rescue(self._running, self._look)
         self._obey()
+        self._hangs.ask_absent([*self._told(), *self._ends_of_running()], self._pids())
         self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         self._obey()
         ends = self.outcome()
@@ -171,7 +181,7 @@ class Agent(LocalElasticAgent):
 
     def outcome(self) -> list[End]:
         """Return how each rank that has ended did so, with the record that it left."""
-        return self._moments.told(self._told())
+        return self._hangs.told(self._moments.told(self._told()))
 
     def _told(self) -> list[End]:
         return [self._with_told(end) for end in self.ends.values()]
@@ -199,13 +209,17 @@ class Agent(LocalElasticAgent):
         begin = time.monotonic()
         while self._running() and not self._caught.received:
             # What running ranks have told counts as well: they may need long to end, or never do.
-            running = [self._with_told(End(rank, 1, time.time(), stopped=True)) for rank in self._running()]
+            running = self._ends_of_running()
             told = self._told()
             if failure.usage([*told, *running]) is not None:
                 return
             if time.monotonic() - begin > _patience(told, running):
                 return
             self._look(0.02)
+
+    def _ends_of_running(self) -> list[End]:
+        """Return the ends of ranks that still run, as if the launcher had ended them."""
+        return [self._with_told(End(rank, 1, time.time(), stopped=True)) for rank in self._running()]
 
     def _show_slow(self) -> None:
         """Show the error of a rank that raised and still runs: it keeps the others waiting, and nobody says so."""
@@ -238,39 +252,41 @@ class Agent(LocalElasticAgent):
         number = self._caught.received[0]
         if number == signal.SIGINT:
             self._end_ranks(signal.SIGTERM, INTERRUPT_GRACE_S, quiet=True)
+        elif number in ASKING and self._preemption.would_save(self._pids().values()):
+            self._say(f"{number.name}: the ranks end after this step and save it; another signal ends them at once")
+            self._signalled.update(self._running())
+            self._preemption.ask(number, self._pids().values())
+            self._ending.wait(number, self.grace)
+            if not any(end.code for end in self.ends.values()):
+                return  # they had come to their end before
         else:
-            self._end_ranks(number, self.grace)
-        raise Stopped(number)
+            if number in ASKING and self._preemption.is_in_vain():
+                self._say("nothing is saved, as the training has no checkpoint folder")
+            self._signalled.update(self._running())
+            self._ending.end(number, self.grace, self._failed(), (), quiet=False)
+        raise Stopped(number, self._preemption.saved_step())
+
+    def _expect_stop(self) -> None:
+        """If a rank was told to end, and all have agreed on a step and saved it, let them end, and end the launcher."""
+        saved = self._preemption.saved() if self._failed() else None
+        if saved is None:
+            return
+        self._ending.wait(saved[0], self.grace)
+        if all(end.code in (0, 128 + saved[0]) for end in self.ends.values()):
+            raise Stopped(*saved)
 
     def _end_ranks(self, number: signal.Signals, grace: float, quiet: bool = False) -> None:
-        """Signal the ranks that still run; kill them after `grace` seconds, or when another signal comes."""
-        running, received = self._running(), len(self._caught.received)
-        failed = [rank for rank, end in self.ends.items() if end.code != 0]
-        self._signalled.update(running)
-        # Stopped first, so that all get the signal before one of them can complain of a peer that is gone.
-        for each in (signal.SIGSTOP, number, signal.SIGCONT):
-            for rank in running:
-                self._signal(rank, each)
-        deadline = time.monotonic() + grace
-        while self._running() and time.monotonic() < deadline and len(self._caught.received) == received:
-            self._look(0.05)
-        stubborn = self._running()
-        # A rank's own children are in its process group; they go too, also those of a rank that just failed.
-        for rank in {*running, *failed}:
-            self._signal(rank, signal.SIGKILL)
-        deadline = time.monotonic() + FAILURE_GRACE_S
-        while self._running() and time.monotonic() < deadline:
-            self._look(0.05)
-        if stubborn and not quiet and len(self._caught.received) == received:
-            names = ", ".join(map(str, stubborn))
-            self._say(f"rank {names} did not end within {grace:.0f} s after {number.name} and was killed")
+        """End the ranks that still run at once, also those that would rather end after a step."""
+        self._signalled.update(self._running())
+        heedless = [rank for rank, pid in self._pids().items() if self._preemption.would_save([pid])]
+        self._ending.end(number, grace, self._failed(), heedless, quiet)
 
-    def _signal(self, rank: int, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError, PermissionError):
-            if sys.platform == "win32":
-                self._handlers()[rank].proc.send_signal(number)
-            else:
-                os.killpg(self._handlers()[rank].proc.pid, number)
+    def _failed(self) -> list[int]:
+        return [rank for rank, end in self.ends.items() if end.code != 0]
+
+    def _pids(self) -> dict[int, int]:
+        """Return the processes of the ranks that run."""
+        return {rank: self._handlers()[rank].proc.pid for rank in self._running()}
 
     def _close_watched(self) -> None:
         for descriptor in self._watched.values():

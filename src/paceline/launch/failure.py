@@ -21,6 +21,8 @@ class End:
     ``stopped`` says that the launcher ended it, because another rank had failed. ``leaving`` is when the rank came to
     the end of its script, or called ``sys.exit``. ``state`` is what it was doing when it failed or, if it was stopped,
     when the first rank did; None if nothing is known. ``lacked_memory`` says that the kernel killed it for memory.
+    ``hang`` says how it hung, if the launcher killed it for that; ``stacks`` are those of its threads, where they were
+    asked for.
     """
 
     rank: int
@@ -31,6 +33,8 @@ class End:
     leaving: float | None = None
     state: State | None = None
     lacked_memory: bool = False
+    hang: str = ""
+    stacks: str = ""
 
     @property
     def when(self) -> float:
@@ -44,6 +48,8 @@ class End:
         """Text such as "exit code 1" or "signal SIGSEGV"; empty if the launcher ended the rank."""
         if self.stopped:
             return ""
+        if self.hang:
+            return self.hang
         if self.code >= 0:
             return f"exit code {self.code}"
         if self.lacked_memory:
@@ -111,6 +117,8 @@ def headline(ends: Sequence[End]) -> str:
         return "a rank failed"
     culprits = missed(ends)
     if not culprits:
+        if failed[0].hang:
+            return f"rank {failed[0].rank} hung and was killed ({failed[0].hang})"
         text = f"rank {failed[0].rank} failed first ({failed[0].detail})"
         if failed[0].state is not None:
             text += f" {failed[0].state.moment}"
@@ -135,7 +143,9 @@ def details(ends: Sequence[End]) -> list[str]:
     """Return the remarks on the other ranks, then the traceback of the rank that the headline is about."""
     failed = failures(ends)
     shown = _complaint(failed) if missed(ends) else failed[0] if failed else None
-    return remarks(ends) + (traced(shown.rank, shown.record) if shown and shown.record else [])
+    # Of a hang they were shown when it was found.
+    absent = [line for end in missed(ends) for line in quoted(end.rank, end.stacks)]
+    return remarks(ends) + absent + (traced(shown.rank, shown.record) if shown and shown.record else [])
 
 
 def raised(ends: Sequence[End]) -> list[str]:
@@ -146,7 +156,12 @@ def raised(ends: Sequence[End]) -> list[str]:
 
 def traced(rank: int, record: Record) -> list[str]:
     """Return the lines of the traceback that `rank` left."""
-    return [f"  rank {rank} | {line}" for line in record.trace.rstrip().splitlines()]
+    return quoted(rank, record.trace)
+
+
+def quoted(rank: int, text: str) -> list[str]:
+    """Return the lines of a text that `rank` left."""
+    return [f"  rank {rank} | {line}" for line in text.rstrip().splitlines()]
 
 
 def remarks(ends: Sequence[End]) -> list[str]:

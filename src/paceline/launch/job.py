@@ -20,6 +20,7 @@ from paceline.job_folders import JobFolder
 from paceline.launch import failure
 from paceline.launch.agent import Agent
 from paceline.launch.files import Logs, RankFiles
+from paceline.launch.hangs import HangWatch
 from paceline.launch.job_report import JobReport
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
 from paceline.launch.pinning import CORES, as_setting, cores, pinned
@@ -28,6 +29,7 @@ from paceline.launch.preloading import binds_threads, decide
 from paceline.launch.record import LAUNCHER
 from paceline.launch.restarts import Restarts
 from paceline.launch.signals import FORWARDED, Caught, Stopped
+from paceline.launch.supervision import Supervision
 from paceline.world import TIMEOUT
 
 HERE = Path(__file__).parent
@@ -55,6 +57,7 @@ class Job:
         pin: whether each rank keeps to cores of its own, see :mod:`paceline.launch.pinning`.
         preload: whether ranks may be forked from a process that has imported torch, see
             :mod:`paceline.launch.preloading`.
+        supervision: the exit code of a job that was preempted, and what to do about ranks that hang.
         modules: imported there besides torch.
 
     Raises:
@@ -74,6 +77,7 @@ class Job:
     report: str | None = None
     pin: bool = False
     preload: bool = True
+    supervision: Supervision = field(default_factory=Supervision)
     modules: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -82,7 +86,7 @@ class Job:
         for name, value, least in (
             ("nproc", self.nproc, 1),
             ("max_restarts", self.max_restarts or 0, 0),
-            ("shutdown_timeout", self.grace, 0),
+            ("grace", self.grace, 0),
         ):
             if value < least:
                 raise UsageError(f"{name}={value} is less than {least}; give {least} or more")
@@ -95,7 +99,8 @@ def launch(job: Job) -> int:
 
     Returns:
         0 if every rank succeeded, 2 if a rank reported a :class:`UsageError` through ``rank_main``, 130 after
-        Ctrl-C, 128 + n after another signal n, else 1.
+        Ctrl-C, 128 + n after another signal n, unless the job's supervision names another code for one whose ranks
+        saved their last step then, else 1.
 
     Raises:
         UsageError: if the report cannot be written, before anything is started.
@@ -105,7 +110,9 @@ def launch(job: Job) -> int:
         try:
             code = run(job, caught, report)
         except Stopped as stop:
-            code = farewell(stop.number)
+            code = farewell(stop.number, stop.saved)
+            if stop.saved is not None:
+                code = job.supervision.requeue_exit_code or code
     return report.end(code)
 
 
@@ -131,16 +138,16 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         if (boxes := black_boxes(run_id, job.command, job.nproc)) is not None:
             stack.enter_context(boxes)
         restarts = Restarts(None if boxes is None else boxes.path, job.max_restarts)
-        agent = Agent(spec, files, caught, rank_environment(job), say, restarts, boxes, report)
+        agent = Agent(spec, files, caught, rank_environment(job), say, restarts, hang_watch(job, boxes), boxes, report)
         agent.grace, agent.interval = job.grace, job.interval
         agent.fork_server = stack.enter_context(fork_server(job))
         try:
             result = agent.run()
-        except Stopped:
+        except Stopped as stop:
             if raised := failure.raised(agent.outcome()):
                 say("\n".join(raised))
-            restarts.keep_rescued(say)
-            raise
+            rescued = restarts.keep_rescued(say)
+            raise stop if stop.saved is not None else Stopped(stop.number, rescued) from None
         ends = agent.outcome()
         if report is not None:
             report.note_progress(*restarts.told())
@@ -151,6 +158,13 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
     mistake = failure.usage(ends)
     say(f"error: {mistake}" if mistake is not None else failure.report(ends))
     return 2 if mistake is not None else 1
+
+
+def hang_watch(job: Job, boxes: JobFolder | None) -> HangWatch:
+    """Return what looks for ranks that hang, if that is wanted."""
+    settings = job.supervision
+    kills = settings.hang_action == "restart"
+    return HangWatch(None if boxes is None else boxes.path, settings.hang_timeout, kills)
 
 
 def fork_server(job: Job) -> ForkServer:
@@ -186,9 +200,10 @@ def title_of(command: Sequence[str]) -> str:
     return " ".join(words)
 
 
-def farewell(number: signal.Signals) -> int:
-    """Say that a signal ended the launcher; return the exit code for it."""
-    say("interrupted" if number == signal.SIGINT else f"terminated by {number.name}")
+def farewell(number: signal.Signals, saved: int | None = None) -> int:
+    """Say that a signal ended the launcher, and which step was `saved`; return the exit code for it."""
+    after = "" if saved is None else f", after step {saved} was saved"
+    say("interrupted" if number == signal.SIGINT else f"terminated by {number.name}{after}")
     return 128 + number
 
 

@@ -15,10 +15,10 @@
         others      the other ranks that were known to end, in order
 
 Every rank has ``rank``, ``host``, ``kind``, ``exit_code`` or ``signal``, ``out_of_memory``, ``exception`` with ``type``
-and ``message``, ``traceback``, ``step`` (the one under way, from 1), ``phase``, ``phase_seconds`` and ``bucket``; null
-where there is no such thing. ``kind`` says how it ended: ``exception``, ``signal`` or ``exit code`` by itself,
-``consequence`` by one of these because of another rank, ``left`` without an error, ``absent`` when it kept the others
-waiting, and ``stopped`` by the launcher.
+and ``message``, ``traceback``, ``step`` (the one under way, from 1), ``phase``, ``phase_seconds``, ``bucket``, ``hang``
+and ``stacks``; null where there is no such thing. ``kind`` says how it ended: ``exception``, ``signal`` or ``exit
+code`` by itself, ``hang`` by the launcher because it made no progress, ``consequence`` by one of these because of
+another rank, ``left`` without an error, ``absent`` when it kept the others waiting, and ``stopped`` by the launcher.
 """
 
 from __future__ import annotations
@@ -117,6 +117,8 @@ def _kind(end: End, first: End | None, early: Sequence[End]) -> str:
         return "absent" if end in early else "stopped"
     if end.suspicion and end is not first:
         return "consequence"
+    if end.hang:
+        return "hang"
     if end.record is not None:
         return "exception"
     return "signal" if end.code < 0 else "exit code"
@@ -137,11 +139,13 @@ def _entry(end: End, kind: str, host: str) -> dict[str, Any]:
         "phase": state.phase if state else None,
         "phase_seconds": round(state.seconds, 6) if state else None,
         "bucket": state.bucket if state else None,
+        "hang": end.hang or None,
+        "stacks": end.stacks or None,
     }
 
 
 def _signal(end: End) -> str | None:
-    if end.stopped or end.code >= 0:
+    if end.stopped or end.hang or end.code >= 0:
         return None
     try:
         return signal.Signals(-end.code).name

@@ -19,6 +19,8 @@ from paceline.launch.files import Logs
 from paceline.launch.job import TIMEOUT_S, Job, launch, resolve_nproc, say, timeout_environment
 from paceline.launch.job_report import OPTION
 from paceline.launch.restarts import LIMIT
+from paceline.launch.signals import FORWARDED
+from paceline.launch.supervision import Supervision, add_options, supervision_of
 from paceline.world import TIMEOUT
 
 USAGE = "paceline run [options] script.py [the script's arguments]"
@@ -86,6 +88,9 @@ def parser() -> ArgumentParser:
         help="Have every rank import torch itself, rather than fork ranks from a process that has imported it; for "
         "scripts that change how torch is imported.",
     )
+    add_options(ours)
+    if "PET_SIGNALS_TO_HANDLE" not in os.environ:
+        base._option_string_actions["--signals-to-handle"].default = ",".join(number.name for number in FORWARDED)
     restarts = base._option_string_actions["--max-restarts"]
     restarts.help = (
         "How often all ranks are started again after a failure, counted only while no step is completed. Default "
@@ -161,7 +166,12 @@ def start(arguments: Sequence[str]) -> int:
     nproc, note = resolve_nproc(options.nproc_per_node)
     command = rank_command(options)
     if several_hosts(options):
-        for name, given in ((OPTION, options.report is not None), (pinning.OPTION, options.pin)):
+        others = supervision_of(options) != Supervision()
+        for name, given in (
+            (OPTION, options.report is not None),
+            (pinning.OPTION, options.pin),
+            ("--requeue-exit-code, or --hang-…,", others),
+        ):
             if given:
                 raise UsageError(f"{name} is for jobs on one host; leave it out, or --nnodes and the rendezvous")
         from paceline.launch.rendezvous_hosts import launch_hosts
@@ -256,6 +266,7 @@ def single_host(options: Namespace, command: Sequence[str], nproc: int) -> Job:
         worker_spec=_worker_spec(options),
         report=options.report,
         pin=options.pin,
+        supervision=supervision_of(options),
         preload=options.preload,
     )
 

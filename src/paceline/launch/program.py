@@ -59,6 +59,7 @@ def start_program(
     note: str | None = None,
     env: Mapping[str, str] | None = None,
     modules: Sequence[str] = (),
+    **settings: Any,
 ) -> int:
     """Run ``python -m program… CONFIG`` on `nproc` ranks, and return the exit code.
 
@@ -70,6 +71,7 @@ def start_program(
         note: a remark for the user, before the ranks start.
         env: added to the ranks' environment.
         modules: that every rank needs, imported before ranks are forked.
+        settings: more of :class:`paceline.launch.job.Job`.
     """
     from paceline.launch import job  # imports torchelastic, which the help can do without
 
@@ -77,7 +79,7 @@ def start_program(
         job.say(note)
     command = [sys.executable, "-u", "-m", *program, config.to_json()]
     try:
-        return job.launch(job.Job(command, nproc, env=env or {}, modules=modules))
+        return job.launch(job.Job(command, nproc, env=env or {}, modules=modules, **settings))
     finally:
         # Rank 0's progress bar hides the cursor, and a rank that is killed cannot bring it back.
         Console(file=screen).show_cursor()

@@ -148,14 +148,21 @@ class Restarts:
         assert self._folder is not None
         return any((self._folder / RESCUE).glob("*/.writing-*"))
 
-    def keep_rescued(self, say: Callable[[str], None]) -> None:
-        """Copy what is only in memory into the checkpoint folders, when the job has failed for good."""
+    def keep_rescued(self, say: Callable[[str], None]) -> int | None:
+        """Copy what is only in memory into the checkpoint folders, when the job has ended for good.
+
+        Returns:
+            the last step that the ranks completed, if it is there now; None if it was not in memory, or not copied.
+        """
         if self._folder is None or not any((self._folder / RESCUE).glob("*/step-*")):
-            return
+            return None
+        reached = self.reached()
         command = [sys.executable, "-m", "paceline.checkpoint.keep_rescued", str(self._folder / RESCUE)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         for line in (done.stdout or done.stderr).splitlines()[-3:]:
             say(line)
+        are_saved = [(self._folder / RESCUE / each.key / f"step-{each.completed:08d}").is_dir() for each in reached]
+        return max(each.completed for each in reached) if are_saved and all(are_saved) and not done.returncode else None
 
 
 def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:

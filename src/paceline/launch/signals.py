@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 # The one that torchelastic may handle in its own way, by raising wherever it strikes: nobody sends it.
 SPARE = signal.SIGURG
@@ -19,11 +19,14 @@ ECHO_S = 0.2
 
 
 class Stopped(Exception):
-    """The launcher was told to end, and its ranks have ended."""
+    """The launcher or a rank was told to end, and all ranks have ended.
 
-    def __init__(self, number: signal.Signals) -> None:
+    ``saved`` is the step that they saved before, as they had agreed; None if they did not.
+    """
+
+    def __init__(self, number: signal.Signals, saved: int | None = None) -> None:
         super().__init__(f"stopped by {number.name}")
-        self.number = number
+        self.number, self.saved = number, saved
 
 
 class Caught:

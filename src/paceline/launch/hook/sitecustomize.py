@@ -60,3 +60,4 @@ if __name__ == "sitecustomize":  # not when tools import every module of the pac
         _serve()
     _leave()
     _load("record").install()
+    _load("stacks").install()

@@ -1,0 +1,39 @@
+"""Python stacks of a rank's threads, which it writes itself when a signal comes, whatever it is doing.
+
+Python's ``faulthandler`` does that in C, in the main thread, without the interpreter: also in an endless loop, and in a
+call that does not come back. Standard library only, because ranks load this file by path (``hook/sitecustomize.py``).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+FOLDER = "PACELINE_BLACK_BOX"  # where the launcher reads; as in paceline.black_box
+
+
+def number() -> int:
+    """Return the signal: one that no program uses, as far as one can know; 0 where there is none."""
+    return signal.SIGRTMAX - 5 if sys.platform == "linux" else 0
+
+
+def path_of(folder: Path, local_rank: int) -> Path:
+    """Return the path of a rank's file."""
+    return folder / f"stacks-{local_rank}"
+
+
+def install(environment: Mapping[str, str] = os.environ) -> None:
+    """Have this process write its stacks when the signal comes."""
+    folder, rank = environment.get(FOLDER), environment.get("LOCAL_RANK")
+    if not folder or not rank or not number():
+        return
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path_of(Path(folder), int(rank)), flags, 0o600)
+    except (OSError, ValueError):  # the report does without
+        return
+    faulthandler.register(number(), descriptor, all_threads=True, chain=False)

@@ -1,0 +1,261 @@
+"""A signal that asks a job to end: all ranks complete the step under way and save it, and a resume goes on there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from processes import Running, gone_after, paceline, script
+
+STEPS = 12
+TRAIN = f"""
+import hashlib, os, sys, time, torch, paceline
+options = dict(word.split("=") for word in sys.argv[1:])
+world = paceline.init()
+torch.manual_seed(world.rank)
+model = paceline.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(0.3)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+class Slow:  # to save
+    def state_dict(self):
+        if options.get("slow") == "save" and checkpointer.step_now > 2:
+            open(f"ready-{{world.rank}}", "w").close()
+            time.sleep(0.4)
+        return {{}}
+    def load_state_dict(self, state): pass
+
+checkpointer = paceline.Checkpointer("saved", keep=9, every=int(options["every"]) if "every" in options else None,
+                                     async_save=options.get("background") == "1")
+checkpointer.step_now = 0
+checkpointer.register("model", model)
+checkpointer.register("optimizer", optimizer)
+checkpointer.register("slow", Slow())
+step = checkpointer.restore() if checkpointer.steps() else 0
+print("from", step, flush=True)
+for step in range(step, {STEPS}):
+    checkpointer.step_now = step
+    if step == 3 and options.get("slow") == "loop":
+        open(f"ready-{{world.rank}}", "w").close()
+        until = time.monotonic() + float(options.get("seconds", 0.5))
+        while time.monotonic() < until: pass
+    model(torch.randn(4, 6)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert checkpointer.step() == step + 1
+    if "slow" in options: time.sleep(0.02)
+checkpointer.close()
+digest = hashlib.sha256()
+for value in [*model.parameters(), torch.randn(3)]: digest.update(value.detach().numpy().tobytes())
+open(f"digest-{{world.rank}}", "w").write(digest.hexdigest())
+"""
+READY = ("ready-0", "ready-1")
+
+
+def digests(folder: Path) -> list[str]:
+    return [(folder / f"digest-{rank}").read_text() for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert paceline(folder, "run", "--nproc", "2", script(folder, TRAIN), fork="all").returncode == 0
+    return digests(folder)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(name.removeprefix("step-")) for name in os.listdir(folder / "saved") if name.startswith("step-"))
+
+
+@pytest.mark.parametrize(
+    ("number", "target", "arguments"),
+    [
+        (signal.SIGTERM, "launcher", ["slow=loop"]),
+        (signal.SIGUSR1, "launcher", ["slow=loop", "background=1"]),
+        (signal.SIGTERM, "rank 1", ["slow=loop"]),
+        (signal.SIGUSR1, "all", ["slow=loop"]),
+        (signal.SIGTERM, "launcher", ["slow=save", "every=3"]),
+    ],
+    ids=["computing", "in-background", "one-rank", "slurm", "saving"],
+)
+def test_a_signal_ends_all_ranks_after_a_saved_step_and_the_resumed_run_ends_as_if_undisturbed(
+    tmp_path: Path, undisturbed: list[str], number: signal.Signals, target: str, arguments: list[str]
+) -> None:
+    name = script(tmp_path, TRAIN)
+    with Running(tmp_path, "run", "--nproc", "2", "--requeue-exit-code", "99", name, *arguments, fork="all") as job:
+        job.wait_for(*READY)
+        family = job.family()
+        for pid in {"launcher": family[:1], "rank 1": family[2:], "all": family}[target]:
+            os.kill(pid, number)
+        assert job.wait() == 99, job.stderr
+        assert "Traceback" not in job.stderr
+        assert f"terminated by {number.name}, after step {saved_steps(tmp_path)[-1]} was saved" in job.stderr
+    assert 0 < saved_steps(tmp_path)[-1] < STEPS
+    again = paceline(tmp_path, "run", "--nproc", "2", name, fork="all")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.splitlines() == [f"from {saved_steps(tmp_path)[-1]}"] * 2
+    assert digests(tmp_path) == undisturbed
+
+
+def test_without_a_code_of_its_own_the_job_ends_with_that_of_the_signal(tmp_path: Path) -> None:
+    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAIN), "slow=loop", fork="all") as job:
+        job.wait_for(*READY)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143
+    assert saved_steps(tmp_path) == [4]
+
+
+def test_a_second_signal_ends_everything_at_once_and_nothing_is_requeued(tmp_path: Path) -> None:
+    arguments = ("--requeue-exit-code", "99", script(tmp_path, TRAIN), "slow=loop", "seconds=60")
+    with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
+        job.wait_for(*READY)
+        ranks = job.family()[1:]
+        job.process.send_signal(signal.SIGTERM)
+        time.sleep(0.4)
+        assert len(job.family()) == 3
+        job.process.send_signal(signal.SIGTERM)
+        assert gone_after(ranks, 10) < 3
+        assert job.wait() == 143
+        assert job.stderr.splitlines()[-1] == "terminated by SIGTERM"
+    assert saved_steps(tmp_path) == []
+
+
+def test_a_step_that_outlasts_the_grace_is_cut_off(tmp_path: Path) -> None:
+    arguments = ("--grace", "1", script(tmp_path, TRAIN), "slow=loop", "seconds=60")
+    with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
+        job.wait_for(*READY)
+        job.process.send_signal(signal.SIGTERM)
+        assert gone_after(job.family()[1:], 20) < 1 + 3
+        assert job.wait() == 143
+        assert "rank 0, 1 did not end within 1 s after SIGTERM and was killed" in job.stderr
+
+
+def test_ctrl_c_does_not_wait_for_a_step(tmp_path: Path) -> None:
+    with Running(
+        tmp_path, "run", "--nproc", "2", script(tmp_path, TRAIN), "slow=loop", "seconds=60", fork="all"
+    ) as job:
+        job.wait_for(*READY)
+        ranks = job.family()[1:]
+        job.process.send_signal(signal.SIGINT)
+        assert gone_after(ranks, 10) < 2 + 1.5
+        assert job.wait() == 130
+        assert job.stderr == "interrupted\n"
+
+
+OWN_HANDLER = TRAIN.replace(
+    "world = paceline.init()",
+    "import signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nworld = paceline.init()",
+)
+
+
+def test_a_script_that_handles_the_signal_itself_is_left_to_do_so(tmp_path: Path) -> None:
+    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, OWN_HANDLER), "slow=loop", fork="all") as job:
+        job.wait_for(*READY)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143
+        assert "is saved" not in job.stderr
+    assert saved_steps(tmp_path) == []
+
+
+def test_one_process_without_a_launcher_saves_its_step_too(tmp_path: Path) -> None:
+    program = (script(tmp_path, TRAIN.replace("ready-{world.rank}", "ready-0")), "slow=loop")
+    with Running(tmp_path, program=program, fork="all") as job:
+        job.wait_for("ready-0")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143
+        assert "Traceback" not in job.stderr
+    assert saved_steps(tmp_path) == [4]
+
+
+TRAINER = """
+import sys, time, torch, paceline
+from paceline.data import DataLoader
+from paceline.train import TrainConfig, Trainer
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self): return 400
+    def __getitem__(self, index): return torch.tensor([float(index)])
+
+def loss(model, batch):
+    if optimizer.steps == 3:
+        open(f"ready-{world.rank}", "w").close()
+        time.sleep(1)
+    return model(batch).square().sum(), float(len(batch))
+
+class Counting(torch.optim.SGD):
+    steps = 0
+    def step(self, *arguments):
+        self.steps += 1
+        return super().step(*arguments)
+
+world = paceline.init()
+model = paceline.DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = Counting(model.parameters(), lr=1e-7)
+config = TrainConfig(epochs=1, checkpoint_dir=(sys.argv[1:] or [None])[0], show_progress=False)
+Trainer(model, optimizer, loss, DataLoader(Points(), 8), config).fit()
+"""
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_the_trainer_saves_its_last_step_where_it_has_a_folder_and_says_so_where_not(
+    tmp_path: Path, folder: bool
+) -> None:
+    arguments = ["saved"] if folder else []
+    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAINER), *arguments, fork="all") as job:
+        job.wait_for(*READY)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143
+        assert "Traceback" not in job.stderr
+        said = "terminated by SIGTERM, after step 4 was saved" if folder else "nothing is saved, as the training has no"
+        assert said in job.stderr
+    if folder:
+        assert saved_steps(tmp_path) == [4]
+
+
+def test_ranks_without_a_gate_ask_each_other_and_save_the_same_step(tmp_path: Path) -> None:
+    # As under torchrun, whose job has no folder; one rank alone gets the signal.
+    text = TRAIN.replace("import hashlib, os,", "import os; os.environ['PACELINE_BLACK_BOX'] = ''\nimport hashlib,")
+    name = script(tmp_path, text.replace("range(step, 12)", "range(step, 2000)"))
+    with Running(tmp_path, "run", "--nproc", "2", name, "slow=loop", fork="all") as job:
+        job.wait_for(*READY)
+        os.kill(job.family()[2], signal.SIGTERM)
+        assert job.wait(60) == 1
+        assert "exit code 143" in job.stderr
+        assert "Traceback" not in job.stderr
+    (step,) = saved_steps(tmp_path)
+    assert 3 < step < 1000
+
+
+def test_a_handler_in_c_such_as_faulthandlers_is_left_alone(tmp_path: Path) -> None:
+    registered = TRAIN.replace(
+        "world = paceline.init()",
+        "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1)\nworld = paceline.init()",
+    )
+    program = (script(tmp_path, registered.replace("ready-{world.rank}", "ready-0")), "slow=loop")
+    with Running(tmp_path, program=program, fork="all") as job:
+        job.wait_for("ready-0")
+        job.process.send_signal(signal.SIGUSR1)
+        assert job.wait() == 0
+        assert "most recent call first" in job.stderr
+    assert (tmp_path / "digest-0").exists()
+
+
+WORKER_DIES = TRAIN.replace("step == 3 and options", "step == 3 and world.rank == 1 and options").replace(
+    "        while time.monotonic() < until: pass",
+    '        while time.monotonic() < until: pass\n        raise RuntimeError("a worker has gone")',
+)
+
+
+def test_a_rank_that_fails_on_the_way_to_the_end_of_its_step_costs_that_step_alone(tmp_path: Path) -> None:
+    # As where a batch system ends the DataLoader's workers, too. The others rescue the step before.
+    arguments = ("--requeue-exit-code", "99", script(tmp_path, WORKER_DIES), "slow=loop", "seconds=1")
+    with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
+        job.wait_for("ready-1")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 99, job.stderr
+        assert "a worker has gone" in job.stderr
+        assert job.stderr.splitlines()[-1] == "terminated by SIGTERM, after step 3 was saved"
+    assert saved_steps(tmp_path) == [3]
