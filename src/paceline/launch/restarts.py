@@ -114,6 +114,11 @@ class Restarts:
         self._in_vain += 1
         saved = [each for each in reached if each.is_saved]
         where = f" from step {max(each.completed for each in saved)}, which is in memory" if saved else ""
+        lost = [each.completed for each in reached if not each.is_saved]
+        if lost:
+            where = (
+                f", as no rank was left to save step {max(lost)}, from the newest checkpoint on disk or the beginning"
+            )
         return f"starting all ranks again{where} (restart {self._in_vain} of {self.limit}{self._all()})"
 
     def _all(self) -> str:
