@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +241,7 @@ def main() -> int:
     console.print(f"{strikes} strikes in {len(outcomes)} runs, {len(bad)} not as they should be; "
                   f"{time.monotonic() - began:.0f} s")  # fmt: skip
     if options.keep:
-        today = datetime.now(UTC).date()
+        today = date.today()
         found = {"date": str(today), "torch": torch.__version__, "cores": os.cpu_count(),
                  "cases": [asdict(each) for each in outcomes]}  # fmt: skip
         (RESULTS / f"{today}-chaos.json").write_text(json.dumps(found, indent=1) + "\n")
