@@ -50,7 +50,7 @@ class Communicates(Protocol):
 
 def joins(object: Any) -> bool:
     """Return whether `object` is a wrapper inside ``join``, where ranks take different numbers of steps."""
-    return bool(getattr(getattr(object, "_join_config", None), "enable", False))
+    return bool(getattr(vars(object).get("_join_config"), "enable", False))
 
 
 def plain_name(name: str) -> str:

@@ -8,19 +8,41 @@ copies are small, see :mod:`paceline.checkpoint.frozen`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.checkpoint import capture
-from paceline.checkpoint.frozen import Kept, freeze_object, parameters_of, stored_buffers, thaw_object
+from paceline.checkpoint.frozen import SmallBuffers, freeze_object, parameters_of, thaw_object
 from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.turn import Turn
+from paceline.errors import CheckpointError
 from paceline.failpoints import strike
 from paceline.unwrapping import Accumulates, joins
+
+
+class Watched:
+    """What is looked at in every step, found once in the registered objects: looking for it would take longer.
+
+    Parameters that a module gets later are missed.
+    """
+
+    def __init__(self, entries: Sequence[Registered]) -> None:
+        self.entries = tuple(entries)
+        self.own = [entry for entry in entries if entry.per_rank]
+        self.accumulating = [entry.object for entry in entries if isinstance(entry.object, Accumulates)]
+        self.modules = [entry.object for entry in entries if isinstance(entry.object, nn.Module)]
+        self.optimizers = [entry.object for entry in entries if isinstance(entry.object, torch.optim.Optimizer)]
+        self.parameters = parameters_of(entries)
+        self.buffers = SmallBuffers(entries)
+        self.is_on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
+
+    def versions(self) -> list[int]:
+        """Return the version counters of all parameters."""
+        return [parameter._version for parameter in self.parameters]
 
 
 class Boundary:
@@ -47,8 +69,9 @@ class Boundary:
         """Handles of the hooks of optimizers, by the optimizer's id."""
         self._frozen: dict[str, Any] | None = None
         """What was copied at the boundary, by the name of the object; None if nothing was."""
-        self._parameters: list[Kept] = []
-        """Of all modules and optimizers, at the boundary."""
+        self._versions: list[int] = []
+        """Of the parameters, at the boundary."""
+        self._watched = Watched([])
         self._process = os.getpid()
 
     @property
@@ -81,20 +104,21 @@ class Boundary:
         """
         if self._turn.has_begun:
             strike("stepped")
-        entries = self._entries()
+        watched = self._look()
         is_first, self._is_armed = not self._is_armed, True
-        if _accumulates(entries) or (self._hooks and not self._turn.has_begun and not is_first):
+        if any(model.holds_local_gradients() for model in watched.accumulating):
+            return False
+        if self._hooks and not self._turn.has_begun and not is_first:
             return False
         is_step = self._turn.has_begun or not self._hooks
         self.step += is_step
-        if self._gate is not None and _is_of_no_use(entries, bool(self._hooks)):
+        if self._gate is not None and self._is_of_no_use(watched):
             self._leave_gate()
         if self._gate is not None:
-            own, buffers = _own(entries), stored_buffers(entries)
+            own, buffers = capture.own(watched.own), watched.buffers.now()
             if is_first:  # the optimizer has not waited
                 self.wishes = self._gate.prepare(self.step, own, buffers, self.wish)
-            self._frozen = {entry.name: freeze_object(entry) for entry in entries if not entry.per_rank}
-            self._parameters = [Kept.of(parameter) for parameter in parameters_of(entries)]
+            self._freeze(watched)
             self._gate.complete(self.step, own, buffers)
         self._turn.end()
         strike("boundary")
@@ -109,10 +133,8 @@ class Boundary:
             CheckpointError: if something has changed that was not copied.
         """
         assert self._frozen is not None
-        for kept in self._parameters:
-            replace(kept, version=kept.version + kept.tensor._version - self._turn.version_of(kept.tensor)).unchanged(
-                "a parameter"
-            )
+        if self._versions != [self._turn.version_of(parameter) for parameter in self._watched.parameters]:
+            raise CheckpointError("a parameter was changed since the end of the last step")
         self._turn.go_back()
         for entry in self._entries():
             if not entry.per_rank:
@@ -127,45 +149,49 @@ class Boundary:
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        self._frozen, self._parameters = None, []
+        self._frozen = None
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if os.getpid() != self._process:
             return
-        entries = self._entries()
         is_first = not self._turn.has_begun
         if is_first:
             strike("prepared")
+        watched = self._look()
         if self._is_armed and self._gate is not None and self._turn.has_new_gradients(optimizer):
-            if _is_of_no_use(entries, True):
+            if self._is_of_no_use(watched):
                 self._leave_gate()
             else:
-                own, buffers = _own(entries), stored_buffers(entries)
+                own, buffers = capture.own(watched.own), watched.buffers.now()
                 self.wishes = self._gate.prepare(self.step + 1, own, buffers, self.wish)
-        self._turn.step(optimizer, [entry.object for entry in entries if id(entry.object) in self._hooks])
+        self._turn.step(optimizer, watched.optimizers)
         if is_first:
             strike("gate")
+
+    def _look(self) -> Watched:
+        entries = self._entries()
+        if len(entries) != len(self._watched.entries):
+            self._watched = Watched(entries)
+        return self._watched
+
+    def _freeze(self, watched: Watched) -> None:
+        before = self._frozen or {}
+        self._frozen = {
+            entry.name: before[entry.name] if entry.is_constant and entry.name in before else freeze_object(entry)
+            for entry in watched.entries
+            if not entry.per_rank
+        }
+        self._versions = watched.versions()
 
     def _leave_gate(self) -> None:
         assert self._gate is not None
         self._gate.record.step_alone()
-        self._gate, self._frozen, self._parameters = None, None, []
+        self._gate, self._frozen = None, None
 
+    def _is_of_no_use(self, watched: Watched) -> bool:
+        """Whether the surviving ranks could not tell what the others need.
 
-def _own(entries: list[Registered]) -> capture.Capture:
-    return capture.own(entry for entry in entries if entry.per_rank)
-
-
-def _accumulates(entries: list[Registered]) -> bool:
-    return any(isinstance(entry.object, Accumulates) and entry.object.holds_local_gradients() for entry in entries)
-
-
-def _is_of_no_use(entries: list[Registered], has_optimizer: bool) -> bool:
-    """Whether the surviving ranks could not tell what the others need.
-
-    Inside ``join`` ranks take different numbers of steps; without a registered optimizer nobody says when parameters
-    change; and on a GPU the host is ahead of what the device has computed.
-    """
-    if not has_optimizer or any(parameter.device.type != "cpu" for parameter in parameters_of(entries)[:1]):
-        return True
-    return any(joins(entry.object) for entry in entries)
+        Inside ``join`` ranks take different numbers of steps; without a registered optimizer nobody says when
+        parameters change; and on a GPU the host is ahead of what the device has computed.
+        """
+        return not self._hooks or not watched.is_on_cpu or any(map(joins, watched.modules))

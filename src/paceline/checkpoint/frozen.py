@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.registered import Registered
-from paceline.checkpoint.tensorfile import stored
 from paceline.errors import CheckpointError
 from paceline.unwrapping import unwrap
 
@@ -132,8 +131,7 @@ def thaw_object(entry: Registered, frozen: Any) -> Registered:
 
 def small_buffers(entries: Iterable[Registered]) -> list[torch.Tensor]:
     """Return the small buffers of all modules among `entries`."""
-    modules = [unwrap(entry.object) for entry in entries if isinstance(entry.object, nn.Module)]
-    return [buffer for module in modules for buffer in module.buffers() if buffer.numel() <= SMALL]
+    return SmallBuffers(entries).now()
 
 
 def load_buffers(entries: Iterable[Registered], values: Iterable[torch.Tensor]) -> None:
@@ -166,6 +164,22 @@ def _with_extra_state(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if type(part).get_extra_state is not plain]
 
 
-def stored_buffers(entries: Iterable[Registered]) -> list[torch.Tensor]:
-    """Return the small buffers as they are stored."""
-    return [stored(buffer) for buffer in small_buffers(entries)]
+class SmallBuffers:
+    """The small buffers of all modules among some entries, found once.
+
+    One that a module makes later is missed here, and noticed by :func:`load_buffers`.
+    """
+
+    def __init__(self, entries: Iterable[Registered]) -> None:
+        found: dict[int, tuple[nn.Module, str]] = {}
+        for entry in entries:
+            if isinstance(entry.object, nn.Module):
+                for part in unwrap(entry.object).modules():
+                    for name, buffer in part.named_buffers(recurse=False):
+                        if buffer.numel() <= SMALL:
+                            found.setdefault(id(buffer), (part, name))
+        self._places = list(found.values())
+
+    def now(self) -> list[torch.Tensor]:
+        """Return the buffers, also those that were put into another's place."""
+        return [getattr(part, name) for part, name in self._places]

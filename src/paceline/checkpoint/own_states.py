@@ -9,6 +9,7 @@ Plain values are stored by ``marshal``, which runs no code when it is read, and 
 
 from __future__ import annotations
 
+import ctypes
 import marshal
 import mmap
 import os
@@ -23,11 +24,13 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.capture import Capture
-from paceline.checkpoint.tensorfile import Spec, spec_of, stored
+from paceline.checkpoint.tensorfile import Spec, stored
 
 _HEAD = struct.Struct("<qqqq")  # number of the write, step, bytes of plain values, bytes of all
 _SLOTS = 4
 _ALIGN = 64
+_MT19937 = 624 * 4 + 4
+"""Bytes of NumPy's Mersenne Twister: its words, and the position among them."""
 _FIRST = 64 * 2**10
 """Bytes of a slot at first."""
 
@@ -54,13 +57,16 @@ class OwnStatesFile:
     def __init__(self, path: Path) -> None:
         self._path, self._number = path, 0
         self._map = self._make(_FIRST)
+        self._address = _address_of(self._map)
+        self._numpy: tuple[bytes, Any] | None = None
+        """NumPy's generator as it was last, as it lies in memory and as it is stored."""
 
     def write(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
         """Store this rank's generators, and what is given, as its states at `step`."""
-        tensors = [*(stored(tensor) for tensor in objects.tensors.values()), *buffers]
-        layout = [(list(spec.shape), spec.dtype) for spec in map(spec_of, tensors)]
+        tensors = [stored(tensor) for tensor in (*objects.tensors.values(), *buffers)]
+        layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
         names = list(objects.tensors)
-        plain = marshal.dumps((_packed_generators(), dict(objects.nodes), dict(objects.aliases), names, layout))
+        plain = marshal.dumps((self._generators(), dict(objects.nodes), dict(objects.aliases), names, layout))
         sizes = [tensor.nbytes for tensor in tensors]
         total = _aligned(_HEAD.size + len(plain)) + sum(map(_aligned, sizes))
         if total > self._capacity:
@@ -72,11 +78,34 @@ class OwnStatesFile:
         place = at + _aligned(_HEAD.size + len(plain))
         for tensor, size in zip(tensors, sizes, strict=True):
             if size:
-                raw = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=place)
-                raw.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+                ctypes.memmove(self._address + place, tensor.data_ptr(), size)
             place += _aligned(size)
         struct.pack_into("<qqq", self._map, at + 8, step, len(plain), total)
         struct.pack_into("<q", self._map, at, self._number)
+
+    def _generators(self) -> tuple[Any, ...]:
+        """Return what :func:`paceline.rng.rng_state` tells, in the form that is taken and stored fastest."""
+        in_cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None
+        return torch.get_rng_state().numpy().tobytes(), random.getstate(), self._in_numpy(), in_cuda
+
+    def _in_numpy(self) -> Any:
+        """Return the state of NumPy's generator. Taking it costs more than all else, so it is looked at first.
+
+        Its memory does not tell whether the second number of a pair is kept; but then the state was taken with it.
+        """
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return None
+        generator = numpy.random.get_bit_generator()
+        memory = b""
+        if type(generator) is numpy.random.MT19937:
+            memory = ctypes.string_at(generator.ctypes.state_address, _MT19937)
+            if self._numpy is not None and self._numpy[0] == memory and not self._numpy[1][3]:
+                return self._numpy[1]
+        kind, keys, *rest = numpy.random.get_state()
+        state = (kind, keys.tobytes(), *rest)
+        self._numpy = (memory, state) if memory else None
+        return state
 
     @property
     def _capacity(self) -> int:
@@ -87,6 +116,7 @@ class OwnStatesFile:
         before, capacity = self._map, self._capacity
         slots = [bytes(before[slot * capacity : (slot + 1) * capacity]) for slot in range(_SLOTS)]
         self._map = self._make(2 * least, slots)
+        self._address = _address_of(self._map)
 
     def _make(self, capacity: int, slots: Sequence[bytes] = ()) -> mmap.mmap:
         size = _SLOTS * -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -116,7 +146,7 @@ def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStat
     generators, nodes, aliases, names, layout = marshal.loads(content[at + _HEAD.size : at + _HEAD.size + plain])
     place, tensors = at + _aligned(_HEAD.size + plain), []
     for shape, dtype in layout:
-        spec = Spec(tuple(shape), dtype)
+        spec = Spec(shape, dtype.removeprefix("torch."))
         tensor = spec.empty("cpu")
         if spec.nbytes:
             raw = torch.frombuffer(bytearray(content[place : place + spec.nbytes]), dtype=torch.uint8)
@@ -131,15 +161,8 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _packed_generators() -> tuple[Any, ...]:
-    """Return what :func:`paceline.rng.rng_state` tells, in the form that is taken and stored fastest."""
-    numpy = sys.modules.get("numpy")
-    in_numpy = None
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        in_numpy = (kind, keys.tobytes(), *rest)
-    in_cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), in_numpy, in_cuda
+def _address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _unpacked(generators: tuple[Any, ...]) -> dict[str, Any]:

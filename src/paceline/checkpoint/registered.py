@@ -68,6 +68,11 @@ class Registered:
             return shards.has_any(shards.parameters(self.object))
         return False
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether the object says, by an attribute ``state_is_constant``, that its state never changes."""
+        return not isinstance(self.object, nn.Module) and bool(getattr(self.object, "state_is_constant", False))
+
     def expect_whole(self, step: int) -> None:
         """Refuse to save a model while its gradients, which no checkpoint holds, wait for an optimizer step.
 

@@ -154,6 +154,7 @@ class Agent(LocalElasticAgent):
         self._obey()
         ends = self.outcome()
         if self._report is not None:
+            self._report.note_progress(*self._restarts.told())
             self._report.failed(ends)
         # A user's mistake would be made again.
         restart = None if failure.usage(ends) is not None else self._restarts.decide()

@@ -32,6 +32,7 @@ from typing import Any
 
 LONGEST = 65536  # bytes of a message; environments are longer, and travel in a file
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+KEPT_BY_FORKS = {"jemalloc_bg_thd"}  # of allocators that prepare for forks themselves, with pthread_atfork
 THREADS_S = 1.0  # how long a thread that was joined may still be listed
 
 
@@ -122,12 +123,12 @@ def unfit() -> str:
 
 
 def threads() -> "list[str]":
-    """Return the names of this process's threads as the kernel has them, the main thread's first."""
+    """Return the names of this process's threads that a fork would lack, as the kernel has them, the main one first."""
     names = []
     for thread in sorted(os.listdir("/proc/self/task"), key=int):
         with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:
             names.append(file.read().strip())
-    return names
+    return names[:1] + [name for name in names[1:] if name not in KEPT_BY_FORKS]
 
 
 def _fork_on_request(launcher: socket.socket) -> "tuple[dict[str, Any], list[int]]":

@@ -142,6 +142,8 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
             restarts.keep_rescued(say)
             raise
         ends = agent.outcome()
+        if report is not None:
+            report.note_progress(*restarts.told())
         if result.is_failed():
             restarts.keep_rescued(say)
     if not result.is_failed():

@@ -3,6 +3,10 @@
     ok          true or false; null while the job runs, and for ever if the launcher is killed
     exit_code   of the launcher; null like ``ok``
     restarts    how often all ranks were started again so far
+    steps_redone
+                completed optimizer steps that had to be computed again after failures, as Checkpointers count them
+    rescued_from
+                where the last restart went on from: "memory" or "disk"; null for the beginning, and without restarts
     failures    for each start of the ranks that failed, in order:
         attempt     0 for the first start
         time        when the first rank failed, in seconds since the epoch
@@ -51,12 +55,18 @@ class JobReport:
         self._file, self._say = file, say
         self._failures: list[dict[str, Any]] = []
         self._restarts = 0
+        self._steps_redone = 0
+        self._rescued_from: str | None = None
         self._write(None)
 
     def failed(self, ends: Sequence[End]) -> None:
         """Add that a start of the ranks ended so."""
         self._failures.append({"attempt": self._restarts} | failure_of(ends, platform.node()))
         self._write_late(None)
+
+    def note_progress(self, steps_redone: int, rescued_from: str | None) -> None:
+        """Note what the ranks of the present start have told so far."""
+        self._steps_redone, self._rescued_from = steps_redone, rescued_from
 
     def restarted(self) -> None:
         """Count that all ranks are started again."""
@@ -80,6 +90,8 @@ class JobReport:
             "ok": None if exit_code is None else exit_code == 0,
             "exit_code": exit_code,
             "restarts": self._restarts,
+            "steps_redone": self._steps_redone,
+            "rescued_from": self._rescued_from if self._restarts else None,
             "failures": self._failures,
         }
         write_file(OPTION, self._file, json.dumps(content, indent=2) + "\n")

@@ -38,8 +38,8 @@ class Reached:
     """The last step that a rank completed; that which it went on from if there is none."""
     redone: int
     source: str | None
-    is_saved: bool
-    """Whether a rank has saved that step in memory."""
+    is_rescued: bool
+    """Whether that step is in memory."""
     has_ended: bool
     """Whether all ranks had come to the end of their training."""
     pace: float
@@ -84,6 +84,12 @@ class Restarts:
             if (records := records_in(path))
         ]
 
+    def told(self) -> tuple[int, str | None]:
+        """Return how many steps were computed again, and where the present start went on from."""
+        reached = self.reached()
+        redone = sum(each.redone for each in reached)
+        return redone, next((each.source for each in reached if each.source), None)
+
     def begin(self) -> None:
         """Keep the records of the start before, for the ranks that are started next."""
         if self._folder is None:
@@ -104,25 +110,21 @@ class Restarts:
             return None
         is_progress = any(each.completed > self._best.get(each.key, 0) for each in reached)
         self._best |= {each.key: max(each.completed, self._best.get(each.key, 0)) for each in reached}
-        if is_progress:
-            self._in_vain = 0
-        elif self._in_vain >= self.limit:
-            return None
-        if not self.limit:
+        self._in_vain = 0 if is_progress else self._in_vain + 1
+        if self._in_vain > self.limit or not self.limit:
             return None
         self.count += 1
-        self._in_vain += 1
-        saved = [each for each in reached if each.is_saved]
+        saved = [each for each in reached if each.is_rescued]
         where = f" from step {max(each.completed for each in saved)}, which is in memory" if saved else ""
-        lost = [each.completed for each in reached if not each.is_saved]
+        lost = [each.completed for each in reached if not each.is_rescued and each.completed > each.restored]
         if lost:
-            where = (
-                f", as no rank was left to save step {max(lost)}, from the newest checkpoint on disk or the beginning"
-            )
-        return f"starting all ranks again{where} (restart {self._in_vain} of {self.limit}{self._all()})"
-
-    def _all(self) -> str:
-        return "" if self.count == self._in_vain else f" since the last progress, {self.count} in all"
+            where = f" from what is on disk, as no rank was left to save step {max(lost)}"
+        number = f"restart {self.count}"
+        if self.count == self._in_vain:
+            number += f" of {self.limit}"
+        elif self._in_vain:
+            number += f", {self._in_vain} of {self.limit} without progress"
+        return f"starting all ranks again{where} ({number})"
 
     def wait_for_rescue(self, running: Callable[[], Sequence[int]], look: Callable[[float], None]) -> None:
         """Let the ranks that are left notice that one is gone, and save their last step.
@@ -137,7 +139,8 @@ class Restarts:
         patience = RESCUE_S + 2 * max(each.pace for each in reached)  # they notice when they meet, in every step
         began = time.monotonic()
         while running():
-            if all(each.is_saved for each in self.reached()):
+            # What a start went on from is kept where it came from.
+            if all(each.is_rescued or each.completed == each.restored for each in self.reached()):
                 return
             waited = time.monotonic() - began
             if waited > (WRITING_S if self._is_writing() else patience):
@@ -161,14 +164,13 @@ class Restarts:
 def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
     restored = max(record.restored for record in records)
     completed = max(restored, *(record.completed for record in records))
-    saved = (folder / RESCUE / key / f"step-{completed:08d}").is_dir()
     return Reached(
         key,
         restored,
         completed,
         max(record.redone for record in records),
         next((record.source for record in records if record.source), None),
-        saved or completed == restored,
+        (folder / RESCUE / key / f"step-{completed:08d}").is_dir(),
         all(record.has_ended for record in records),
         max(record.pace for record in records),
     )

@@ -24,6 +24,9 @@ _FIXED = ("batch_size", "seed", "scheduler")
 class Settings:
     """The settings that decide a run's numbers; a checkpoint written under other settings is refused."""
 
+    state_is_constant = True
+    """Which spares a copy in every step."""
+
     def __init__(self, config: TrainConfig, **more: Any) -> None:
         chosen = asdict(config)
         self._allow_changed = config.allow_changed_settings
@@ -73,6 +76,9 @@ class DataIdentity:
 
     A difference is noticed if :mod:`paceline.train.data_fingerprint` looks at it.
     """
+
+    state_is_constant = True
+    """As for :class:`Settings`."""
 
     def __init__(self, dataset: Any, allow_changed: bool = False) -> None:
         self._dataset = dataset

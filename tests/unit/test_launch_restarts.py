@@ -1,0 +1,139 @@
+"""When ranks are started again: counted while nothing is gained, told by records that outlive the ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.restarts import LIMIT, Restarts
+from paceline.step_records import BEFORE, RESCUE, STEPS, StepRecord, job_folder, record_path, records_in
+
+KEY = "0123456789abcdef"
+
+
+def start(job: Path, completed: Sequence[int], restored: int = 0, ended: bool = False, redone: int = 0) -> None:
+    """Leave the records of ranks that completed these steps."""
+    folder = job / STEPS / KEY
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, step in enumerate(completed):
+        record = StepRecord(record_path(folder, rank), make=True)
+        record.restore(restored, "memory" if restored else None, redone)
+        record.complete(step)
+        if ended:
+            record.end()
+
+
+def test_ranks_that_do_not_tell_their_steps_are_started_again_only_if_the_user_says_so(tmp_path: Path) -> None:
+    assert Restarts(tmp_path, None).decide() is None
+    assert Restarts(None, None).decide() is None
+    restarts = Restarts(tmp_path, 2)
+    assert restarts.decide() == "starting all ranks again (restart 1 of 2)"
+    assert restarts.decide() == "starting all ranks again (restart 2 of 2)"
+    assert restarts.decide() is None
+    assert restarts.count == 2
+
+
+def test_by_default_a_start_without_progress_is_repeated_three_times(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, None)
+    start(tmp_path, [5, 4])
+    decided = []
+    for _ in range(2 + LIMIT):
+        decided.append(restarts.decide())
+        restarts.begin()
+        start(tmp_path, [5, 5], restored=5)
+    assert decided[-2:] == ["starting all ranks again (restart 4, 3 of 3 without progress)", None]
+    assert decided[0] == "starting all ranks again from what is on disk, as no rank was left to save step 5 (restart 1)"
+
+
+def test_progress_sets_the_count_back_and_only_steps_that_are_new_are_progress(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, 1)
+    for number in range(1, 6):
+        start(tmp_path, [number, number - 1], restored=number - 1)
+        assert str(restarts.decide()).endswith(f"(restart {number})")
+        restarts.begin()
+    # From the beginning to the same step, again and again: each start completes steps, and nothing is gained.
+    for _ in range(2):
+        start(tmp_path, [5, 5])
+        decided = restarts.decide()
+        restarts.begin()
+    assert decided is None
+
+
+def test_a_training_that_is_over_is_not_repeated_because_of_what_fails_after_it(tmp_path: Path) -> None:
+    start(tmp_path, [5, 5], ended=True)
+    assert Restarts(tmp_path, None).decide() is None
+    assert Restarts(tmp_path, 1).decide() is not None  # as the user said
+
+
+def test_a_restart_says_which_step_is_in_memory(tmp_path: Path) -> None:
+    start(tmp_path, [7, 6])
+    (tmp_path / RESCUE / KEY / "step-00000007").mkdir(parents=True)
+    assert Restarts(tmp_path, None).decide() == ("starting all ranks again from step 7, which is in memory (restart 1)")
+
+
+def test_the_records_of_the_start_before_are_kept_for_the_next_one(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, None)
+    start(tmp_path, [7, 6], redone=2)
+    restarts.begin()
+    assert [record.completed for record in records_in(tmp_path / BEFORE / KEY)] == [7, 6]
+    assert [record.redone for record in records_in(tmp_path / BEFORE / KEY)] == [2, 2]
+    assert restarts.reached() == []
+    restarts.begin()  # a start that failed before it had a record changes nothing
+    assert [record.completed for record in records_in(tmp_path / BEFORE / KEY)] == [7, 6]
+
+
+def test_nobody_waits_for_a_rescue_that_is_done_or_impossible(tmp_path: Path) -> None:
+    looks: list[float] = []
+    restarts = Restarts(tmp_path, None)
+    restarts.wait_for_rescue(lambda: [0], looks.append)  # no records
+    start(tmp_path, [7, 6])
+    restarts.wait_for_rescue(list, looks.append)  # no rank is left
+    Restarts(tmp_path, 0).wait_for_rescue(lambda: [0], looks.append)  # nothing will be started again
+    assert looks == []
+
+    def save(seconds: float) -> None:
+        looks.append(seconds)
+        (tmp_path / RESCUE / KEY / "step-00000007").mkdir(parents=True)
+
+    restarts.wait_for_rescue(lambda: [0], save)
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("broken", [b"", b"x" * 4096])
+def test_a_record_that_is_damaged_is_left_out(broken: bytes, tmp_path: Path) -> None:
+    start(tmp_path, [7, 6])
+    record_path(tmp_path / STEPS / KEY, 1).write_bytes(broken)
+    assert [record.completed for record in records_in(tmp_path / STEPS / KEY)] == [7]
+
+
+def test_a_record_keeps_the_wishes_of_two_steps_because_a_rank_may_be_one_ahead(tmp_path: Path) -> None:
+    record = StepRecord(record_path(tmp_path, 0), make=True)
+    seen = StepRecord(record_path(tmp_path, 0))
+    record.prepare(4, 1)
+    record.prepare(5, 2)
+    assert (seen.prepared, seen.wish(4), seen.wish(5)) == (5, 1, 2)
+    assert seen.pid == os.getpid()
+
+
+def test_a_record_outlives_its_rank(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from paceline.step_records import *\n"
+        "record = StepRecord(record_path(Path(sys.argv[1]), 3), make=True)\n"
+        "record.prepare(8); record.complete(8); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    record = StepRecord(record_path(tmp_path, 3))
+    assert (record.prepared, record.completed) == (8, 8)
+
+
+def test_ranks_share_a_job_only_if_all_are_on_its_host(tmp_path: Path) -> None:
+    here = {"PACELINE_BLACK_BOX": str(tmp_path), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    assert job_folder(here) == tmp_path
+    assert job_folder(here | {"WORLD_SIZE": "4"}) is None
+    assert job_folder(here | {"PACELINE_BLACK_BOX": ""}) is None
+    assert job_folder({}) is None
