@@ -28,7 +28,7 @@ SOURCES = (None, "memory", "disk")
 """Where a run goes on from; a record holds the index. None is the beginning."""
 _SIZE = 4096
 _MAGIC, _PID, _SOURCE, _RESTORED, _REDONE, _PREPARED, _COMPLETED, _ALONE, _ENDED, _WISHES = range(10)
-_PACE = _WISHES + 2
+_PACE, _LEFT = _WISHES + 2, _WISHES + 3
 _NONE = -1
 PARTS = 2**20
 """Of a step, at most."""
@@ -109,6 +109,15 @@ class StepRecord:
     def has_ended(self) -> bool:
         """Whether the rank has come to the end of its training, and closed its Checkpointer."""
         return bool(self._values[_ENDED])
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the rank has ended by itself, not by a signal."""
+        return self.has_ended or bool(self._values[_LEFT])
+
+    def leave(self) -> None:
+        """Note that the interpreter ends."""
+        self._values[_LEFT] = 1
 
     def end(self) -> None:
         """Note that the training is over."""
