@@ -12,4 +12,7 @@ FIELDS: dict[str, type] = {
     "replicas_identical": bool,
     "replica_sha256": list,
     "resumed_from_step": type(None),
+    "restarts": int,
+    "steps_redone": int,
+    "rescued_from": type(None),
 }

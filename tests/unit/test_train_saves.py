@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import CheckpointWarning
-from paceline.train import TrainConfig, Trainer
+from paceline.train import TrainConfig
+from paceline.train.saves import Saves
 from processes import paceline
 from trainings import Outcome, Run, train
 from twins import Pools
@@ -26,26 +27,26 @@ def on_a_disk_that_is_full(world: Any, run: Run, steps: list[int]) -> tuple[Outc
     """Train; rank 0 can write no file while it saves one of `steps`. Returns what the rank was warned of, too."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    save = Trainer._save
+    save = Saves.save
 
-    def fails(trainer: Trainer) -> None:
-        if world.is_main and trainer.result.steps in steps:
+    def fails(saves: Saves, step: int, is_last: bool) -> None:
+        if world.is_main and step in steps:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         try:
-            save(trainer)
+            save(saves, step, is_last)
             for thread in threading.enumerate():
                 if thread.name == "paceline-checkpoint":
                     thread.join()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    Trainer._save = fails  # type: ignore[method-assign]
+    Saves.save = fails  # type: ignore[method-assign]
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", CheckpointWarning)
             return train(world, run), [str(each.message) for each in caught if each.category is CheckpointWarning]
     finally:
-        Trainer._save = save  # type: ignore[method-assign]
+        Saves.save = save  # type: ignore[method-assign]
 
 
 def config(folder: Path, **options: Any) -> TrainConfig:

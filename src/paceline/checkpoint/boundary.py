@@ -7,6 +7,7 @@ copies are small, see :mod:`paceline.checkpoint.frozen`.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from paceline.checkpoint.turn import Turn
 from paceline.errors import CheckpointError
 from paceline.failpoints import strike
 from paceline.unwrapping import Accumulates, joins
+
+logger = logging.getLogger(__name__)
 
 
 class Watched:
@@ -113,13 +116,12 @@ class Boundary:
         is_step = self._turn.has_begun or not self._hooks
         self.step += is_step
         if self._gate is not None and self._is_of_no_use(watched):
-            self._leave_gate()
+            self.leave_gate()
+        if self._gate is not None and is_first:  # the optimizer has not waited
+            self._prepare(self.step, watched)
         if self._gate is not None:
-            own, buffers = capture.own(watched.own), watched.buffers.now()
-            if is_first:  # the optimizer has not waited
-                self.wishes = self._gate.prepare(self.step, own, buffers, self.wish)
             self._freeze(watched)
-            self._gate.complete(self.step, own, buffers)
+            self._gate.complete(self.step, capture.own(watched.own), watched.buffers.now())
         self._turn.end()
         strike("boundary")
         return is_step
@@ -160,10 +162,9 @@ class Boundary:
         watched = self._look()
         if self._is_armed and self._gate is not None and self._turn.has_new_gradients(optimizer):
             if self._is_of_no_use(watched):
-                self._leave_gate()
+                self.leave_gate()
             else:
-                own, buffers = capture.own(watched.own), watched.buffers.now()
-                self.wishes = self._gate.prepare(self.step + 1, own, buffers, self.wish)
+                self._prepare(self.step + 1, watched)
         self._turn.step(optimizer, watched.optimizers)
         if is_first:
             strike("gate")
@@ -183,10 +184,23 @@ class Boundary:
         }
         self._versions = watched.versions()
 
-    def _leave_gate(self) -> None:
+    def leave_gate(self) -> None:
+        """Let optimizers step without the other ranks, which do the same when they see it; nothing can be rescued."""
         assert self._gate is not None
         self._gate.record.step_alone()
         self._gate, self._frozen = None, None
+
+    def _prepare(self, step: int, watched: Watched) -> None:
+        """Meet the other ranks before `step`, unless one of them cannot."""
+        assert self._gate is not None
+        try:
+            self.wishes = self._gate.prepare(step, capture.own(watched.own), watched.buffers.now(), self.wish)
+        except OSError as error:
+            logger.warning("a failure will cost the steps since the last save on disk: %s", error)
+            self.leave_gate()
+            return
+        if self._gate.is_left:
+            self.leave_gate()
 
     def _is_of_no_use(self, watched: Watched) -> bool:
         """Whether the surviving ranks could not tell what the others need.

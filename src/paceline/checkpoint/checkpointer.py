@@ -10,6 +10,7 @@ import os
 import sys
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,7 +23,7 @@ from paceline.checkpoint.recovery import History, Recovery
 from paceline.checkpoint.registered import Registered, Stateful
 from paceline.checkpoint.run_folder import RunFolder, expect_path
 from paceline.checkpoint.saved import Saved, compare, expect_registrable
-from paceline.checkpoint.saving import Save, collect, parts
+from paceline.checkpoint.saving import collect
 from paceline.checkpoint.schedule import Schedule
 from paceline.errors import CheckpointError, UsageError
 from paceline.rollcall import called_by_all
@@ -33,7 +34,7 @@ from paceline.world import World
 Object = TypeVar("Object", bound=Stateful)
 
 
-class Checkpointer:
+class Checkpointer(AbstractContextManager["Checkpointer"]):
     """Saves and restores registered objects as folders ``step-00000120`` in `folder`.
 
     Make it on all ranks, with the same arguments, and call its methods on all ranks (except :meth:`register`).
@@ -43,8 +44,7 @@ class Checkpointer:
         checkpointer.register("model", model)
         checkpointer.register("optimizer", optimizer)
         step = checkpointer.restore() if checkpointer.steps() else 0
-        for batch in batches:
-            ...
+        ...
             optimizer.step()
             step = checkpointer.step()
 
@@ -78,19 +78,23 @@ class Checkpointer:
         async_save: bool = False,
     ) -> None:
         world = rank_consensus.here()
-        rank_consensus.agree(world, rank_consensus.error_of(expect_path, folder))
+        self._schedule = Schedule(every)
+        rank_consensus.agree(
+            world, rank_consensus.error_of(expect_path, folder) or rank_consensus.error_of(self._schedule.check)
+        )
         self._folder = Path(folder).absolute()
         self._keep = Keep(keep, keep_best, best)
         self._registered: dict[str, Registered] = {}
         self._opened: RunFolder | None = None  # rank 0's
         self._closed = False
         self._in_flight = False  # on all ranks alike: a save was started in the background, and not waited for
-        self._schedule = Schedule(every)
         # No cycle: a Checkpointer that is dropped leaves its folder at once.
         registered, this = self._registered, weakref.ref(self)
         self._recovery = Recovery(
             world, self._folder, lambda: list(registered.values()), lambda: getattr(this(), "_opened", None)
         )
+        # All ranks have their records now, or do without.
+        self._recovery.agree(rank_consensus.gather(world, self._recovery.is_ready))
         self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
@@ -136,7 +140,8 @@ class Checkpointer:
             CommunicationError: if a rank has ended.
             CheckpointError: as :meth:`save`, in a step that is saved.
         """
-        self._expect_open()
+        if self._closed:
+            self._world()
         boundary = self._recovery.boundary
         if boundary.mark() and self._schedule.is_due(boundary.step):
             self.save(boundary.step, metadata)
@@ -180,14 +185,9 @@ class Checkpointer:
         size = capture.expect_equal(world, step, entries, captures)
         if world.rank != 0:
             capture.hand_over(captures[-1])
-
-        def write() -> str:
-            with parts(world, captures) as states:
-                runs = self._run_folder.ledger.runs(step, world.size)
-                order = Save(step, world.size, size, checked_notes, runs)
-                return str(self._run_folder.writer.save(order, states))
-
-        path = rank_consensus.decide(world, write)
+        path = rank_consensus.decide(
+            world, lambda: str(self._run_folder.save(world, step, size, checked_notes, captures))
+        )
         self._in_flight = self._async_save
         return Path(path)
 
@@ -204,8 +204,7 @@ class Checkpointer:
     def failure(self) -> CheckpointError | None:
         """The error of the save in the background, on rank 0, as soon as it has failed; elsewhere None.
 
-        Look after every step to hear of it at once. It needs no other rank, and the next :meth:`save`, :meth:`wait` or
-        :meth:`close` raises it on every rank all the same.
+        It needs no other rank; the next :meth:`save`, :meth:`wait` or :meth:`close` raises it on every rank.
         """
         return None if self._opened is None else self._opened.writer.failure()
 
@@ -213,8 +212,7 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """Return the path of the newest checkpoint that is whole, down to the last byte; None if there is none.
 
-        Damaged ones are skipped, and rank 0 warns of each once, with the reason. The path is that on rank 0's
-        host.
+        Damaged ones are skipped, and rank 0 warns of each once. The path is that on rank 0's host.
         """
         answer = rank_consensus.decide(self._world(), lambda: self._run_folder.newest())
         return None if answer is None else Path(answer)
@@ -299,9 +297,6 @@ class Checkpointer:
                 self._opened.close()
             self._opened = None
 
-    def __enter__(self) -> Checkpointer:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close()
 
@@ -321,9 +316,6 @@ class Checkpointer:
         return self._opened.writer.in_background
 
     def _world(self) -> World:
-        self._expect_open()
-        return rank_consensus.here()
-
-    def _expect_open(self) -> None:
         if self._closed:
             raise UsageError(f"the Checkpointer of {self._folder} is closed; make a new one")
+        return rank_consensus.here()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,6 +74,11 @@ class Gate:
         for other in self._others.values():
             wish |= other.wish(step)
         return wish
+
+    @property
+    def is_left(self) -> bool:
+        """Whether another rank steps without waiting, so that nothing holds for all any more."""
+        return any(other.is_alone for other in self._others.values())
 
     def complete(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
         """Store this rank's own states as of the end of `step`, which it has completed.
@@ -145,7 +151,9 @@ class Gate:
 
     def _prepared(self, rank: int) -> int:
         other = self._other(rank)
-        return -1 if other is None else other.prepared_part
+        if other is None:
+            return -1
+        return sys.maxsize if other.is_alone else other.prepared_part
 
     def _other(self, rank: int) -> StepRecord | None:
         """Return the record of another rank; None if it has not opened its Checkpointer yet."""

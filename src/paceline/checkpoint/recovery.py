@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +75,20 @@ class Recovery:
     def memory(self) -> Path | None:
         """The folder of checkpoints that were rescued into memory, which need not exist; None if none are."""
         return None if self._gate is None else rescued_folder(self._gate)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this rank can meet the others before a step."""
+        return self._gate is not None
+
+    def agree(self, ready: Sequence[bool]) -> None:
+        """Rescue nothing unless all ranks are `ready`."""
+        if not all(ready) and self._gate is not None:
+            self.boundary.leave_gate()
+            self._gate = None
+            if self._forget is not None:
+                self._forget()
+            atexit.unregister(self._leave)
 
     def go_on_from(self, step: int, source: str | None) -> None:
         """Note that the run goes on from `step`, which was restored from `source`."""

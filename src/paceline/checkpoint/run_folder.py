@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import ledger, restoring
 from paceline.checkpoint.background import BackgroundWriter
+from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.ledger import Ledger, Run
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.notes import Keep
-from paceline.checkpoint.saving import Writer
+from paceline.checkpoint.notes import Keep, Notes
+from paceline.checkpoint.saving import Save, Writer, parts
 from paceline.checkpoint.storage import Storage, step_name, steps_in
 from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointError, UsageError
+from paceline.world import World
 
 
 def expect_path(folder: Any) -> None:
@@ -65,6 +67,16 @@ class RunFolder:
         self.ledger = Ledger()
         self._runs_before: tuple[Run, ...] = ()  # that led to the checkpoint chosen last
         self.writer = (BackgroundWriter if async_save else Writer)(self._storage, keep)
+
+    def save(self, world: World, step: int, size: int, checked_notes: Notes, captures: Sequence[Capture]) -> Path:
+        """Write the `captures` of rank 0, and those that the other ranks hand over, `size` bytes in all.
+
+        Raises:
+            CheckpointError: if they cannot be written.
+        """
+        with parts(world, captures) as states:
+            order = Save(step, world.size, size, checked_notes, self.ledger.runs(step, world.size))
+            return self.writer.save(order, states)
 
     def newest(self) -> str | None:
         """Return the path of the newest whole checkpoint; None if there is none."""

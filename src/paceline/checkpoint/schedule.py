@@ -18,19 +18,24 @@ class Schedule:
 
     Args:
         every: steps, or time; None for never.
-
-    Raises:
-        UsageError: if it is neither, or not positive.
     """
 
     def __init__(self, every: int | timedelta | None) -> None:
-        if not (every is None or (type(every) is int and every > 0) or _is_time(every)):
-            raise UsageError(f"every={every!r} is no number of steps above 0, and no timedelta; give one such as 100")
         self._every = every
         self._began: tuple[float, int] | None = None
         """When the last save was, and after which step."""
         self._ask = 0
         """The step at which rank 0 is asked next."""
+
+    def check(self) -> None:
+        """Refuse an interval that is none.
+
+        Raises:
+            UsageError: if it is neither steps nor time, or not positive.
+        """
+        every = self._every
+        if not (every is None or (type(every) is int and every > 0) or _is_time(every)):
+            raise UsageError(f"every={every!r} is no number of steps above 0, and no timedelta; give one such as 100")
 
     def is_due(self, step: int) -> bool:
         """Return whether `step`, which was just completed, is saved. Collective now and then."""

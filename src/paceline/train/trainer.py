@@ -313,12 +313,8 @@ class Trainer:
         at_end = self.loader.at_last and (every is None or self._is_last_step)
         if at_end or (every is not None and self.result.steps % every == 0):
             self.model.sync_buffers()  # rank 0's are saved, and a resumed run goes on with them on every rank
-            self._save()
+            self._saves.save(self.result.steps, self._is_last_step)
 
     @property
     def _is_last_step(self) -> bool:
         return self.loader.at_last and self._sampler.epoch == self.config.epochs - 1
-
-    def _save(self) -> None:
-        assert self._saves is not None
-        self._saves.save(self.result.steps, self._is_last_step)
