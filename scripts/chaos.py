@@ -4,8 +4,8 @@ Every run trains a small network with dropout, batch normalization, a schedule a
 very bits of the undisturbed run: parameters, buffers, optimizer, schedule, random generators, and the log of samples;
 with no completed step computed again, unless all ranks end at once; and it leaves nothing behind.
 
-Under torch DDP on Gloo with more than two ranks, the order of a sum follows the buckets, which torch lays out anew after
-every start. So weights and optimizer are not compared there; everything else is.
+Under torch DDP on Gloo with more than two ranks, the order of a sum follows the buckets, which torch lays out anew
+after every start. So weights and optimizer are not compared there; everything else is.
 """
 
 from __future__ import annotations
