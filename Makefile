@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-recipes train test test-long test-torch check wheel-check bench bench-mpi pictures clean
+.PHONY: help install install-recipes train test test-long test-torch check wheel-check chaos bench bench-mpi pictures clean
 
 help:  ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ check: $(VENV)/.dev  ## lint, format, types and layers
 
 wheel-check: $(VENV)/.dev  ## build sdist and wheel, install the wheel elsewhere, and train there
 	$(BIN)/python scripts/wheel_check.py
+
+chaos: $(VENV)/.dev  ## strike ranks at exact moments, and compare the bits they end with; takes minutes
+	$(BIN)/python scripts/chaos.py --keep $(ARGS)
 
 bench: $(VENV)/.dev  ## run the benchmarks; dated results go to benchmarks/results
 	$(BIN)/python benchmarks/run.py

@@ -30,7 +30,7 @@ class Optimizer(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *arguments: Any, **options: Any) -> Any:
         if group is self.param_groups[1]:
             strike("optimizer")
-        return super()._init_group(group, *arguments, **options)
+        return super()._init_group(group, *arguments, **options)  # type: ignore[no-untyped-call]
 
 
 def network() -> nn.Sequential:

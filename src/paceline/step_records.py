@@ -29,8 +29,8 @@ SOURCES = (None, "memory", "disk")
 """Where a run goes on from; a record holds the index. None is the beginning."""
 _SIZE = 4096
 _MAGIC, _PID, _SOURCE, _RESTORED, _REDONE, _PREPARED, _COMPLETED, _ALONE, _ENDED, _WISHES = range(10)
-_PACE = _WISHES + 2
-_STOPPING, _STOP_SIGNAL, _STOP_STEP = range(_PACE + 1, _PACE + 4)
+_PACE, _LEFT = _WISHES + 2, _WISHES + 3
+_STOPPING, _STOP_SIGNAL, _STOP_STEP = range(_LEFT + 1, _LEFT + 4)
 _NONE = -1
 PARTS = 2**20
 """Of a step, at most."""
@@ -141,6 +141,15 @@ class StepRecord:
         """Note what the rank does about signals; of ``SAVED`` the signal, and the step."""
         self._values[_STOP_SIGNAL], self._values[_STOP_STEP] = number, step
         self._values[_STOPPING] = state
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the rank has ended by itself, not by a signal."""
+        return self.has_ended or bool(self._values[_LEFT])
+
+    def leave(self) -> None:
+        """Note that the interpreter ends."""
+        self._values[_LEFT] = 1
 
     def end(self) -> None:
         """Note that the training is over."""

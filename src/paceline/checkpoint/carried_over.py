@@ -41,7 +41,7 @@ def _objects_at_end(lost: Capture, before: Capture, after: Capture, unknown: lis
     nodes, tensors = dict[str, Any](), dict[str, torch.Tensor]()
     for name in lost.nodes:
         states = [(each.nodes.get(name), _tensors_of(name, each)) for each in (lost, before, after)]
-        node, found = _at_end(*states, name, unknown)
+        node, found = _at_end(states[0], states[1], states[2], name, unknown)
         nodes[name] = node
         tensors |= found
     return Capture(nodes, tensors, {**lost.aliases, **after.aliases} if lost.aliases else after.aliases)

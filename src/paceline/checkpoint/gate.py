@@ -97,9 +97,9 @@ class Gate:
         return -1 if other is None else other.completed
 
     def gone(self) -> list[int]:
-        """Return the ranks that have ended before their training did."""
+        """Return the ranks that were ended before their training was; one that leaves by itself needs no rescue."""
         others = [(rank, self._other(rank)) for rank in range(self.size) if rank != self.rank]
-        return [rank for rank, other in others if other and not other.has_ended and not is_running(other.pid)]
+        return [rank for rank, other in others if other and not other.has_left and not is_running(other.pid)]
 
     def wait_for_step(self, step: int, seconds: float) -> None:
         """Wait until every rank that runs has completed `step`, which all have prepared."""
@@ -115,7 +115,7 @@ class Gate:
         deadline = time.monotonic() + seconds
         while not (gone := self.gone()) and time.monotonic() < deadline:
             others = [self._other(rank) for rank in range(self.size) if rank != self.rank]
-            if all(other is None or other.has_ended for other in others):
+            if all(other is None or other.has_left for other in others):
                 break
             time.sleep(_LOOK_S)
         return gone

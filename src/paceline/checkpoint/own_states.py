@@ -114,9 +114,8 @@ class OwnStatesFile:
     def _grow(self, least: int) -> None:
         """Take a larger file, with the slots as they are; it takes the smaller one's place when it is whole."""
         before, capacity = self._map, self._capacity
-        self._map = self._make(
-            2 * least, [bytes(before[slot * capacity : (slot + 1) * capacity]) for slot in range(_SLOTS)]
-        )
+        slots = [bytes(before[slot * capacity : (slot + 1) * capacity]) for slot in range(_SLOTS)]
+        self._map = self._make(2 * least, slots)
         self._address = _address_of(self._map)
 
     def _make(self, capacity: int, slots: Sequence[bytes] = ()) -> mmap.mmap:

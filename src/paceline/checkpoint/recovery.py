@@ -127,6 +127,7 @@ class Recovery:
     def _leave(self) -> None:
         """At this rank's exit, save what others cannot any more, as the script may have handled their failure."""
         if self._gate is not None and os.getpid() == self._process and not self._rescue.was_called:
+            self._gate.record.leave()
             self._gate.wait_for_step(self.boundary.step, COMPLETES_S)
             self._rescue_for(self._gate.gone())
 

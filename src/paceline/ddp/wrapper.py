@@ -270,10 +270,10 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     def _begin_forward(self) -> Callable[[], None]:
         """Do what has to happen on all ranks before a forward; returns what undoes its count."""
         # 1. forward begins: buffers are synchronized if that is due
+        strike("forward")
         if not self.training or (connection := self._connection) is None:
             return _nothing
         connection.channel.expect_open()
-        strike("forward")
         if not is_in_backward():  # not while a checkpoint is recomputed inside backward
             self._engine.settle_aborted()
         if connection.joined_steps.is_active:

@@ -116,6 +116,9 @@ class Restarts:
         self.count += 1
         saved = [each for each in reached if each.is_rescued]
         where = f" from step {max(each.completed for each in saved)}, which is in memory" if saved else ""
+        lost = [each.completed for each in reached if not each.is_rescued and each.completed > each.restored]
+        if lost:
+            where = f" from what is on disk, as no rank was left to save step {max(lost)}"
         number = f"restart {self.count}"
         if self.count == self._in_vain:
             number += f" of {self.limit}"
