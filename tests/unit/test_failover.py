@@ -195,7 +195,7 @@ def test_steps_are_not_redone_because_a_start_ended_before_it_restored_them(
     StepRecord(record_path(before, 0), make=True).complete(50)
 
     def start() -> Recovery:
-        return Recovery(world, folder, list, lambda: None)
+        return Recovery(world, key_of(folder), folder, list, lambda: None)
 
     recovery = start()
     recovery.close(failing=False)
