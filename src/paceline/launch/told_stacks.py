@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -29,7 +30,7 @@ def ask(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dic
         try:
             if handles(pid, number()):
                 os.truncate(path, 0)
-                os.kill(pid, number())
+                _signal_main_thread(pid, number())
                 if resume:
                     os.kill(pid, signal.SIGCONT)
                 waiting[rank] = path
@@ -46,6 +47,24 @@ def ask(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dic
             elif text:
                 stacks[rank] = text
     return stacks
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread itself.
+
+    Of a process that is stopped any thread may take what is sent to the process, when it goes on; and the main thread,
+    whose stack is asked for, would be elsewhere by then.
+
+    Raises:
+        OSError: if that fails.
+    """
+    try:
+        send = ctypes.CDLL(None, use_errno=True).tgkill
+    except AttributeError:  # an old C library
+        os.kill(pid, number)
+        return
+    if send(pid, pid, number) != 0:
+        raise OSError(ctypes.get_errno(), "tgkill")
 
 
 def main_thread(stacks: str) -> list[str]:
