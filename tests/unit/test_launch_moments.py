@@ -155,7 +155,14 @@ def test_a_running_job_and_one_that_was_told_to_end_are_not_ok(tmp_path: Path) -
     name = script(tmp_path, "import time; open('ready', 'w').close(); time.sleep(60)")
     with Running(tmp_path, "run", "--report", "report.json", name) as job:
         job.wait_for("ready")
-        running = {"ok": None, "exit_code": None, "restarts": 0, "failures": []}
+        running = {
+            "ok": None,
+            "exit_code": None,
+            "restarts": 0,
+            "steps_redone": 0,
+            "rescued_from": None,
+            "failures": [],
+        }
         assert json.loads((tmp_path / "report.json").read_text()) == running
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 143
