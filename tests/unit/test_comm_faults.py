@@ -65,7 +65,8 @@ def die(world: World, how: str, workers: int, called: str) -> tuple[str, float, 
     }
     try:
         call[called]()
-    except CommunicationError as error:
+    except RuntimeError as error:
+        assert isinstance(error, CommunicationError) or called == "future"  # of which C++ makes an error of its own
         took = time.time() - float(Path(os.environ["DIED"]).read_text())
         with pytest.raises(CommunicationError, match="cannot be used any more, since rank 1"):
             sums(world)
@@ -94,7 +95,7 @@ def test_a_dead_peer_is_named_within_a_second_also_while_its_workers_live(
         ranks.start(die, how, workers, called)
         for rank in (0, 2):
             said, took, _ = ranks.answer(rank, 20)
-            assert re.match(rf"rank {rank}: rank 1 \(pid {victim}\) has ended in ", said), said
+            assert re.search(rf"(^|: )rank {rank}: rank 1 \(pid {victim}\) has ended in ", said), said
             assert took < 1, took
         for process in Path("/proc").glob("[0-9]*"):  # workers that outlived rank 1
             with contextlib.suppress(OSError):
