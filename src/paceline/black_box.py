@@ -95,13 +95,19 @@ def path_of(folder: Path, local_rank: int) -> Path:
     return folder / f"rank-{local_rank}"
 
 
+def process_state(pid: int) -> str:
+    """Return the letter of the process's state, such as T for stopped; empty if it is not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
 def is_running(pid: int) -> bool:
     """Return whether the process is there and has not ended; a zombie has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (OSError, IndexError):
-        if Path("/proc/self/stat").exists():
-            return False
+    state = process_state(pid)
+    if state or Path("/proc/self/stat").exists():
+        return bool(state) and state not in "ZX"
     try:
         os.kill(pid, 0)
     except OSError as error:

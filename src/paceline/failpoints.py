@@ -45,7 +45,7 @@ MOMENTS = (
 
 
 class Struck(Exception):
-    """What a failpoint raises."""
+    """The exception of a failpoint."""
 
 
 @dataclass(frozen=True)

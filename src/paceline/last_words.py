@@ -1,4 +1,4 @@
-"""What a rank does last when an error ends it: saves what would be lost."""
+"""Functions that a rank calls last when an error ends it, to save what would be lost."""
 
 from __future__ import annotations
 

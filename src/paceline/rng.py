@@ -105,13 +105,23 @@ def _rank() -> int:
 
 def rng_state() -> dict[str, Any]:
     """Return the state of this rank's generators, as tensors and plain values."""
-    version, words, gauss = random.getstate()
+    numpy = sys.modules.get("numpy")
+    in_numpy = numpy.random.get_state() if numpy else None
+    in_cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return rng_state_of(torch.get_rng_state(), random.getstate(), in_numpy, in_cuda)
+
+
+def rng_state_of(
+    in_torch: torch.Tensor, in_python: tuple[Any, ...], in_numpy: tuple[Any, ...] | None, in_cuda: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return what :func:`rng_state` does, made of what the generators themselves tell; None for those that are not."""
+    version, words, gauss = in_python
     state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
+        "torch": in_torch,
         "python": {"version": version, "words": list(words), "gauss": gauss},
     }
-    if numpy := sys.modules.get("numpy"):
-        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    if in_numpy is not None:
+        kind, keys, position, has_gauss, cached = in_numpy
         state["numpy"] = {
             "kind": kind,
             "keys": torch.from_numpy(keys.astype("int64")),
@@ -119,8 +129,8 @@ def rng_state() -> dict[str, Any]:
             "has_gauss": int(has_gauss),
             "cached": float(cached),
         }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if in_cuda is not None:
+        state["cuda"] = in_cuda
     return state
 
 

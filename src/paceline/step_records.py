@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import signal
 from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
@@ -25,6 +26,8 @@ STEPS, BEFORE, RESCUE = "steps", "steps-before", "rescue"
 """Folders in a job's folder: records of the present start, those of the one before, and rescued checkpoints."""
 RESTARTS = "PACELINE_RESTARTS"
 """Environment variable by which our launcher tells its ranks how often it starts them again without progress."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Those that batch systems send before they end a job: they ask ranks that mark their steps to end after one."""
 SOURCES = (None, "memory", "disk")
 """Where a run goes on from; a record holds the index. None is the beginning."""
 _SIZE = 4096
@@ -37,7 +40,7 @@ PARTS = 2**20
 
 
 class Stopping(IntEnum):
-    """What a rank does about a signal that asks it to end."""
+    """Answers of a rank to a signal that asks it to end."""
 
     NOT = 0
     """Whatever the script does, or Python."""
@@ -129,7 +132,7 @@ class StepRecord:
 
     @property
     def stopping(self) -> Stopping:
-        """What the rank does about a signal that asks it to end."""
+        """The rank's answer to a signal that asks it to end."""
         return Stopping(self._values[_STOPPING])
 
     @property
@@ -192,6 +195,11 @@ def job_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
     return path if path.is_dir() else None
 
 
+def step_name(step: int) -> str:
+    """Return the name of the folder of a checkpoint, on disk and in memory."""
+    return f"step-{step:08d}"
+
+
 def key_of(folder: Path) -> str:
     """Return the name under which records and rescued checkpoints of a checkpoint folder are kept."""
     return hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
@@ -200,6 +208,13 @@ def key_of(folder: Path) -> str:
 def record_path(folder: Path, rank: int) -> Path:
     """Return the path of the record of `rank` in `folder`."""
     return folder / f"rank-{rank}"
+
+
+def present_records(job: Path | None) -> dict[str, list[StepRecord]]:
+    """Return the records of the present start in the folder of a `job`, by the key of the checkpoint folder."""
+    if job is None or not (job / STEPS).is_dir():
+        return {}
+    return {path.name: records for path in sorted((job / STEPS).iterdir()) if (records := records_in(path))}
 
 
 def records_in(folder: Path) -> list[StepRecord]:

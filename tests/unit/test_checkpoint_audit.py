@@ -15,8 +15,8 @@ from test_checkpoint_command import Command, command  # noqa: F401
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paceline.checkpoint import Checkpointer, consumed_once, ledger
-from paceline.checkpoint.ledger import Batches, Run, Source
+from paceline.checkpoint import Checkpointer, consumed_once, sample_ledger
+from paceline.checkpoint.sample_ledger import Batches, Run, Source
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
 from paceline.world import World
@@ -190,7 +190,7 @@ LEDGERS = {
 @pytest.mark.parametrize(("given", "problems"), LEDGERS.values(), ids=LEDGERS)
 def test_what_was_not_used_once_is_named(given: list[Run], problems: list[str]) -> None:
     assert [text for epoch in consumed_once.check(given) for text in epoch.problems] == problems
-    assert list(ledger.parse(ledger.render(given))) == given
+    assert list(sample_ledger.parse(sample_ledger.render(given))) == given
 
 
 MALFORMED: list[Any] = [
@@ -209,7 +209,7 @@ for line in ("", "0 0 6", "0 6 0 6 1", "0 0 7 6 1", "-1 0 6 6 1", "a b c d e", f
 @pytest.mark.parametrize("body", MALFORMED)
 def test_a_malformed_ledger_is_refused(body: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
-        ledger.parse(json.dumps(body).encode())
+        sample_ledger.parse(json.dumps(body).encode())
 
 
 def consumed(batches: int, leave_at: int | None = None) -> list[tuple[int, int, int]]:

@@ -23,7 +23,7 @@ from paceline.checkpoint.frozen import SMALL, State, freeze, freeze_object, thaw
 from paceline.checkpoint.gate import Gate, states_path
 from paceline.checkpoint.own_states import OwnStatesFile, read_own_states
 from paceline.checkpoint.registered import Registered
-from paceline.checkpoint.schedule import Schedule
+from paceline.checkpoint.save_interval import SaveInterval
 from paceline.errors import CheckpointError, CommunicationError, UsageError
 from paceline.rng import rng_state, set_rng_state
 from paceline.step_records import StepRecord, record_path
@@ -234,12 +234,12 @@ def test_own_states_are_stored_for_the_step_that_the_optimizer_takes_and_again_a
 
 
 def test_steps_are_saved_by_number() -> None:
-    schedule = Schedule(3)
+    schedule = SaveInterval(3)
     assert [step for step in range(1, 10) if schedule.is_due(step)] == [3, 6, 9]
-    assert not any(map(Schedule(None).is_due, range(1, 10)))
+    assert not any(map(SaveInterval(None).is_due, range(1, 10)))
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "10"])
 def test_an_interval_that_is_none_is_refused(every: Any) -> None:
     with pytest.raises(UsageError, match="every="):
-        Schedule(every).check()
+        SaveInterval(every).check()

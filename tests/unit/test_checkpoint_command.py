@@ -21,6 +21,7 @@ from forked import Forked
 from paceline import cli, documents
 from paceline.checkpoint import Checkpointer, inspection, manifest, storage, verify
 from paceline.checkpoint.manifest import Manifest
+from paceline.step_records import step_name
 
 
 class Done(NamedTuple):
@@ -413,7 +414,7 @@ def test_a_newer_format_is_said_to_be_one_and_not_damage(
     run_folder: Path, tmp_path: Path, command: Command, name: str
 ) -> None:
     for step in (1, 2, 3):
-        make_newer(run_folder / storage.step_name(step))
+        make_newer(run_folder / step_name(step))
     done = command(name, run_folder, "--step", 3, *options(name, tmp_path))
     assert done.code == 2
     [line] = done.err.splitlines()

@@ -11,12 +11,12 @@ import typer
 from rich.table import Table
 
 from paceline import documents
-from paceline.checkpoint import codec, consumed_once, copies, inspection, ledger, manifest, verify
+from paceline.checkpoint import codec, consumed_once, copies, inspection, manifest, sample_ledger, verify
 from paceline.checkpoint.command_output import add_row, make_table, print_json, printable
 from paceline.checkpoint.consumed_once import Epoch
 from paceline.checkpoint.inspection import Inspected
-from paceline.checkpoint.ledger import Run
 from paceline.checkpoint.room import readable
+from paceline.checkpoint.sample_ledger import Run
 from paceline.errors import NoCheckpoint
 from paceline.output_tables import print_table
 
@@ -105,7 +105,7 @@ def _audited_data(place: Path, found: Sequence[Inspected]) -> AuditedData:
         if each.manifest is None or each.damages:
             continue
         try:
-            runs = ledger.read(each.path, each.manifest)
+            runs = sample_ledger.read(each.path, each.manifest)
             epochs, step = consumed_once.check(runs), each.step
             problems += [f"{each.path}: {problem}" for problem in _positions(each.path, runs)]
         except verify.Damaged as damage:

@@ -18,13 +18,12 @@ import torch
 
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.notes import Keep
+from paceline.checkpoint.room import aligned
 from paceline.checkpoint.saving import Part, Save, Writer
 from paceline.checkpoint.storage import Storage
-from paceline.checkpoint.tensorfile import Spec, spec_of
+from paceline.checkpoint.tensorfile import spec_of
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError, CheckpointWarning
-
-_ALIGNED = 64  # bytes: where any tensor may begin
 
 
 class Staging:
@@ -41,7 +40,9 @@ class Staging:
             MemoryError: if there is no memory for them.
         """
         tensors = [tensor for each in captures for tensor in each.tensors.values()]
-        self._grow(sum(_room(spec_of(tensor)) for tensor in tensors), any(tensor.is_cuda for tensor in tensors))
+        self._grow(
+            sum(aligned(spec_of(tensor).nbytes) for tensor in tensors), any(tensor.is_cuda for tensor in tensors)
+        )
         self._used = 0
         return [
             Capture(each.nodes, {name: self._copy(tensor) for name, tensor in each.tensors.items()}, each.aliases)
@@ -60,16 +61,12 @@ class Staging:
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         spec = spec_of(tensor)
         place = self._memory[self._used : self._used + spec.nbytes]
-        self._used += _room(spec)
+        self._used += aligned(spec.nbytes)
         if not spec.nbytes:
             return spec.empty()
         copy = place.view(getattr(torch, spec.dtype)).view(spec.shape)
         copy.copy_(torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor)
         return copy
-
-
-def _room(spec: Spec) -> int:
-    return -(-spec.nbytes // _ALIGNED) * _ALIGNED
 
 
 class _Fate:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watched:
-    """What is looked at in every step, found once in the registered objects: looking for it would take longer.
+    """Parts of the registered objects that are looked at in every step, found once: looking for them would take longer.
 
     Parameters that a module gets later are missed.
     """
@@ -36,6 +36,7 @@ class Watched:
     def __init__(self, entries: Sequence[Registered]) -> None:
         self.entries = tuple(entries)
         self.own = [entry for entry in entries if entry.per_rank]
+        self.shared = [(entry, entry.is_constant) for entry in entries if not entry.per_rank]
         self.accumulating = [entry.object for entry in entries if isinstance(entry.object, Accumulates)]
         self.modules = [entry.object for entry in entries if isinstance(entry.object, nn.Module)]
         self.optimizers = [entry.object for entry in entries if isinstance(entry.object, torch.optim.Optimizer)]
@@ -90,7 +91,7 @@ class Boundary:
     @property
     def joins(self) -> bool:
         """Whether this is inside ``join``, where ranks take different numbers of steps."""
-        return any(joins(entry.object) for entry in self._entries())
+        return any(map(joins, self._look().modules))
 
     def watch(self, entry: Registered) -> None:
         """Notice the steps of `entry`, if it is an optimizer."""
@@ -183,9 +184,8 @@ class Boundary:
     def _freeze(self, watched: Watched) -> None:
         before = self._frozen or {}
         self._frozen = {
-            entry.name: before[entry.name] if entry.is_constant and entry.name in before else freeze_object(entry)
-            for entry in watched.entries
-            if not entry.per_rank
+            entry.name: before[entry.name] if is_constant and entry.name in before else freeze_object(entry)
+            for entry, is_constant in watched.shared
         }
         self._versions = watched.versions()
 
@@ -213,4 +213,4 @@ class Boundary:
         Inside ``join`` ranks take different numbers of steps; without a registered optimizer nobody says when
         parameters change; and on a GPU the host is ahead of what the device has computed.
         """
-        return not self._hooks or not watched.is_on_cpu or any(map(joins, watched.modules))
+        return not self._hooks or not watched.is_on_cpu or self.joins

@@ -1,8 +1,8 @@
-"""What a rank that ended between the gate and the end of its step would have had there, as far as the others tell.
+"""The states that a rank which ended between the gate and the end of its step would have had there.
 
-Its own states are those of the gate. A survivor has both, the gate's and the end's. What the survivor did not change in
-between, the other did not, either. What was equal on both at the gate, such as a counter of updates, is equal at the
-end.
+They are told from what is stored: the rank's own states at the gate, and those of a survivor at the gate and at the
+end. What the survivor did not change in between, the other did not, either. What was equal on both at the gate, such as
+a counter of updates, is equal at the end.
 """
 
 from __future__ import annotations

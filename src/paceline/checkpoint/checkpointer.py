@@ -22,12 +22,11 @@ from paceline.checkpoint.notes import Keep
 from paceline.checkpoint.recovery import History, Recovery
 from paceline.checkpoint.registered import Registered, Stateful
 from paceline.checkpoint.run_folder import RunFolder, expect_path
+from paceline.checkpoint.save_interval import SaveInterval
 from paceline.checkpoint.saved import Saved, compare, expect_registrable
 from paceline.checkpoint.saving import collect
-from paceline.checkpoint.schedule import Schedule
-from paceline.errors import CheckpointError, Preempted, UsageError
+from paceline.errors import CheckpointError, UsageError
 from paceline.rollcall import called_by_all
-from paceline.step_records import key_of
 from paceline.torch_internals.dtensor import local_of
 from paceline.tracing import CHECKPOINT, recorder
 from paceline.world import World
@@ -79,7 +78,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         async_save: bool = False,
     ) -> None:
         world = rank_consensus.here()
-        self._schedule = Schedule(every)
+        self._schedule = SaveInterval(every)
         rank_consensus.agree(
             world, rank_consensus.error_of(expect_path, folder) or rank_consensus.error_of(self._schedule.check)
         )
@@ -89,13 +88,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._opened: RunFolder | None = None  # rank 0's
         self._closed = False
         self._in_flight = False  # on all ranks alike: a save was started in the background, and not waited for
-        # No cycle: a Checkpointer that is dropped leaves its folder at once.
-        registered, this = self._registered, weakref.ref(self)
-        key = str(rank_consensus.decide(world, lambda: key_of(self._folder)))  # other ranks may call it otherwise
-        entries, opened = lambda: list(registered.values()), lambda: getattr(this(), "_opened", None)
-        self._recovery = Recovery(world, key, self._folder, entries, opened)
+        me = weakref.ref(self)  # no cycle: a Checkpointer that is dropped leaves its folder at once
+        self._recovery = Recovery.of_all(world, self._folder, self._registered, lambda: getattr(me(), "_opened", None))
         weakref.finalize(self, self._recovery.stops.close).atexit = False  # signals are not noted for nobody
-        self._recovery.agree(rank_consensus.gather(world, self._recovery.is_ready))
         self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
@@ -155,13 +150,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 self.save(boundary.step, metadata)
             if stop is not None:
                 self.wait()
-                stops.saved(stop)
-                raise Preempted(128 + stop)
+                stops.end(stop)
         return boundary.step
 
     @property
     def history(self) -> History:
-        """What has happened to this run so far: restarts, and steps that were computed again."""
+        """Restarts of this run, and steps that were computed again."""
         return self._recovery.history()
 
     @called_by_all("Checkpointer.save()")
@@ -213,10 +207,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     @property
     def failure(self) -> CheckpointError | None:
-        """The error of the save in the background, on rank 0, as soon as it has failed; elsewhere None.
-
-        It needs no other rank; the next :meth:`save`, :meth:`wait` or :meth:`close` raises it on every rank.
-        """
+        """The error of the save in the background, on rank 0, as soon as it has failed; raised on all ranks later."""
         return None if self._opened is None else self._opened.writer.failure()
 
     @called_by_all("Checkpointer.latest()")

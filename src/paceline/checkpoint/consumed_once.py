@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline import documents
-from paceline.checkpoint.ledger import Batches, Run
+from paceline.checkpoint.sample_ledger import Batches, Run
 from paceline.digests import quick_digest
 from paceline.rng import epoch_order
 

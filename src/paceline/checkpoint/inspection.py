@@ -19,6 +19,7 @@ from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.notes import Keep, Notes
 from paceline.checkpoint.saved import RANK_ROLE
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
+from paceline.step_records import step_name
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def inspect(folder: Path, steps: Sequence[int], every_byte: bool) -> Iterator[In
         every_byte: whether to read everything that is there; if not, sizes and lists of tensors are compared alone.
     """
     for step in steps:
-        found = _inspect(folder / storage.step_name(step), step, every_byte)
+        found = _inspect(folder / step_name(step), step, every_byte)
         if found.path.is_dir():
             yield found
 

@@ -107,11 +107,7 @@ def read_verified(folder: Path, step: int) -> Notes:
     found = verify.read_manifest(folder, step)
     if (file := found.file(NAME)) is None:
         return Notes()
-    verify.check_bytes(folder / file.path, file)
-    try:
-        return parse(verify.read_document(folder / file.path))
-    except ValueError as error:
-        raise verify.Damaged(f"{manifest.NAME}: {error}") from None
+    return verify.read_listed(folder, file, parse, manifest.NAME)
 
 
 def _is_number(value: Any) -> bool:

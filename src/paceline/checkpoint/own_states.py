@@ -1,4 +1,4 @@
-"""What a rank alone has at a step boundary, kept in memory that outlives it: random generators, buffers, own states.
+"""The states that a rank alone has, kept in memory that outlives it: random generators, buffers, registered objects.
 
 A file in the folder of the job's step records has four slots, which the rank fills in turns. A slot begins with the
 number of its write, which is set to 0 first and written last, so a rank that is killed leaves the others whole: the
@@ -24,11 +24,12 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.capture import Capture
+from paceline.checkpoint.room import aligned
 from paceline.checkpoint.tensorfile import Spec, stored
+from paceline.rng import rng_state_of
 
 _HEAD = struct.Struct("<qqqq")  # number of the write, step, bytes of plain values, bytes of all
 _SLOTS = 4
-_ALIGN = 64
 _MT19937 = 624 * 4 + 4
 """Bytes of NumPy's Mersenne Twister: its words, and the position among them."""
 _FIRST = 64 * 2**10
@@ -68,18 +69,18 @@ class OwnStatesFile:
         names = list(objects.tensors)
         plain = marshal.dumps((self._generators(), dict(objects.nodes), dict(objects.aliases), names, layout))
         sizes = [tensor.nbytes for tensor in tensors]
-        total = _aligned(_HEAD.size + len(plain)) + sum(map(_aligned, sizes))
+        total = aligned(_HEAD.size + len(plain)) + sum(map(aligned, sizes))
         if total > self._capacity:
             self._grow(total)
         self._number += 1
         at = self._number % _SLOTS * self._capacity
         self._map[at : at + 8] = bytes(8)
         self._map[at + _HEAD.size : at + _HEAD.size + len(plain)] = plain
-        place = at + _aligned(_HEAD.size + len(plain))
+        place = at + aligned(_HEAD.size + len(plain))
         for tensor, size in zip(tensors, sizes, strict=True):
             if size:
                 ctypes.memmove(self._address + place, tensor.data_ptr(), size)
-            place += _aligned(size)
+            place += aligned(size)
         struct.pack_into("<qqq", self._map, at + 8, step, len(plain), total)
         struct.pack_into("<q", self._map, at, self._number)
 
@@ -144,7 +145,7 @@ def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStat
         return None
     _, _, plain, _, at = min(fitting) if prepared else max(fitting)
     generators, nodes, aliases, names, layout = marshal.loads(content[at + _HEAD.size : at + _HEAD.size + plain])
-    place, tensors = at + _aligned(_HEAD.size + plain), []
+    place, tensors = at + aligned(_HEAD.size + plain), []
     for shape, dtype in layout:
         spec = Spec(shape, dtype.removeprefix("torch."))
         tensor = spec.empty("cpu")
@@ -152,13 +153,9 @@ def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStat
             raw = torch.frombuffer(bytearray(content[place : place + spec.nbytes]), dtype=torch.uint8)
             tensor = raw.view(tensor.dtype).reshape(spec.shape)
         tensors.append(tensor)
-        place += _aligned(spec.nbytes)
+        place += aligned(spec.nbytes)
     objects = Capture(nodes, dict(zip(names, tensors, strict=False)), aliases)
     return OwnStates(_unpacked(generators), objects, tensors[len(names) :])
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
 
 
 def _address_of(memory: mmap.mmap) -> int:
@@ -166,25 +163,13 @@ def _address_of(memory: mmap.mmap) -> int:
 
 
 def _unpacked(generators: tuple[Any, ...]) -> dict[str, Any]:
-    in_torch, (version, words, gauss), in_numpy, in_cuda = generators
-    state: dict[str, Any] = {
-        "torch": _bytes_of(in_torch),
-        "python": {"version": version, "words": list(words), "gauss": gauss},
-    }
+    in_torch, in_python, in_numpy, in_cuda = generators
     if in_numpy is not None:
-        import numpy
+        import numpy  # loaded when the state was taken, so the run uses it
 
-        kind, keys, position, has_gauss, cached = in_numpy
-        state["numpy"] = {
-            "kind": kind,
-            "keys": torch.from_numpy(numpy.frombuffer(keys, dtype="uint32").astype("int64")),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        }
-    if in_cuda is not None:
-        state["cuda"] = _bytes_of(in_cuda)
-    return state
+        kind, keys, *rest = in_numpy
+        in_numpy = (kind, numpy.frombuffer(keys, dtype="uint32"), *rest)
+    return rng_state_of(_bytes_of(in_torch), in_python, in_numpy, None if in_cuda is None else _bytes_of(in_cuda))
 
 
 def _bytes_of(content: bytes) -> torch.Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline import rank_consensus
 from paceline.checkpoint.boundary import Boundary
 from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.registered import Registered
@@ -18,7 +19,7 @@ from paceline.checkpoint.stop_requests import StopRequests
 from paceline.errors import CheckpointError, CommunicationError
 from paceline.last_words import at_failure
 from paceline.rollcall import named_ranks
-from paceline.step_records import BEFORE, STEPS, job_folder, records_in
+from paceline.step_records import BEFORE, STEPS, job_folder, key_of, records_in
 from paceline.world import TIMEOUT, World
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ END_S = 5.0
 
 @dataclass(frozen=True)
 class History:
-    """What has happened to a run so far."""
+    """The failures of a run so far, and their price."""
 
     restarts: int
     """How often the launcher has started all ranks again."""
@@ -77,19 +78,29 @@ class Recovery:
             atexit.register(self._leave)
             self.go_on_from(0, None)
 
+    @classmethod
+    def of_all(
+        cls,
+        world: World,
+        folder: Path,
+        registered: Mapping[str, Registered],
+        run_folder: Callable[[], RunFolder | None],
+    ) -> Recovery:
+        """Make it on all ranks together: all of them can rescue, or none."""
+        key = str(rank_consensus.decide(world, lambda: key_of(folder)))  # other ranks may call the folder otherwise
+        made = cls(world, key, folder, lambda: list(registered.values()), run_folder)
+        if not all(rank_consensus.gather(world, made._gate is not None)):
+            made._give_up()
+        return made
+
     @property
     def memory(self) -> Path | None:
         """The folder of checkpoints that were rescued into memory, which need not exist; None if none are."""
         return None if self._gate is None else rescued_folder(self._gate)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether this rank can meet the others before a step."""
-        return self._gate is not None
-
-    def agree(self, ready: Sequence[bool]) -> None:
-        """Rescue nothing unless all ranks are `ready`."""
-        if not all(ready) and self._gate is not None:
+    def _give_up(self) -> None:
+        """Rescue nothing, as another rank cannot."""
+        if self._gate is not None:
             self.boundary.leave_gate()
             self._gate = None
             if self._forget is not None:

@@ -20,11 +20,12 @@ from paceline.checkpoint.notes import Notes
 from paceline.checkpoint.optimizers import follow
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.saved import Saved
-from paceline.checkpoint.storage import Storage, step_name
+from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.tensorfile import stored
 from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointWarning, DesyncError, NoCheckpoint
 from paceline.failpoints import strike
+from paceline.step_records import step_name
 from paceline.torch_internals.dtensor import whole_of
 from paceline.world import World
 

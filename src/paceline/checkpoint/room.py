@@ -11,10 +11,17 @@ import torch
 
 from paceline.checkpoint.tensorfile import spec_of
 
+ALIGNED = 64
+"""Bytes."""
 PER_TENSOR = 512
 """Bytes for a tensor's entries in the header and in the manifest, and its share of ``state.json``."""
 MARGIN = 64 * 2**10
 """Bytes for all else: plain values, and what is lost to whole blocks."""
+
+
+def aligned(size: int) -> int:
+    """Return `size` bytes up to where the next tensor of any dtype may begin."""
+    return -(-size // ALIGNED) * ALIGNED
 
 
 def needed(tensors: Iterable[torch.Tensor]) -> int:

@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import ledger, restoring
+from paceline.checkpoint import restoring, sample_ledger
 from paceline.checkpoint.background import BackgroundWriter
 from paceline.checkpoint.capture import Capture
-from paceline.checkpoint.ledger import Ledger, Run
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.notes import Keep, Notes
+from paceline.checkpoint.sample_ledger import Ledger, Run
 from paceline.checkpoint.saving import Save, Writer, parts
-from paceline.checkpoint.storage import Storage, step_name, steps_in
+from paceline.checkpoint.storage import Storage, steps_in
 from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointError, UsageError
+from paceline.step_records import step_name
 from paceline.world import World
 
 
@@ -117,7 +118,7 @@ class RunFolder:
         self.writer.join()
         path, found = self._rescued(step) or restoring.choose(self._storage, step)
         try:
-            self._runs_before = ledger.read(path, found)
+            self._runs_before = sample_ledger.read(path, found)
         except Damaged as damage:
             raise CheckpointError(f"the checkpoint {path} cannot be used: {damage}; use another one") from None
         return path, found

@@ -10,9 +10,9 @@ from pathlib import Path
 from paceline import rank_consensus
 from paceline.checkpoint import capture
 from paceline.checkpoint.capture import Capture
-from paceline.checkpoint.ledger import Run
 from paceline.checkpoint.notes import Keep, Notes
 from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.sample_ledger import Run
 from paceline.checkpoint.storage import Storage, reason
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError

@@ -11,14 +11,14 @@ import signal
 import threading
 import time
 from types import FrameType
+from typing import NoReturn
 
 from paceline import rank_consensus
 from paceline.black_box import handles
 from paceline.checkpoint.boundary import Boundary
-from paceline.step_records import StepRecord, Stopping
+from paceline.errors import Preempted
+from paceline.step_records import STOP_SIGNALS, StepRecord, Stopping
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Those that batch systems send before they end a job. The first one that any rank got counts."""
 ECHO_S = 0.5
 """Batch systems signal all processes, and launchers pass on what they get: within this time that is one request."""
 ASK_S = 1.0
@@ -59,7 +59,7 @@ class StopRequests:
         if not self._saves:
             self._tell(Stopping.IN_VAIN)
         elif threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in STOP_SIGNALS:
                 # A handler in C, such as faulthandler's, is none that Python knows of.
                 if signal.getsignal(number) == signal.SIG_DFL and not handles(os.getpid(), number):
                     signal.signal(number, self._note)
@@ -75,11 +75,16 @@ class StopRequests:
         if not self._saves:
             return None
         wishes = self._boundary.wishes if self._boundary.gate is not None else self._wishes()
-        return next((number for bit, number in enumerate(SIGNALS) if wishes & 1 << bit), None)
+        return next((number for bit, number in enumerate(STOP_SIGNALS) if wishes & 1 << bit), None)
 
-    def saved(self, number: signal.Signals) -> None:
-        """Tell the launcher that all ranks end because of `number`, and have saved the last step."""
+    def end(self, number: signal.Signals) -> NoReturn:
+        """Tell the launcher that all ranks end because of `number`, and have saved the last step; and end.
+
+        Raises:
+            Preempted: always.
+        """
         self._tell(Stopping.SAVED, number)
+        raise Preempted(128 + number)
 
     def close(self) -> None:
         """Leave signals to what handled them before."""
@@ -90,7 +95,7 @@ class StopRequests:
         self._tell(Stopping.NOT)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        now, bit = time.monotonic(), 1 << SIGNALS.index(signal.Signals(number))
+        now, bit = time.monotonic(), 1 << STOP_SIGNALS.index(signal.Signals(number))
         is_second = bool(self._boundary.wish & bit) and now - self._noted > ECHO_S
         if os.getpid() != self._process or is_second:  # a forked child has no step to end
             signal.signal(number, signal.SIG_DFL)

@@ -35,16 +35,12 @@ from paceline.checkpoint.room import expect_room
 from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 from paceline.failpoints import strike
+from paceline.step_records import step_name
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _OURS = re.compile(r"\.(writing|replaced|deleted)-(step-\d{8,18})")
 _PROBE = re.compile(r"\.probe-[0-9a-f]{16}")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600  # weights and data positions are their owner's; the umask may take more away
-
-
-def step_name(step: int) -> str:
-    """Return the name of the folder for `step`."""
-    return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:

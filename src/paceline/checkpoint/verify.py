@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from paceline import documents
 from paceline.checkpoint import manifest, tensorfile
 from paceline.checkpoint.manifest import File, Manifest
 
+Value = TypeVar("Value")
 PIECE = 2**20  # bytes
 
 
@@ -75,6 +77,19 @@ def read_manifest(folder: Path, step: int) -> Manifest:
     if found.step != step:
         raise Damaged(f"{manifest.NAME} is that of step {found.step}, not of step {step}")
     return found
+
+
+def read_listed(folder: Path, file: File, parse: Callable[[bytes], Value], name: str) -> Value:
+    """Return what `parse` makes of the JSON document that the manifest of the checkpoint `folder` lists as `file`.
+
+    Raises:
+        Damaged: if it is altered or malformed, which is said of `name`.
+    """
+    check_bytes(folder / file.path, file)
+    try:
+        return parse(read_document(folder / file.path))
+    except ValueError as error:
+        raise Damaged(f"{name}: {error}") from None
 
 
 def read_document(path: Path) -> bytes:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from paceline import documents
-from paceline.checkpoint import ledger, manifest, notes, storage, tensorfile
+from paceline.checkpoint import manifest, notes, sample_ledger, storage, tensorfile
 from paceline.checkpoint.capture import Capture
-from paceline.checkpoint.ledger import Run
 from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.notes import Notes
+from paceline.checkpoint.sample_ledger import Run
 from paceline.checkpoint.saved import RANK_ROLE
 from paceline.checkpoint.storage import Storage
 from paceline.failpoints import strike
@@ -57,8 +57,8 @@ class Draft:
     def add_ledger(self, runs: Sequence[Run]) -> None:
         """Write ``consumed.json``, unless there is nothing to account for."""
         if runs:
-            size, digest = storage.write_file(self._folder / ledger.NAME, [ledger.render(runs)])
-            self._files.append(File(ledger.NAME, size, digest, ledger.NAME, None, {}, {}))
+            size, digest = storage.write_file(self._folder / sample_ledger.NAME, [sample_ledger.render(runs)])
+            self._files.append(File(sample_ledger.NAME, size, digest, sample_ledger.NAME, None, {}, {}))
 
     def commit(self) -> Path:
         """Write ``state.json`` and the manifest, and give the folder its name; then the checkpoint is durable.

@@ -25,18 +25,19 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from paceline.black_box import FOLDER
 from paceline.job_folders import JobFolder
 from paceline.launch import failure, record
-from paceline.launch.ending import Ending
 from paceline.launch.failure import End
 from paceline.launch.files import RankFiles
 from paceline.launch.hangs import HangWatch
 from paceline.launch.job_report import JobReport
 from paceline.launch.last_moments import LastMoments
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
-from paceline.launch.preemption import ASKING, Preemption
+from paceline.launch.preemption import Preemption
 from paceline.launch.preloader import ForkServer
+from paceline.launch.rank_ending import Ending
 from paceline.launch.restarts import Restarts
 from paceline.launch.signals import SPARE, Caught, Stopped
 from paceline.rendezvous import STORE
+from paceline.step_records import STOP_SIGNALS
 
 INTERRUPT_GRACE_S = 1.0  # after Ctrl-C everything has to be gone within 2 s
 FAILURE_GRACE_S = 3.0  # after a failure the others have to be gone within 5 s
@@ -252,7 +253,7 @@ class Agent(LocalElasticAgent):
         number = self._caught.received[0]
         if number == signal.SIGINT:
             self._end_ranks(signal.SIGTERM, INTERRUPT_GRACE_S, quiet=True)
-        elif number in ASKING and self._preemption.would_save(self._pids().values()):
+        elif number in STOP_SIGNALS and self._preemption.would_save(self._pids().values()):
             self._say(f"{number.name}: the ranks end after this step and save it; another signal ends them at once")
             self._signalled.update(self._running())
             self._preemption.ask(number, self._pids().values())
@@ -260,7 +261,7 @@ class Agent(LocalElasticAgent):
             if not any(end.code for end in self.ends.values()):
                 return  # they had come to their end before
         else:
-            if number in ASKING and self._preemption.is_in_vain():
+            if number in STOP_SIGNALS and self._preemption.is_in_vain():
                 self._say("nothing is saved, as the training has no checkpoint folder")
             self._signalled.update(self._running())
             self._ending.end(number, self.grace, self._failed(), (), quiet=False)

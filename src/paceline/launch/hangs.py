@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from paceline.black_box import WAITING, Snapshot, path_of, read_box
+from paceline.black_box import WAITING, Snapshot, path_of, process_state, read_box
 from paceline.launch import told_stacks
 from paceline.launch.failure import End, missed, quoted
 from paceline.launch.state import doings, state_of
@@ -227,14 +227,6 @@ def _send(processes: Sequence[int], number: signal.Signals) -> None:
     for pid in processes:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def process_state(pid: int) -> str:
-    """Return the letter of the process's state, such as T for stopped; empty if it is not known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 def _detail(sight: Sight, told: str) -> str:

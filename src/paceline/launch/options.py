@@ -57,47 +57,8 @@ def parser() -> ArgumentParser:
     base.prog, base.usage = "paceline run", USAGE
     base.description, base.formatter_class = ABOUT, RawDescriptionHelpFormatter
     ours = base.add_argument_group("options")
-    ours.add_argument(
-        "--nproc",
-        dest="nproc_per_node",
-        default=SUPPRESS,
-        metavar="N",
-        help="Number of ranks on this host: a number, gpu, cpu or auto (GPUs if there are any, else cores). Default 1.",
-    )
-    ours.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        help="How long a collective waits for a rank, unless the script says otherwise; ranks get it as "
-        f"{TIMEOUT}, which paceline.init() reads. Default {TIMEOUT_S}, which is 10 minutes.",
-    )
-    ours.add_argument(
-        OPTION,
-        metavar="FILE",
-        help="Write there as JSON how the job ended: exit code, restarts, and for each failure the first rank with its "
-        "error, step and phase, and what the others did. For one host.",
-    )
-    ours.add_argument(
-        pinning.OPTION,
-        action="store_true",
-        help="Keep each rank to cores of its own, of one NUMA node where that is possible. For one host.",
-    )
-    ours.add_argument(
-        preloading.OPTION,
-        dest="preload",
-        action="store_false",
-        help="Have every rank import torch itself, rather than fork ranks from a process that has imported it; for "
-        "scripts that change how torch is imported.",
-    )
-    add_options(ours)
-    if "PET_SIGNALS_TO_HANDLE" not in os.environ:
-        base._option_string_actions["--signals-to-handle"].default = ",".join(number.name for number in FORWARDED)
-    restarts = base._option_string_actions["--max-restarts"]
-    restarts.help = (
-        "How often all ranks are started again after a failure, counted only while no step is completed. Default "
-        f"{LIMIT} for ranks that mark their steps with a Checkpointer, and 0 for others."
-    )
-    if "PET_MAX_RESTARTS" not in os.environ:
-        restarts.default = None
+    _add_own_options(ours)
+    _set_defaults(base._option_string_actions)
     # argparse shows groups in this order: what most people need first.
     base._action_groups.sort(key=lambda group: group is not ours)
     base._optionals.title, base._optionals.description = "torchrun's options", TORCHRUNS
@@ -117,6 +78,55 @@ def parser() -> ArgumentParser:
 
     base.error = refuse  # type: ignore[method-assign]
     return base
+
+
+def _add_own_options(group: Any) -> None:
+    """Add the options that torchrun does not have to a group of its parser."""
+    group.add_argument(
+        "--nproc",
+        dest="nproc_per_node",
+        default=SUPPRESS,
+        metavar="N",
+        help="Number of ranks on this host: a number, gpu, cpu or auto (GPUs if there are any, else cores). Default 1.",
+    )
+    group.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        help="How long a collective waits for a rank, unless the script says otherwise; ranks get it as "
+        f"{TIMEOUT}, which paceline.init() reads. Default {TIMEOUT_S}, which is 10 minutes.",
+    )
+    group.add_argument(
+        OPTION,
+        metavar="FILE",
+        help="Write there as JSON how the job ended: exit code, restarts, and for each failure the first rank with its "
+        "error, step and phase, and what the others did. For one host.",
+    )
+    group.add_argument(
+        pinning.OPTION,
+        action="store_true",
+        help="Keep each rank to cores of its own, of one NUMA node where that is possible. For one host.",
+    )
+    group.add_argument(
+        preloading.OPTION,
+        dest="preload",
+        action="store_false",
+        help="Have every rank import torch itself, rather than fork ranks from a process that has imported it; for "
+        "scripts that change how torch is imported.",
+    )
+    add_options(group)
+
+
+def _set_defaults(actions: Mapping[str, Action]) -> None:
+    """Give torchrun's options the defaults that they have here, unless the environment sets them."""
+    if "PET_SIGNALS_TO_HANDLE" not in os.environ:
+        actions["--signals-to-handle"].default = ",".join(number.name for number in FORWARDED)
+    restarts = actions["--max-restarts"]
+    restarts.help = (
+        "How often all ranks are started again after a failure, counted only while no step is completed. Default "
+        f"{LIMIT} for ranks that mark their steps with a Checkpointer, and 0 for others."
+    )
+    if "PET_MAX_RESTARTS" not in os.environ:
+        restarts.default = None
 
 
 def parse(arguments: Sequence[str]) -> Namespace:

@@ -8,14 +8,11 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.step_records import STEPS, StepRecord, Stopping, records_in
-
-ASKING = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals that ask ranks to end after a step. Others end them at once."""
+from paceline.step_records import Stopping, present_records
 
 
 class Preemption:
-    """What the ranks of the present start do about such signals, from their step records.
+    """The ranks of the present start, as far as their step records tell what they do about such signals.
 
     Args:
         folder: the job's; None if it has none.
@@ -46,7 +43,7 @@ class Preemption:
 
     def saved(self) -> tuple[signal.Signals, int] | None:
         """Return the signal for which all ranks have agreed to end, and the step that they have saved; None if not."""
-        for records in self._records():
+        for records in present_records(self._folder).values():
             for record in records:
                 if record.stopping is Stopping.SAVED:  # then all have agreed and saved it, and are about to end
                     number, step = record.stopped
@@ -61,15 +58,10 @@ class Preemption:
     def _states(self) -> dict[int, Stopping]:
         """Return the state of each rank, by its process; of several Checkpointers the one that says most."""
         states: dict[int, Stopping] = {}
-        for records in self._records():
+        for records in present_records(self._folder).values():
             for record in records:
                 states[record.pid] = max(record.stopping, states.get(record.pid, Stopping.NOT), key=_weight)
         return states
-
-    def _records(self) -> list[list[StepRecord]]:
-        if self._folder is None or not (self._folder / STEPS).is_dir():
-            return []
-        return [records for path in sorted((self._folder / STEPS).iterdir()) if (records := records_in(path))]
 
 
 def _weight(state: Stopping) -> int:

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import IO, Any
 
+from paceline.launch.fork_server import LONGEST
 from paceline.launch.preloading import setting
 from paceline.torch_internals.elastic import starting_ranks_with
 
-LONGEST = 65536  # bytes of a message
 SLICE_S = 0.05  # how often the launcher's own signals are looked at while it waits for the server
 LATE_S = 1.0  # how long after a rank's end the server may need to report it
 END_S = 2.0  # how long the server may need to end

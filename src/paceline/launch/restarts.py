@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.step_records import BEFORE, RESCUE, RESTARTS, STEPS, StepRecord, records_in
+from paceline.step_records import BEFORE, RESCUE, RESTARTS, STEPS, StepRecord, present_records, step_name
 
 LIMIT = 3
 """Starts without progress, by default."""
@@ -71,18 +71,14 @@ class Restarts:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What ranks are told."""
+        """Environment variables for the ranks."""
         return {"TORCHELASTIC_RESTART_COUNT": str(self.count), RESTARTS: str(self.limit)}
 
     def reached(self) -> list[Reached]:
         """Return how far the present start has come, for each checkpoint folder."""
-        if self._folder is None or not (self._folder / STEPS).is_dir():
+        if self._folder is None:
             return []
-        return [
-            _reached(self._folder, path.name, records)
-            for path in sorted((self._folder / STEPS).iterdir())
-            if (records := records_in(path))
-        ]
+        return [_reached(self._folder, key, records) for key, records in present_records(self._folder).items()]
 
     def told(self) -> tuple[int, str | None]:
         """Return how many steps were computed again, and where the present start went on from."""
@@ -177,7 +173,7 @@ def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
         completed,
         max(record.redone for record in records),
         next((record.source for record in records if record.source), None),
-        (folder / RESCUE / key / f"step-{completed:08d}").is_dir(),
+        (folder / RESCUE / key / step_name(completed)).is_dir(),
         all(record.has_ended for record in records),
         max(record.pace for record in records),
     )

@@ -143,11 +143,7 @@ def read(folder: Path, found: Manifest) -> tuple[Run, ...]:
     """
     if (file := found.file(NAME)) is None:
         return ()
-    verify.check_bytes(folder / file.path, file)
-    try:
-        return parse(verify.read_document(folder / file.path))
-    except ValueError as error:
-        raise verify.Damaged(f"{NAME}: {error}") from None
+    return verify.read_listed(folder, file, parse, NAME)
 
 
 def _line(batches: Batches) -> str:

@@ -10,7 +10,7 @@ from paceline import rank_consensus
 from paceline.errors import UsageError
 
 
-class Schedule:
+class SaveInterval:
     """Says on all ranks alike whether a step is saved.
 
     Time is rank 0's. It is not asked at every step: each time it answers it also says after how many steps to ask
