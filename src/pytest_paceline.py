@@ -49,16 +49,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where there are GPUs, run tests with ranks first: a process that has used CUDA can fork no ranks any more."""
-    marked = [item for item in items if item.get_closest_marker("ranks") is not None]
-    if marked and _has_gpus():
+    """Load what tests with ranks need, if there are any, outside of the time that a test has.
+
+    Where there are GPUs they run first: a process that has used CUDA can fork no ranks any more.
+    """
+    if any(item.get_closest_marker("ranks") is not None for item in items) and _testing().has_gpus():
         items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
-
-
-def _has_gpus() -> bool:
-    import torch
-
-    return torch.cuda.device_count() > 0
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -67,6 +67,9 @@ class Note:
 class Recorder:
     """Records the calls of this process."""
 
+    current: ClassVar[Recorder | None] = None
+    """That of this process, if it is a rank of a test."""
+
     def __init__(self, note: Note, lost: Callable[[int], bool]) -> None:
         """Calls whose number in this rank `lost` says yes to are not made."""
         self.groups: Calls = {}
@@ -78,6 +81,7 @@ class Recorder:
 
     def install(self, namespaces: Sequence[dict[str, Any]]) -> None:
         """Wrap torch's functions where they are, and in `namespaces` that imported them by name."""
+        Recorder.current = self
         for name in [*COLLECTIVES, *ONE_TO_ONE]:
             original = getattr(dist, name, None)
             if original is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import sys
 import warnings
@@ -29,6 +30,7 @@ from paceline.testing.rank_processes import RankRun
 from paceline.testing.verdict import Ending, Verdict, judge, others
 from paceline.torch_internals.elastic import OPTIMIZERS_NEED
 
+importlib.import_module(OPTIMIZERS_NEED)  # once, rather than in every rank
 MARK: pytest.StashKey[RanksMark] = pytest.StashKey()
 RESULT: pytest.StashKey[tuple[Verdict, Sequence[Ending], int]] = pytest.StashKey()
 
@@ -43,10 +45,16 @@ def mark_of(node: Any, config: pytest.Config) -> RanksMark | None:
     return RanksMark.of(marker.args, marker.kwargs, config.getoption("max_ranks")) if marker is not None else None
 
 
+def has_gpus() -> bool:
+    """Return whether this host has GPUs, without using them."""
+    return torch.cuda.device_count() > 0
+
+
 def set_up(item: Any, mark: RanksMark, needed: frozenset[str]) -> None:
     """Prepare a test with ranks, before its fixtures."""
     if mark.backend == "nccl" and torch.cuda.device_count() < max(mark.counts):
-        pytest.skip(f"NCCL needs {max(mark.counts)} GPUs, and this host has {torch.cuda.device_count()}")
+        reason = f"NCCL needs {max(mark.counts)} GPUs, and this host has {torch.cuda.device_count()}"
+        raise pytest.skip.Exception(reason, _use_item_location=True)
     if len(mark.counts) > 1 and not hasattr(item, "callspec"):
         pytest.fail(
             f"{item.name}: a method of a unittest.TestCase cannot run on {mark.counts} ranks one after the other; "
@@ -62,15 +70,19 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
     __tracebackhide__ = True
     mark = item.stash[MARK]
     size = item.callspec.params["paceline_ranks"] if len(mark.counts) > 1 else mark.counts[0]
-    __import__(OPTIMIZERS_NEED)  # once, rather than in every rank
+    if "tmp_path_factory" in item.fixturenames:
+        item.config._tmp_path_factory.getbasetemp()  # or every rank makes one
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with suppress(ValueError, OSError, AttributeError):  # or ranks would write it again
             stream.flush()  # type: ignore[union-attr]
     runner = RankRun(size, mark.timeout)
+    refusal, endings = "", []
     try:
         endings = runner(lambda connected: run_body(item, runtest, mark, connected), coverage_of_ranks.harvest)
     except UsageError as error:
-        pytest.fail(str(error), pytrace=False)
+        refusal = str(error)
+    if refusal:  # outside, so that it is the whole report
+        pytest.fail(refusal, pytrace=False)
     _pass_on_output(item, endings)
     _pass_on_warnings(endings)
     verdict = judge(endings, mark.timeout, runner.deadlock)

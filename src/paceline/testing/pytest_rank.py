@@ -137,11 +137,10 @@ def _replace_reporting(config: pytest.Config, connected: Connected, reports: lis
         def pytest_leave_pdb() -> None:
             connected.tell("debugging", False)
 
+    listeners = config.hook.pytest_runtest_logreport
+    for listener in list(listeners.get_hookimpls()):  # the terminal, a file, xdist's connection to its controller
+        listeners._remove_plugin(listener.plugin)
     config.pluginmanager.register(Rank(), "paceline rank")
-    if not config.getoption("usepdb", False):
-        for name in ("terminalreporter", "junitxml"):
-            with suppress(ValueError, AssertionError):
-                config.pluginmanager.unregister(name=name)
 
 
 def _take_terminal() -> None:
