@@ -1,4 +1,4 @@
-"""The ranks of our own tests, which are :mod:`paceline.testing`'s, from a fork server that has loaded what they need."""
+"""The ranks of our own tests, which are :mod:`paceline.testing`'s, and what their fork server loads."""
 
 from __future__ import annotations
 
@@ -18,3 +18,5 @@ preload(
     "sklearn.datasets",
     "frozen",
 )
+
+Ranks.warnings_are_errors = True

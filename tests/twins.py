@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline import unwrap
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.world import World
-from ranks import Pools
+from ranks import Pools as Pools
 
 INPUTS, OUTPUTS = 5, 3
 

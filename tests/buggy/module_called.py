@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-
 from usual import STEPS, loss_of, net, sgd
 
 

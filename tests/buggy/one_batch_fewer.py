@@ -6,8 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-
-from usual import loss_of, net, sgd
+from usual import STEPS, loss_of, net, sgd
 
 
 def train(DDP: Any) -> nn.Module:

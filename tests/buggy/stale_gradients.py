@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
 from usual import STEPS, batch, net, sgd
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-
 from usual import STEPS, loss_of, net, sgd
 
 

@@ -20,11 +20,27 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-COLLECTIVES = """
-    all_reduce all_reduce_coalesced broadcast broadcast_object_list all_gather all_gather_into_tensor all_gather_object
-    all_gather_coalesced reduce reduce_scatter reduce_scatter_tensor gather gather_object scatter scatter_object_list
-    all_to_all all_to_all_single barrier monitored_barrier
-""".split()
+COLLECTIVES = [
+    "all_reduce",
+    "all_reduce_coalesced",
+    "broadcast",
+    "broadcast_object_list",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "gather",
+    "gather_object",
+    "scatter",
+    "scatter_object_list",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
+]
 ONE_TO_ONE = ["send", "recv"]
 """Not collectives: written where the test process can read it, and not compared."""
 SIZE = 4096

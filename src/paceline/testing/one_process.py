@@ -123,8 +123,8 @@ def is_close(mine: Tensor, other: Tensor, rtol: float | None = None) -> bool:
 def _likeness(mine: Tensor, other: Tensor, size: int) -> str:
     """Return what a wrong gradient looks like."""
     for factor, meaning in (
-        (float(size), f"it is {size} times as large, as a sum over ranks is instead of a mean"),
-        (1 / size, f"it is a {size}th of it, as if it had been divided by the number of ranks twice"),
+        (float(size), f"it is {size} times as large, as a sum is where there should be a mean"),
+        (1 / size, f"it is 1/{size} of it, as a sum over samples is after the mean over ranks"),
         (0.0, "it is zero"),
     ):
         if is_close(mine, other * factor, 1e-3):

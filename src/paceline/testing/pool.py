@@ -27,7 +27,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -55,6 +55,9 @@ class RankFailed(AssertionError):
 class Ranks:
     """A world of `size` processes that stays up for several calls."""
 
+    warnings_are_errors: ClassVar[bool] = False
+    """In ranks that are started from now on; not so in ranks of the marker, which do as pytest is told."""
+
     def __init__(self, size: int, timeout: float = TIMEOUT_S, backend: str | None = None) -> None:
         self.size = size
         self.timeout = timeout
@@ -66,7 +69,16 @@ class Ranks:
             ours, theirs = _context.Pipe()
             process = _context.Process(
                 target=_serve,
-                args=(rank, size, self._store.port, backend, timeout, self._folder.name, theirs),
+                args=(
+                    rank,
+                    size,
+                    self._store.port,
+                    backend,
+                    timeout,
+                    self._folder.name,
+                    theirs,
+                    self.warnings_are_errors,
+                ),
                 daemon=False,
             )
             process.start()
@@ -196,7 +208,17 @@ def plain_start_method() -> None:
     multiprocessing.set_start_method(None, force=True)
 
 
-def _serve(rank: int, size: int, port: int, backend: str | None, timeout: float, folder: str, pipe: Connection) -> None:
+def _serve(
+    rank: int,
+    size: int,
+    port: int,
+    backend: str | None,
+    timeout: float,
+    folder: str,
+    pipe: Connection,
+    *,
+    warnings_are_errors: bool,
+) -> None:
     """A rank's life: join the world, answer calls until the pipe closes."""
     os.environ.update(
         RANK=str(rank),
@@ -211,7 +233,8 @@ def _serve(rank: int, size: int, port: int, backend: str | None, timeout: float,
     # crashed ranks that were merely slow; a signal stops its thread first, so that thread alone is shown.
     stack = Path(folder, str(rank)).open("w")  # noqa: SIM115  # as long as the rank lives
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
-    warnings.simplefilter("error")
+    if warnings_are_errors:
+        warnings.simplefilter("error")
     plain_start_method()
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)  # Python 3.12
     torch.set_num_threads(1)

@@ -226,5 +226,3 @@ def _log(config: pytest.Config) -> list[tuple[str, str]]:
     plugin: Any = config.pluginmanager.getplugin("logging-plugin")
     text = plugin.report_handler.stream.getvalue().strip() if plugin is not None else ""
     return [("log", text)] if text else []
-
-
