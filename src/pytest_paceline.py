@@ -62,11 +62,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Check the marker, and leave fixtures that need the world to the ranks."""
     if item.get_closest_marker("ranks") is None or not isinstance(item, pytest.Function):
         return
-    testing = _testing()
+    testing, refusal, mark = _testing(), "", None
     try:
         mark = testing.mark_of(item, item.config)
     except ValueError as error:  # a UsageError
-        pytest.fail(f"{item.name}: {error}", pytrace=False)
+        refusal = str(error)
+    if refusal:  # outside, so that it is the whole report
+        pytest.fail(f"{item.name}: {refusal}", pytrace=False)
     testing.set_up(item, mark, _needed(item))
 
 

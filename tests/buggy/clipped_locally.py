@@ -15,7 +15,7 @@ def train(DDP: Any) -> nn.Module:
         loss = loss_of(model, step)
         loss.backward()
         for parameter in model.parameters():
-            parameter.grad.div_(max(1.0, float(loss)))
+            parameter.grad.div_(max(1.0, loss.item()))
         optimizer.step()
         optimizer.zero_grad()
     return model

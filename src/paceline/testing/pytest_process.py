@@ -125,7 +125,7 @@ def _exception_of(verdict: Verdict) -> BaseException:
     if outcome is not None and outcome.error is not None:
         error = pickle.loads(outcome.error)
         if isinstance(error, Exception | pytest.fail.Exception):
-            return error  # type: ignore[no-any-return]
+            return error
     return RankFailed(verdict.message)
 
 

@@ -116,8 +116,8 @@ def _let_the_test_initialize() -> None:
             paceline.world.current().close()
         return original(*arguments, **options)
 
-    for namespace in (dist, dist.distributed_c10d):
-        namespace.init_process_group = init_process_group
+    for namespace in (vars(dist), vars(dist.distributed_c10d)):
+        namespace["init_process_group"] = init_process_group
 
 
 def _replace_reporting(config: pytest.Config, connected: Connected, reports: list[pytest.TestReport]) -> None:
@@ -181,7 +181,7 @@ def _debug(item: Any, info: pytest.ExceptionInfo[BaseException]) -> None:
     """Let the user look around, as ``--pdb`` does."""
     _take_terminal()
     now = time.time()
-    call = pytest.CallInfo(None, info, now, now, 0.0, "call", _ispytest=True)
+    call: pytest.CallInfo[None] = pytest.CallInfo(None, info, now, now, 0.0, "call", _ispytest=True)
     report = pytest.TestReport.from_item_and_call(item, call)
     item.ihook.pytest_exception_interact(node=item, call=call, report=report)
 

@@ -39,6 +39,7 @@ from paceline.testing.verdict import Ending, Outcome, own_frames, position
 
 START_S = 120.0  # for the ranks to come together
 GRACE_S = 1.0  # for the others, once a rank has failed
+BRIEF_S = 0.2  # for them, if they are in collectives, to which that rank does not come any more
 STUCK_S = 1.0  # how long a rank is in a collective that another cannot come to any more
 ANSWER_S = 0.5  # for a rank to write its stack
 LOOK_S = 0.05  # how often the test process looks for ranks that died
@@ -196,7 +197,7 @@ class RankRun:
             if (process.ending.code is not None and not process.ending.ordered)
             or (process.ending.outcome is not None and process.ending.outcome.kind in ("failed", "exit", "xfailed"))
         ]
-        if failures and now > self._start + min(failures) + GRACE_S:
+        if failures and now > self._start + min(failures) + (BRIEF_S if self._only_collectives() else GRACE_S):
             return True
         begins = [process.begun for process in self.processes if process.begun is not None]
         if len(begins) < self.size:
@@ -204,6 +205,10 @@ class RankRun:
         else:
             late = now > max(begins) + self.timeout + self._debugging
         return late or self._is_deadlocked(now)
+
+    def _only_collectives(self) -> bool:
+        """Return whether all ranks that are not over wait in collectives."""
+        return all(process.is_over or process.note.read().get("inside") for process in self.processes)
 
     def _is_deadlocked(self, now: float) -> bool:
         """Return whether a rank is in a collective to which one that has come to the end was to come before."""

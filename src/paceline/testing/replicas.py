@@ -42,7 +42,7 @@ def assert_replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = No
     tensors = {plain_name(name): value.detach() for name, value in _named_tensors(unwrapped(model))}
     digests = {name: _digest(name, value) for name, value in tensors.items()}
     everyone = _gather(digests, group)
-    ranks = dist.get_process_group_ranks(group)  # type: ignore[arg-type]
+    ranks = dist.get_process_group_ranks(group)
     reference = everyone[0]
     for rank, theirs in zip(ranks, everyone, strict=True):
         if odd := [name for name in [*reference, *theirs] if (name in reference) != (name in theirs)]:
@@ -112,7 +112,8 @@ def _number() -> int:
     if Recorder.current is not None:
         return 0
     try:
-        return int(get_default_group()._get_sequence_number_for_group())
+        group: Any = get_default_group()
+        return int(group._get_sequence_number_for_group())
     except RuntimeError:
         return 0
 

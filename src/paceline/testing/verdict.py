@@ -14,8 +14,9 @@ import paceline
 from paceline.testing.ledger import Calls, unmatched
 
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
-MACHINERY = ("/_pytest/", "/pluggy/", "/pytest/__main__", "/pytest_paceline.py", "<frozen runpy>")
-MACHINERY += (str(Path(__file__).parent),)
+MACHINERY = ["/_pytest/", "/pluggy/", "/pytest/__main__", "/pytest_paceline.py", "<frozen runpy>"]
+MACHINERY += [str(Path(__file__).parent)]
+"""In the frames that are left out of a stack."""
 LIBRARIES = (sys.base_prefix + "/lib", str(Path(paceline.__file__).parent), "<")
 """Where the frames lie that do not tell a user where the rank is."""
 
