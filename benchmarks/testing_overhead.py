@@ -117,14 +117,15 @@ def measure(way: str, tests: int) -> tuple[float, list[float]]:
         (place / "test_it.py").write_text(HEAD + WAYS[way])
         environment = {**os.environ, "COUNT": str(tests), "TIMES": str(place / "times")}
         environment |= {"BEGIN": str(time.time()), "OMP_NUM_THREADS": "1"}
-        subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "pytest_paceline", "-p", "no:cacheprovider", "test_it.py"],
             cwd=place,
             env=environment,
-            check=True,
-            stdout=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
             timeout=600,
         )
+        assert done.returncode == 0, f"{way}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         times = [json.loads(line) for line in (place / "times").read_text().splitlines()]
     return times[0][0], [duration for _, duration in times[1:]]
 

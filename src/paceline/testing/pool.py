@@ -16,6 +16,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -69,16 +70,8 @@ class Ranks:
             ours, theirs = _context.Pipe()
             process = _context.Process(
                 target=_serve,
-                args=(
-                    rank,
-                    size,
-                    self._store.port,
-                    backend,
-                    timeout,
-                    self._folder.name,
-                    theirs,
-                    self.warnings_are_errors,
-                ),
+                args=(rank, size, self._store.port, backend, timeout, self._folder.name, theirs),
+                kwargs={"warnings_are_errors": self.warnings_are_errors},
                 daemon=False,
             )
             process.start()
@@ -104,7 +97,7 @@ class Ranks:
             for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
                 try:
                     ok, value = self._pipes[rank].recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     self.processes[rank].join(5)
                     code = self.processes[rank].exitcode
                     self.kill()
@@ -241,20 +234,23 @@ def _serve(
     world: World | None = None
     try:
         while True:
-            function, arguments = pipe.recv()
-            if world is None:
-                # Shorter than the caller's, so that a hang ends with torch's message rather than with silence.
-                world = init(backend, timeout=timedelta(seconds=timeout * 0.8))
+            answer: tuple[bool, Any]
             try:
-                answer: tuple[bool, Any] = (True, function(world, *arguments))
+                call = pipe.recv_bytes()
+            except EOFError:
+                break
+            try:
+                function, arguments = pickle.loads(call)
+                if world is None:
+                    # Shorter than the caller's, so that a hang ends with torch's message rather than with silence.
+                    world = init(backend, timeout=timedelta(seconds=timeout * 0.8))
+                answer = (True, function(world, *arguments))
             except BaseException:
                 answer = (False, traceback.format_exc())
             try:
                 pipe.send(answer)
             except Exception:
                 pipe.send((False, traceback.format_exc()))
-    except EOFError:
-        pass
     finally:
         if world is not None:
             # Not destroy_process_group: a peer may already be gone, and the process ends anyway.
