@@ -354,7 +354,7 @@ def test_error(world):
         failed=1,
         warnings=1,
     )
-    assert printed.count("FutureWarning: careful\n") == 2  # the summary, and the error
+    assert printed.count("FutureWarning: careful\n") == 3  # the list of warnings, the error and its line at the end
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

@@ -102,7 +102,9 @@ class RankRun:
             finally:
                 listener.close()
                 for process in self.processes:
-                    end(process)
+                    kill(process)
+                for process in self.processes:
+                    reap(process)
             del store
             harvest(Path(folder))
         return [process.ending for process in self.processes]
@@ -249,13 +251,18 @@ class RankRun:
             process.ending.when = time.monotonic() - self._start
 
 
-def end(process: RankProcess) -> None:
-    """Kill a rank and everything that it has started, and reap it."""
+def kill(process: RankProcess) -> None:
+    """Kill a rank and everything that it has started."""
     with suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     if process.ending.code is None:
         with suppress(OSError):  # it has left its process group, to have the terminal
             os.kill(process.pid, signal.SIGKILL)
+
+
+def reap(process: RankProcess) -> None:
+    """Let go of a rank that was killed."""
+    if process.ending.code is None:
         with suppress(ChildProcessError):
             os.waitpid(process.pid, 0)
     process.pipe.close()
