@@ -24,7 +24,7 @@ UNDER_TORCH = os.environ.get("BUGGY_UNDER") == "torch"
 sys.path.insert(0, str(FOLDER))
 
 
-@pytest.mark.ranks(2, timeout=20 if UNDER_TORCH else 3, backend="gloo" if UNDER_TORCH else "paceline")
+@pytest.mark.ranks(2, timeout=20 if UNDER_TORCH else 6, backend="gloo" if UNDER_TORCH else "paceline")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_finds(name: str, world: World) -> None:
     script = importlib.import_module(name)

@@ -7,8 +7,8 @@ import pickle
 import time
 import unittest
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -36,11 +36,10 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected:
     captured_output.separate(item.config)
     reports: list[pytest.TestReport] = []
     _replace_reporting(item.config, connected, reports)
-    records: list[Any] = []
-    with coverage_of_ranks.measured(connected.folder, connected.rank):
-        catcher = warnings.catch_warnings(record=True)
+    with coverage_of_ranks.measured(connected.folder, connected.rank), ExitStack() as stack:
+        records: list[Any] = []
         if "recwarn" not in item.fixturenames:  # which catches them
-            records = catcher.__enter__() or records
+            records = stack.enter_context(_recorded())
         recorder, error = _run(item, runtest, mark, connected)
         error = error or _unittest_error(item)
     outcome = _outcome_of(item, error, connected)
@@ -52,6 +51,13 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected:
     if recorder is not None:
         outcome.calls = recorder.result()
     return outcome
+
+
+@contextmanager
+def _recorded() -> Iterator[list[Any]]:
+    """Record warnings, with the filters that pytest has set."""
+    with warnings.catch_warnings(record=True) as records:
+        yield records
 
 
 def _run(
