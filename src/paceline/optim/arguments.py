@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from paceline.ddp.engine.concurrent_wrappers import wrappers
 from paceline.ddp.engine.reducer import Reducer
+from paceline.ddp.engine.sparse import sparse_by_layer
 from paceline.errors import UsageError
 from paceline.torch_internals.dtensor import is_sharded
 from paceline.unwrapping import joins, plain_name, unwrap
@@ -83,14 +84,11 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
                 f"{dist.get_process_group_ranks(wrapper.group)}; give both the same process_group"
             )
     names = wrapper.names if wrapper is not None else {}
-    sparse: set[int] = set()
+    module = model if model is not None else None if wrapper is None else wrapper.module
     if model is not None:
         names |= {id(parameter): plain_name(name) for name, parameter in unwrap(model).named_parameters()}
-        layers = (module for module in model.modules() if getattr(module, "sparse", False) is True)
-        sparse = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
-    elif wrapper is not None:
-        sparse = {id(parameter) for parameter in wrapper.sparse}
-    return Subject(groups, group, model, names, frozenset(sparse), wrapper)
+    sparse = frozenset() if module is None else frozenset(sparse_by_layer(module))
+    return Subject(groups, group, model, names, sparse, wrapper)
 
 
 def _parameters(groups: Iterable[Any]) -> Iterable[Any]:

@@ -104,7 +104,7 @@ def _sent(shard: Mapping[str, Any], source: int, channel: Channel) -> Mapping[st
 
         plain = _mapped(plain, made)
     channel.broadcast([tensor.reshape(-1) if tensor.dim() == 0 else tensor for tensor in tensors], source)
-    return plain  # type: ignore[no-any-return]
+    return shard if mine else plain  # type: ignore[no-any-return]
 
 
 class _Placeholder:

@@ -85,13 +85,13 @@ class Reducer(Settling):
 
     @property
     def names(self) -> dict[int, str]:
-        """Names of the parameters, by ``id``."""
-        return {id(parameter): name for name, parameter in zip(self._parts.names, self._parts.given, strict=True)}
+        """Names of the parameters that the module has now, by ``id``."""
+        return {id(parameter): name for name, parameter in self._parts.new_parameters.watch.named_parameters()}
 
     @property
-    def sparse(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are sparse."""
-        return [self._parts.given[index] for index in self.storage.unbucketed]
+    def module(self) -> nn.Module:
+        """The module as it is now."""
+        return self._parts.new_parameters.watch.module
 
     @property
     def is_in_join(self) -> bool:
