@@ -184,7 +184,7 @@ def load(
             "that were saved"
         )
     number = {index: place for place, index in enumerate(each for group in saved for each in group["params"])}
-    entries = {number.get(index, index): dict(entry) for index, entry in loaded["state"].items()}
+    entries = {number.get(index, index): _copied(entry) for index, entry in loaded["state"].items()}
     places = {id(each.trained): place for place, each in enumerate(owned)}
     packed = [
         {
@@ -215,3 +215,8 @@ def _bring_back_dtypes(now: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
         if key != "step" and isinstance(value, Tensor) and value.is_floating_point() and value.dtype != now[key].dtype:
             now[key] = value.to(device=now[key].device, copy=True)
+
+
+def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `entry` with tensors of its own, as the optimizer is going to change them in place."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}
