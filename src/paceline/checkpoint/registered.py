@@ -13,6 +13,7 @@ from torch import nn
 from paceline.checkpoint import optimizers, shards
 from paceline.checkpoint.codec import Encoder, Unencodable, decode
 from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
+from paceline.optimizer_shards import Assembly, Window
 from paceline.unwrapping import Accumulates, HasBucketLayout, plain_name, unwrap
 
 
@@ -32,6 +33,24 @@ class Mergeable(Protocol):
 
     def load_rank_states(self, states: Sequence[Any], /) -> None:
         """Load this rank's part of the states that all ranks had."""
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """An optimizer of whose state each rank holds a shard; see :mod:`paceline.optimizer_shards`."""
+
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The optimizer that it shares out."""
+
+    def local_state(self) -> dict[str, Any]:
+        """Return this rank's shard."""
+
+    def windows(self) -> dict[int, Window]:
+        """Return what this rank holds of each parameter's state."""
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Load a shard of this rank, an :class:`Assembly` of shards, or the state of the unsharded optimizer."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,7 @@ class Registered:
     @classmethod
     def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
         """Register `object` as it is now under `name`; `peers` are the objects registered with it."""
+        per_rank = per_rank or isinstance(object, Sharded)
         return cls(name, object, per_rank, peers, optimizers.options_of(object) if _is_optimizer(object) else [])
 
     @property
@@ -67,6 +87,16 @@ class Registered:
         if _is_optimizer(self.object):
             return shards.has_any(shards.parameters(self.object))
         return False
+
+    @property
+    def is_optimizer(self) -> bool:
+        """Whether it is an optimizer, sharded or not."""
+        return _is_optimizer(self.object)
+
+    @property
+    def holds_shard(self) -> bool:
+        """Whether each rank holds a shard of it, which together are one state."""
+        return isinstance(self.object, Sharded)
 
     @property
     def is_constant(self) -> bool:
@@ -92,7 +122,7 @@ class Registered:
         Raises:
             UsageError: if the state holds a value that cannot be encoded; names object and path.
         """
-        state = self._target.state_dict()
+        state = self.object.local_state() if isinstance(self.object, Sharded) else self._target.state_dict()
         metadata = getattr(state, "_metadata", None)
         if isinstance(self.object, nn.Module):
             state, metadata = _without_compile(state), _without_compile(metadata)
@@ -123,7 +153,7 @@ class Registered:
         if isinstance(self.object, nn.Module):
             _check_module(self.name, _without_compile(self._target.state_dict()), _without_compile(saved.state), step)
         elif _is_optimizer(self.object):
-            _check_optimizer(self.name, self.object.state_dict(), saved.state, step)
+            _check_optimizer(self.name, self.object, saved.state, step)
             if saved.optimizer is not None:
                 try:
                     optimizers.check(self.name, self._description(), saved.optimizer, step, allow_changed)
@@ -195,6 +225,36 @@ class Registered:
                 f"{self.name!r} does not take the states of {len(nodes)} ranks of step {step} "
                 f"({type(error).__name__}: {error}); resume with as many ranks"
             ) from error
+
+    def assembly(self) -> Assembly:
+        """Return what puts together, from shards, as much of an optimizer's state as this rank loads."""
+        if isinstance(self.object, Sharded):
+            return Assembly(self.object.windows())
+        parameters = enumerate(shards.parameters(self.object))
+        return Assembly({index: Window(tuple(each.shape), each.stride(), None) for index, each in parameters})
+
+    def add_shard(self, assembly: Assembly, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Add the shard that `node` and `tensors` hold.
+
+        Raises:
+            CheckpointMismatch: if it is of other parameters.
+            ValueError: if `node` is malformed.
+        """
+        assembly.add(decode(node["state"], tensors))
+
+    def load_shards(self, assembly: Assembly, outline: Outline, step: int) -> None:
+        """Load what was put together from the shards of `step`.
+
+        Raises:
+            CheckpointMismatch: if one is missing, or the optimizer does not take it.
+        """
+        if isinstance(self.object, Sharded):
+            self.object.load_state_dict(assembly)
+            return
+        state = shards.of_optimizer(self.object, {"state": assembly.state(), "param_groups": assembly.groups})
+        self.object.load_state_dict(state)
+        if outline.optimizer is not None:
+            optimizers.bring_back_dtypes(self.object, state, outline.optimizer)
 
     def load_layout(self, node: Mapping[str, Any]) -> None:
         """Load the bucket layout that `node` holds.
@@ -290,7 +350,7 @@ def _check_module(name: str, own_state: Mapping[str, Any], saved: Any, step: int
             )
 
 
-def _check_optimizer(name: str, own_state: Mapping[str, Any], saved: Any, step: int) -> None:
+def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Any, step: int) -> None:
     try:
         before = [len(group["params"]) for group in saved["param_groups"]]
     except (TypeError, KeyError):
@@ -298,7 +358,7 @@ def _check_optimizer(name: str, own_state: Mapping[str, Any], saved: Any, step: 
             f"{name!r} is an optimizer, but no optimizer was saved as it in step {step}; register it under "
             "the name that it was saved as"
         ) from None
-    now = [len(group["params"]) for group in own_state["param_groups"]]
+    now = [len(group["params"]) for group in optimizer.param_groups]
     if before != now:
         raise CheckpointMismatch(
             f"{name!r} has parameter groups of {before} parameters in the checkpoint of step {step} but of "

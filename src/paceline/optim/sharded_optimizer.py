@@ -27,6 +27,7 @@ from paceline.optim.arguments import Subject, describe_groups, expect_plain, sub
 from paceline.optim.elementwise import check_class
 from paceline.optim.owned import Owned
 from paceline.optim.sharding import Sharding
+from paceline.optimizer_shards import Assembly, Window
 from paceline.torch_internals.compile import never_compiled
 
 _NOT_SETTINGS = ("params", "param_names")
@@ -104,6 +105,11 @@ class ShardedOptimizer(Optimizer):
     def owned(self) -> list[Owned]:
         """The pieces that this rank updates."""
         return [] if self._sharding is None else self._sharding.owned
+
+    @property
+    def optimizer_class(self) -> type[Optimizer]:
+        """The optimizer that is shared out."""
+        return self._class
 
     @property
     def channel(self) -> Channel | None:
@@ -223,12 +229,18 @@ class ShardedOptimizer(Optimizer):
         """
         return states.full_state(self.local_state(), self.parameters, self.channel, to)
 
+    def windows(self) -> dict[int, Window]:
+        """Return what this rank holds of each parameter's state."""
+        return states.windows(self.owned)
+
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Let :meth:`state_dict` return all of the state on rank `to`, until the next step; all ranks call it."""
         self._consolidated = self.full_state_dict(to)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Iterable[Mapping[str, Any]] | Assembly) -> None:
         """Load the state of an unsharded optimizer, this rank's own shard, or the shards of all ranks of a run.
+
+        Shards are given one by one, or as what they were put together to.
 
         Raises:
             CheckpointMismatch: if it is of other parameters, the shard of another rank, or one is missing.

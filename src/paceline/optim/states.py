@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -130,7 +130,7 @@ def windows(owned: Sequence[Owned]) -> dict[int, Window]:
 
 
 def find_owned(
-    state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    state: Mapping[str, Any] | Iterable[Mapping[str, Any]] | Assembly,
     owned: Sequence[Owned],
     parameters: Sequence[nn.Parameter],
     subject: Subject,
@@ -142,11 +142,7 @@ def find_owned(
     """
     wanted = windows(owned)
     if not isinstance(state, Mapping):
-        assembly = Assembly(wanted)
-        for shard in state:
-            if not is_shard(shard):
-                raise CheckpointMismatch("a list of shards holds something else; give the local_state() of every rank")
-            assembly.add(shard)
+        assembly = state if isinstance(state, Assembly) else _assembled(wanted, state)
         return {"state": assembly.state(), "param_groups": assembly.groups, "dtypes": assembly.dtypes}
     if not is_shard(state):
         found = {index: cut_state(state["state"][index], wanted[index]) for index in wanted if index in state["state"]}
@@ -166,6 +162,15 @@ def find_owned(
             "of all ranks as a list, or what full_state_dict() returns"
         )
     return {"state": state["state"], "param_groups": state["param_groups"], "dtypes": about["dtypes"]}
+
+
+def _assembled(wanted: Mapping[int, Window], shards: Iterable[Any]) -> Assembly:
+    assembly = Assembly(wanted)
+    for shard in shards:
+        if not is_shard(shard):
+            raise CheckpointMismatch("a list of shards holds something else; give the local_state() of every rank")
+        assembly.add(shard)
+    return assembly
 
 
 def load(
