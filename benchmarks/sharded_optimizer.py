@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,18 +34,20 @@ from paceline.optim import ShardedOptimizer
 from step_time import torch_ddp
 from workloads import WORKLOADS
 
-ADAMW = {"lr": 1e-4, "fused": True}
+ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
 VARIANTS = ("torch DDP", "torch DDP + ZeRO", "paceline", "paceline, sharded")
 
 
-def trained_by(variant: str, module: nn.Module, gloo: dist.ProcessGroup) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained_by(
+    variant: str, module: nn.Module, gloo: dist.ProcessGroup | None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the wrapped module and its optimizer."""
     if variant.startswith("torch"):
         model = torch_ddp(module, gloo)
         if variant == "torch DDP":
             return model, torch.optim.AdamW(model.parameters(), **ADAMW)
         # Its fastest setting.
-        view = {"parameters_as_bucket_view": True, "process_group": gloo}
+        view: dict[str, Any] = {"parameters_as_bucket_view": True, "process_group": gloo}
         return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **view, **ADAMW)
     ours = paceline.DistributedDataParallel(module)
     if variant == "paceline":
@@ -52,7 +55,7 @@ def trained_by(variant: str, module: nn.Module, gloo: dist.ProcessGroup) -> tupl
     return ours, ShardedOptimizer(ours, torch.optim.AdamW, **ADAMW)
 
 
-def step_of(workload: str, variant: str, gloo: dist.ProcessGroup) -> Callable[[], None]:
+def step_of(workload: str, variant: str, gloo: dist.ProcessGroup | None) -> Callable[[], None]:
     """Return a function that trains one step."""
     torch.manual_seed(0)
     model, optimizer = trained_by(variant, WORKLOADS[workload].build(), gloo)

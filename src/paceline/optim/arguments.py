@@ -67,7 +67,7 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
     model = params if isinstance(params, nn.Module) else None
     if isinstance(params, Tensor):
         raise UsageError("ShardedOptimizer takes a model, a list of parameters or of groups, not a single tensor")
-    groups = list(model.parameters() if model is not None else params)  # type: ignore[union-attr]
+    groups: list[Any] = list(params.parameters() if isinstance(params, nn.Module) else params)
     if not groups:
         raise UsageError("ShardedOptimizer got no parameters; give the model, or those that it is to train")
     ids = {id(parameter) for parameter in _parameters(groups)}

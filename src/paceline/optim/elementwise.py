@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +13,27 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 
-_ELEMENTWISE = {
-    getattr(torch.optim, name)
-    for name in "SGD Adam AdamW Adagrad RMSprop Adadelta Adamax NAdam RAdam ASGD Rprop SparseAdam".split()
-}
+_NAMES = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
+_ELEMENTWISE = {getattr(torch.optim, name) for name in [*_NAMES, "SparseAdam"]}
 _STEPS = 4
+
+
+class Prototype:
+    """An optimizer that was made already, whose class may take other arguments than parameters and settings."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __call__(self, groups: Any) -> Optimizer:
+        """Return another optimizer of this kind, over `groups`, without state and hooks."""
+        made = copy.copy(self.optimizer)
+        for name, value in vars(made).items():
+            if name.startswith("_optimizer_"):
+                setattr(made, name, type(value)())
+        made.state, made.param_groups = defaultdict(dict), []
+        for group in groups if isinstance(groups[0], dict) else [{"params": groups}]:
+            made.add_param_group(group)
+        return made
 
 
 def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> None:
@@ -42,9 +60,14 @@ def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> No
         )
 
 
+def is_known_elementwise(optimizer_class: type[Optimizer]) -> bool:
+    """Return whether it is one of torch's that treat every element by itself."""
+    return optimizer_class in _ELEMENTWISE
+
+
 def is_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> bool:
     """Return whether a parameter can be cut for the optimizer; one that is not known is tried on a small one."""
-    if optimizer_class in _ELEMENTWISE:
+    if is_known_elementwise(optimizer_class):
         return True
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)

@@ -97,7 +97,7 @@ def owned_by(
     first: int,
     master_dtype: torch.dtype | None,
 ) -> list[Owned]:
-    """Return what `rank` owns of the `parameters` that `pieces` number; in the optimizer they are numbered from `first`."""
+    """Return what `rank` owns of the `parameters` that `pieces` number; the optimizer numbers them from `first` on."""
     owned = []
     for piece in pieces:
         parameter = parameters[piece.parameter]

@@ -9,8 +9,8 @@ Optimizations Toward Training Trillion Parameter Models", SC 2020.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -24,7 +24,7 @@ from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError
 from paceline.optim import states
 from paceline.optim.arguments import Subject, describe_groups, expect_plain, subject_of
-from paceline.optim.elementwise import check_class
+from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise
 from paceline.optim.owned import Owned
 from paceline.optim.sharding import Sharding
 from paceline.optimizer_shards import Assembly, Window
@@ -65,7 +65,7 @@ class ShardedOptimizer(Optimizer):
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        optimizer_class: type[Optimizer],
+        optimizer_class: type[Optimizer] | Prototype,
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
@@ -76,11 +76,12 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         if overlap_with_ddp:
             raise UsageError("ShardedOptimizer does not take overlap_with_ddp=True; leave it out")
-        check_class(optimizer_class, defaults, by)
+        make: Callable[[Any], Optimizer] = partial[Any](optimizer_class, **defaults)
+        self._class = type(optimizer_class.optimizer) if isinstance(optimizer_class, Prototype) else optimizer_class
+        check_class(self._class, defaults, by)
         self._subject: Subject = subject_of(params, process_group)
-        self._class, self._by, self._master_dtype = optimizer_class, by, master_dtype
-        # What the class makes of these settings; it refuses those that it does not know.
-        template = optimizer_class([nn.Parameter(torch.zeros(1))], **defaults)
+        self._by, self._master_dtype = by, master_dtype
+        template = make([nn.Parameter(torch.zeros(1))])  # the class refuses settings that it does not know
         self._inner: Optimizer | None = None
         """Trains this rank's pieces; None until all groups are there."""
         self._sharding: Sharding | None = None
@@ -96,8 +97,37 @@ class ShardedOptimizer(Optimizer):
             finalize(self, self._sharding.channel.close)
         for group in self.param_groups:
             self._sharding.add(group["params"])
-        self._inner = optimizer_class([self._inner_group(group) for group in self.param_groups], **defaults)
+        self._inner = make([self._inner_group(group) for group in self.param_groups])
         _living().add(self)
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: Optimizer,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        by: Literal["element", "tensor"] | None = None,
+        master_dtype: torch.dtype | None = None,
+    ) -> ShardedOptimizer:
+        """Return a sharded optimizer in the place of one that was made already; all ranks call it.
+
+        Groups, settings, hooks and state are taken over; make schedulers of what is returned.
+
+        Args:
+            optimizer: not to be used any more.
+            process_group: as for the class.
+            by: as for the class; by default ``"element"`` for optimizers of torch's that allow it, else ``"tensor"``.
+            master_dtype: as for the class.
+        """
+        chosen = by or ("element" if is_known_elementwise(type(optimizer)) else "tensor")
+        groups = [dict(group) for group in optimizer.param_groups]
+        sharded = cls(groups, Prototype(optimizer), process_group, by=chosen, master_dtype=master_dtype)
+        if optimizer.state:
+            sharded.load_state_dict(optimizer.state_dict())
+        for name, hooks in vars(optimizer).items():
+            if name.startswith("_optimizer_"):
+                setattr(sharded, name, hooks)
+        return sharded
 
     # -- what is sharded ----------------------------------------------------------------------------------------
 
@@ -266,5 +296,3 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def _living() -> WeakSet[ShardedOptimizer]:
     """The sharded optimizers of this process."""
     return WeakSet()
-
-

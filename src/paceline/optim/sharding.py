@@ -63,7 +63,9 @@ class Sharding:
         found = self.channel.all_gather_object(description)
         for rank, theirs in enumerate(found):
             if theirs != found[0]:
-                index = next((at for at, pair in enumerate(zip(theirs, found[0], strict=False)) if pair[0] != pair[1]), 0)
+                index = next(
+                    (at for at, pair in enumerate(zip(theirs, found[0], strict=False)) if pair[0] != pair[1]), 0
+                )
                 what = "the optimizer" if index == 0 and len(theirs) == len(found[0]) else "parameter groups"
                 what = f"parameter group {index - 1}" if index else what
                 raise UsageError(
@@ -77,9 +79,7 @@ class Sharding:
         self._count += len(parameters)
         self._parameters += parameters
         sizes = [parameter.numel() for parameter in parameters]
-        replicated = [
-            index for index, each in enumerate(parameters) if size == 1 or id(each) in self._subject.sparse
-        ]
+        replicated = [index for index, each in enumerate(parameters) if size == 1 or id(each) in self._subject.sparse]
         pieces = [Piece(index, 0, sizes[index], self._subject.rank) for index in replicated]
         for members in _segments_of(parameters, replicated):
             if self._by == "tensor":

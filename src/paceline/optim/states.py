@@ -94,17 +94,27 @@ def _sent(shard: Mapping[str, Any], source: int, channel: Channel) -> Mapping[st
     plain = channel.all_gather_object(plain)[source]
     if not mine:
         device = torch.device("cpu")
-        here = next((value.device for entry in shard["state"].values() for value in entry.values() if isinstance(value, Tensor) and value.device.type != "cpu"), device)
+        here = next(
+            (
+                value.device
+                for entry in shard["state"].values()
+                for value in entry.values()
+                if isinstance(value, Tensor) and value.device.type != "cpu"
+            ),
+            device,
+        )
 
         def made(value: Any) -> Any:
             if isinstance(value, _Placeholder):
-                tensors.append(torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.device == "cpu" else here))
+                tensors.append(
+                    torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.device == "cpu" else here)
+                )
                 return tensors[-1]
             return value
 
         plain = _mapped(plain, made)
     channel.broadcast([tensor.reshape(-1) if tensor.dim() == 0 else tensor for tensor in tensors], source)
-    return shard if mine else plain  # type: ignore[no-any-return]
+    return shard if mine else plain
 
 
 class _Placeholder:
@@ -124,9 +134,7 @@ def _mapped(value: Any, function: Any) -> Any:
 
 def windows(owned: Sequence[Owned]) -> dict[int, Window]:
     """Return what this rank wants of a state, by parameter."""
-    return {
-        each.index: Window(tuple(each.parameter.shape), each.parameter.stride(), each.piece) for each in owned
-    }
+    return {each.index: Window(tuple(each.parameter.shape), each.parameter.stride(), each.piece) for each in owned}
 
 
 def find_owned(
@@ -173,9 +181,7 @@ def _assembled(wanted: Mapping[int, Window], shards: Iterable[Any]) -> Assembly:
     return assembly
 
 
-def load(
-    loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dict[str, Any]], inner: Optimizer
-) -> None:
+def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dict[str, Any]], inner: Optimizer) -> None:
     """Load what :func:`find_owned` found, into the inner optimizer and the settings of `groups`.
 
     Raises:
