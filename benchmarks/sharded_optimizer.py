@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def compare_times(workloads: list[str], rounds: int, seconds: float) -> None:
             step(), step()
         calls = torch.tensor(max(1, round(seconds / slowest_timed(steps["torch DDP"], 2))))
         dist.broadcast(calls, 0)
-        turns = {name: (lambda step=step: slowest_timed(step, int(calls))) for name, step in steps.items()}
+        turns = {name: partial(slowest_timed, step, int(calls)) for name, step in steps.items()}
         times = take_turns(turns, rounds, rotated=True)
         torch_zero, ours = times["torch DDP + ZeRO"], times["paceline, sharded"]
         found = {f"{name} ms": 1000 * statistics.median(each) for name, each in times.items()}

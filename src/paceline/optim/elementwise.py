@@ -45,8 +45,10 @@ def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> No
     if by not in ("element", "tensor"):
         raise UsageError(f'ShardedOptimizer(by=…) takes "element" or "tensor", not {by!r}')
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
+        given = optimizer_class if isinstance(optimizer_class, type) else f"a {type(optimizer_class).__name__}"
         raise UsageError(
-            f"ShardedOptimizer takes the class of an optimizer, such as torch.optim.AdamW, not {optimizer_class!r}"
+            f"ShardedOptimizer takes the class of an optimizer, such as torch.optim.AdamW, not {given}; "
+            "ShardedOptimizer.of(optimizer) takes an optimizer"
         )
     name = optimizer_class.__name__
     if issubclass(optimizer_class, torch.optim.LBFGS):

@@ -76,9 +76,9 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         if overlap_with_ddp:
             raise UsageError("ShardedOptimizer does not take overlap_with_ddp=True; leave it out")
-        make: Callable[[Any], Optimizer] = partial[Any](optimizer_class, **defaults)
         self._class = type(optimizer_class.optimizer) if isinstance(optimizer_class, Prototype) else optimizer_class
         check_class(self._class, defaults, by)
+        make: Callable[[Any], Optimizer] = partial[Any](optimizer_class, **defaults)
         self._subject: Subject = subject_of(params, process_group)
         self._by, self._master_dtype = by, master_dtype
         template = make([nn.Parameter(torch.zeros(1))])  # the class refuses settings that it does not know
