@@ -65,8 +65,10 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
         UsageError: if there is nothing to train, or a wrapper averages over other ranks.
     """
     model = params if isinstance(params, nn.Module) else None
-    if isinstance(params, Tensor):
-        raise UsageError("ShardedOptimizer takes a model, a list of parameters or of groups, not a single tensor")
+    if isinstance(params, Tensor | set | frozenset) or not (model is not None or isinstance(params, Iterable)):
+        raise UsageError(  # the order of a set is another on every rank
+            f"ShardedOptimizer takes a model, or a list of parameters or of groups, not a {type(params).__name__}"
+        )
     groups: list[Any] = list(params.parameters() if isinstance(params, nn.Module) else params)
     if not groups:
         raise UsageError("ShardedOptimizer got no parameters; give the model, or those that it is to train")

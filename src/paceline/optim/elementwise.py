@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
+from paceline.torch_internals.optimizers import drop_hooks
 
 _NAMES = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 _ELEMENTWISE = {getattr(torch.optim, name) for name in [*_NAMES, "SparseAdam"]}
@@ -27,9 +28,7 @@ class Prototype:
     def __call__(self, groups: Any) -> Optimizer:
         """Return another optimizer of this kind, over `groups`, without state and hooks."""
         made = copy.copy(self.optimizer)
-        for name, value in vars(made).items():
-            if name.startswith("_optimizer_"):
-                setattr(made, name, type(value)())
+        drop_hooks(made)
         made.state, made.param_groups = defaultdict(dict), []
         for group in groups if isinstance(groups[0], dict) else [{"params": groups}]:
             made.add_param_group(group)

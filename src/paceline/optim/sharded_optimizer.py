@@ -29,6 +29,13 @@ from paceline.optim.owned import Owned
 from paceline.optim.sharding import Sharding
 from paceline.optimizer_shards import Assembly, Window
 from paceline.torch_internals.compile import never_compiled
+from paceline.torch_internals.optimizers import (
+    after_load,
+    after_state_dict,
+    before_load,
+    before_state_dict,
+    share_hooks,
+)
 
 _NOT_SETTINGS = ("params", "param_names")
 
@@ -124,9 +131,7 @@ class ShardedOptimizer(Optimizer):
         sharded = cls(groups, Prototype(optimizer), process_group, by=chosen, master_dtype=master_dtype)
         if optimizer.state:
             sharded.load_state_dict(optimizer.state_dict())
-        for name, hooks in vars(optimizer).items():
-            if name.startswith("_optimizer_"):
-                setattr(sharded, name, hooks)
+        share_hooks(optimizer, sharded)
         return sharded
 
     # -- what is sharded ----------------------------------------------------------------------------------------
@@ -245,12 +250,8 @@ class ShardedOptimizer(Optimizer):
 
         After :meth:`consolidate_state_dict` all of it, on the rank that it was brought to, until the next step.
         """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        state = self.local_state() if self._consolidated is None else self._consolidated
-        for after in self._optimizer_state_dict_post_hooks.values():
-            state = after(self, state) or state
-        return state
+        before_state_dict(self)
+        return after_state_dict(self, self.local_state() if self._consolidated is None else self._consolidated)
 
     def full_state_dict(self, to: int | None = None) -> dict[str, Any] | None:
         """Return the state as the unsharded optimizer has it, on every rank, or on rank `to` alone and None elsewhere.
@@ -276,13 +277,10 @@ class ShardedOptimizer(Optimizer):
             CheckpointMismatch: if it is of other parameters, the shard of another rank, or one is missing.
         """
         assert self._inner is not None
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict  # type: ignore[arg-type]
-        loaded = states.find_owned(state_dict, self.owned, self.parameters, self._subject)
+        loaded = states.find_owned(before_load(self, state_dict), self.owned, self.parameters, self._subject)
         states.load(loaded, self.owned, self.param_groups, self._inner)
         self._consolidated, self._versions = None, self._count_versions()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        after_load(self)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a ShardedOptimizer cannot be copied or pickled; make another, and load its state_dict()")
