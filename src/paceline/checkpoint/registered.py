@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard, runtime_checkable
@@ -12,9 +11,10 @@ from torch import nn
 
 from paceline.checkpoint import optimizers, shards
 from paceline.checkpoint.codec import Encoder, Unencodable, decode
+from paceline.checkpoint.compared_states import as_in, check_module, check_optimizer, without_compile
 from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
 from paceline.optimizer_shards import Assembly, Window
-from paceline.unwrapping import Accumulates, HasBucketLayout, plain_name, unwrap
+from paceline.unwrapping import Accumulates, HasBucketLayout, unwrap
 
 
 class Stateful(Protocol):
@@ -125,7 +125,7 @@ class Registered:
         state = self.object.local_state() if isinstance(self.object, Sharded) else self._target.state_dict()
         metadata = getattr(state, "_metadata", None)
         if isinstance(self.object, nn.Module):
-            state, metadata = _without_compile(state), _without_compile(metadata)
+            state, metadata = without_compile(state), without_compile(metadata)
         try:
             node = {
                 "state": encoder.encode(state, prefix),
@@ -151,9 +151,9 @@ class Registered:
                 unless `allow_changed`.
         """
         if isinstance(self.object, nn.Module):
-            _check_module(self.name, _without_compile(self._target.state_dict()), _without_compile(saved.state), step)
+            check_module(self.name, without_compile(self._target.state_dict()), without_compile(saved.state), step)
         elif _is_optimizer(self.object):
-            _check_optimizer(self.name, self.object, saved.state, step)
+            check_optimizer(self.name, self.object, saved.state, step)
             if saved.optimizer is not None:
                 try:
                     optimizers.check(self.name, self._description(), saved.optimizer, step, allow_changed)
@@ -189,8 +189,8 @@ class Registered:
         try:
             if isinstance(self.object, nn.Module):
                 own_state = self._target.state_dict()
-                state = shards.of_module(own_state, _as_in(own_state, state))
-                metadata = _as_in(getattr(own_state, "_metadata", None), metadata)
+                state = shards.of_module(own_state, as_in(own_state, state))
+                metadata = as_in(getattr(own_state, "_metadata", None), metadata)
             elif _is_optimizer(self.object):
                 state = shards.of_optimizer(self.object, state)
             if metadata is not None:
@@ -289,78 +289,3 @@ class Registered:
 
 def _is_optimizer(object: Any) -> TypeGuard[torch.optim.Optimizer]:
     return isinstance(object, torch.optim.Optimizer)
-
-
-def _without_compile(state: Any) -> Any:
-    """Return `state` with keys that do not say which sub-modules are compiled; other kinds of state unchanged."""
-    if not isinstance(state, dict) or not any("_orig_mod" in str(key) for key in state):
-        return state
-    return OrderedDict((_plain_path(key), value) for key, value in state.items())
-
-
-def _as_in(own_state: Any, state: Any) -> Any:
-    """Return `state` with the keys of `own_state`, which may have other sub-modules compiled."""
-    plain = _without_compile(state)
-    if (
-        not isinstance(own_state, dict)
-        or not isinstance(plain, dict)
-        or not any("_orig_mod" in str(key) for key in own_state)
-    ):
-        return plain
-    renamed = OrderedDict((key, plain[_plain_path(key)]) for key in own_state if _plain_path(key) in plain)
-    known = {_plain_path(key) for key in own_state}
-    renamed.update((key, value) for key, value in plain.items() if key not in known)
-    return renamed
-
-
-def _plain_path(name: str) -> str:
-    """Return the name of a parameter or module without the parts that ``torch.compile`` puts into it."""
-    return plain_name(f"{name}.").removesuffix(".")
-
-
-def _check_module(name: str, own_state: Mapping[str, Any], saved: Any, step: int) -> None:
-    remedy = "build the model that was saved, or choose another checkpoint folder"
-    if not isinstance(saved, dict):
-        raise CheckpointMismatch(f"{name!r} is a module, but no module was saved as it in step {step}; {remedy}")
-    for key, value in own_state.items():
-        if key not in saved:
-            raise CheckpointMismatch(f"parameter {key!r} of {name!r} is not in the checkpoint of step {step}; {remedy}")
-        other = saved[key]
-        if not isinstance(value, torch.Tensor) and not isinstance(other, torch.Tensor):
-            continue
-        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
-            raise CheckpointMismatch(
-                f"{key!r} of {name!r} is a {type(other).__name__} in the checkpoint of step {step} but a "
-                f"{type(value).__name__} in this run; {remedy}"
-            )
-        if value.shape != other.shape:
-            raise CheckpointMismatch(
-                f"parameter {key!r} of {name!r} has shape {tuple(other.shape)} in the checkpoint of step "
-                f"{step} but {tuple(value.shape)} in this run; {remedy}"
-            )
-        if value.dtype != other.dtype:
-            raise CheckpointMismatch(
-                f"parameter {key!r} of {name!r} has dtype {other.dtype} in the checkpoint of step {step} "
-                f"but {value.dtype} in this run; {remedy}"
-            )
-    for key in saved:
-        if key not in own_state:
-            raise CheckpointMismatch(
-                f"the checkpoint of step {step} has a parameter {key!r} of {name!r}, this run's has none; {remedy}"
-            )
-
-
-def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Any, step: int) -> None:
-    try:
-        before = [len(group["params"]) for group in saved["param_groups"]]
-    except (TypeError, KeyError):
-        raise CheckpointMismatch(
-            f"{name!r} is an optimizer, but no optimizer was saved as it in step {step}; register it under "
-            "the name that it was saved as"
-        ) from None
-    now = [len(group["params"]) for group in optimizer.param_groups]
-    if before != now:
-        raise CheckpointMismatch(
-            f"{name!r} has parameter groups of {before} parameters in the checkpoint of step {step} but of "
-            f"{now} in this run; build the optimizer as it was when saved"
-        )
