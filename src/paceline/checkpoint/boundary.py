@@ -123,7 +123,7 @@ class Boundary:
         is_step = self._turn.has_begun or not self._hooks
         self.step += is_step
         if self._gate is not None and self._is_of_no_use(watched):
-            if watched.holds_shards:
+            if watched.holds_shards and self._gate.rank == 0:
                 logger.warning(
                     "the optimizer is sharded, and no other rank has a lost rank's shard: a failure will cost the "
                     "steps since the last save on disk"
