@@ -8,7 +8,7 @@ from paceline.supported import warn_if_untested as _warn_if_untested
 _warn_if_untested()  # before imports that may need what another torch does not have
 
 # isort: split
-from paceline import checkpoint, compression, data, ddp, errors, nn, profiler, train
+from paceline import checkpoint, compression, data, ddp, errors, nn, optim, profiler, train
 from paceline.checkpoint import Checkpointer, load_weights
 from paceline.comm.c10d.process_group import register as _register
 from paceline.data_parallel import DataParallel
@@ -43,6 +43,7 @@ __all__ = [
     "load_weights",
     "mean_over_ranks",
     "nn",
+    "optim",
     "profiler",
     "set_seed",
     "train",

@@ -14,6 +14,7 @@ import paceline.compression
 import paceline.data
 import paceline.ddp
 import paceline.nn
+import paceline.optim
 import paceline.testing
 import paceline.train
 from paceline import errors
@@ -26,6 +27,7 @@ MODULES = [
     paceline.ddp,
     paceline.nn,
     paceline.testing,
+    paceline.optim,
     paceline.train,
 ]
 each_module = pytest.mark.parametrize("module", MODULES, ids=[module.__name__ for module in MODULES])
