@@ -30,7 +30,7 @@ from rich.table import Table
 
 from paceline.failpoints import VARIABLE
 
-LOOP = Path(__file__).parent / "chaos_checks" / "loop.py"
+CHECKS = Path(__file__).parent / "chaos_checks"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MOMENTS = ("forward", "bucket", "rendezvous", "prepared", "gate", "optimizer", "stepped", "boundary")
 """In the order in which a sequence strikes; the first start has to complete a step."""
@@ -54,6 +54,8 @@ class Case:
     """Whether weights and optimizer are compared, not only random generators and samples."""
     recipe: bool = False
     """Whether it is the digits recipe, not the plain loop."""
+    fails: str = ""
+    """For a job that has to end with exit code 1 and not with equal bits: what its last line has to say."""
 
     @property
     def key(self) -> str:
@@ -90,10 +92,33 @@ def sequences() -> Iterator[Case]:
         yield Case(f"every moment in turn: {wrapper}, {backend}", nproc, orders, settings, weights=is_reproducible)
 
 
+def features() -> Iterator[Case]:
+    """Yield scripts that have one thing more than the plain loop, each struck twice."""
+    moments = {
+        "PowerSGD": ("bucket rank=1 at=4", "gate rank=0 at=3"),
+        "TopK": ("prepared rank=1 at=4", "boundary rank=0 at=3"),
+        "static_graph": ("bucket rank=1 at=4", "forward rank=0 at=1"),
+        "workers": ("forward rank=0 at=4", "stepped rank=1 at=3"),
+        "a second Checkpointer": ("forward rank=1 at=6", "boundary rank=0 at=3"),
+        "two models in turn": ("forward rank=1 at=8", "forward rank=0 at=6"),
+        "evaluation between steps": ("evaluation rank=1 at=3", "gate rank=0 at=2"),
+        "frozen, then thawed": ("gate rank=1 at=4", "bucket rank=0 at=3"),
+        "accumulate": ("forward rank=1 at=8", "gate rank=0 at=2"),
+        "bfloat16": ("bucket rank=1 at=4", "optimizer rank=0 at=2"),
+        "GradScaler": ("forward rank=1 at=8", "prepared rank=0 at=3"),
+    }
+    for feature, (first, second) in moments.items():
+        yield Case(f"with {feature}", 2, (first, f"{second} start=1"), {"feature": feature, "steps": 12})
+    for end in ("kill", "raise"):
+        order = f"sample rank=1 at=20 do={end}"
+        yield Case(f"a DataLoader worker, {end}", 2, (order,), {"feature": "workers", "steps": 12})
+
+
 def cases() -> list[Case]:
     """Return everything that is tried."""
     struck = "forward rank=1 at=5"
     saving = {"every": 3}
+    again = (f"{struck} do=raise", *(f"forward rank=1 start={start} do=raise" for start in range(1, 5)))
     return [
         *sequences(),
         *(Case(f"{each} on disk", 2, (f"{each} rank=0 at={at}",), saving, source=None)
@@ -113,6 +138,8 @@ def cases() -> list[Case]:
         Case("the last step", 2, (f"boundary rank=1 at={STEPS + 1}",)),
         Case("one rank alone, saved on disk", 1, ("forward at=6",), saving, (2, 2), "disk"),
         Case("one rank alone, an exception", 1, ("forward at=6 do=raise",)),
+        Case("always at the same step", 2, again, fails="Struck: "),
+        *features(),
         *(Case(f"digits, {moment}", nproc, (f"{moment} rank={rank} at=30",), recipe=True)
           for moment, nproc, rank in (("forward", 2, 1), ("gate", 2, 0), ("bucket", 4, 3))),
     ]  # fmt: skip
@@ -134,8 +161,9 @@ def run(case: Case, orders: tuple[str, ...], folder: Path) -> tuple[int | None, 
             str(folder / "report.json"),
         ]
     else:
+        script = CHECKS / ("features.py" if "feature" in case.settings else "loop.py")
         settings = json.dumps({"steps": STEPS, **case.settings})
-        command += ["run", "--nproc", str(case.nproc), str(LOOP), str(folder), settings]
+        command += ["run", "--nproc", str(case.nproc), str(script), str(folder), settings]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         _, errors = process.communicate(timeout=TIMEOUT_S)
@@ -164,6 +192,11 @@ def _outcome(case: Case, folder: Path, rank: int) -> dict[str, Any] | None:
 def compare(case: Case, undisturbed: list[Any], ended: tuple[int | None, str, list[Any]], seconds: float) -> Outcome:
     """Return how `case` ended, beside the undisturbed run."""
     code, errors, ranks = ended
+    if case.fails:
+        said = (errors.splitlines() or [""])[-1]
+        problems = [] if code == 1 and case.fails in said else [f"exit code {code}", errors[-2000:]]
+        restarts = errors.count("; starting all ranks again")
+        return Outcome(case.name, case.nproc, len(case.orders), restarts, 0, None, False, round(seconds, 1), problems)
     problems = [] if code == 0 else [f"hung for {TIMEOUT_S:.0f} s" if code is None else f"exit code {code}"]
     first: dict[str, Any] = next((rank for rank in ranks if rank), {})
     equal = all(

@@ -51,6 +51,7 @@ class Augmented(Dataset[tuple[Tensor, int, int]]):
         return len(self._points)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+        strike("sample")
         return self._points[index] + torch.randn(16) * 0.1, int(self._labels[index]), index
 
 
@@ -79,7 +80,7 @@ class Run:
             self.seldom = paceline.Checkpointer(folder / "seldom", keep=1)
             self.seldom.register("model", self.models[0])
 
-    def _optimizer(self, net: nn.Sequential) -> torch.optim.Optimizer:
+    def _optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         parameters: list[Tensor] = list(net.parameters())
         groups: list[dict[str, Any]] = [{"params": parameters[:4]}, {"params": parameters[4:], "lr": 0.02}]
         return Optimizer(groups, lr=0.01)
@@ -126,7 +127,8 @@ class Run:
             for parameter in list(self.nets[0].parameters())[:2]:
                 parameter.requires_grad_(done + 1 >= THAWED)
         if self.feature.startswith("evaluation") and done % 3 == 0:
-            model = self.models[0].eval()
+            model: nn.Module = self.models[0]
+            model.eval()
             with torch.no_grad():
                 chosen = torch.randperm(256)[:64].tolist()
                 points = torch.stack([self.data[index][0] for index in chosen])
@@ -140,7 +142,7 @@ class Run:
             low = torch.autocast("cpu", torch.bfloat16) if self.feature == "bfloat16" else nullcontext()
             with model.weight(len(labels)), low:
                 loss = cross_entropy(model(inputs + torch.rand_like(inputs) * 0.1).float(), labels, reduction="sum")
-                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                self.scaler.scale(loss).backward()
             if model.do_sync:
                 self.scaler.step(optimizer)
                 self.scaler.update()
@@ -153,8 +155,8 @@ def main() -> None:
     folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
     run = Run(folder, {"steps": 12, "every": None, **given})
     run.train()
-    states = [each.state_dict() for each in [*run.nets, *run.optimizers, run.scaler]]
-    report(folder, run.world.rank, run.checkpointer, states)
+    everything: list[Any] = [*run.nets, *run.optimizers, run.scaler]
+    report(folder, run.world.rank, run.checkpointer, [each.state_dict() for each in everything])
     run.checkpointer.close()
     if run.seldom is not None:
         run.seldom.close()

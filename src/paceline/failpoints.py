@@ -35,6 +35,7 @@ MOMENTS = (
     "gate",  # the same, behind the gate
     "optimizer",  # inside the optimizer; a script says when
     "evaluation",  # between two steps; a script says when
+    "sample",  # when one is fetched, in a DataLoader's worker; a script says when
     "stepped",  # behind the optimizer, before the end of the step
     "boundary",  # behind the end of the step
     "write",  # in the middle of a checkpoint's files, on disk or in memory
