@@ -73,7 +73,8 @@ class Outcome:
     restarts: int
     redone: int
     source: str | None
-    equal: bool
+    equal: bool | None
+    """None where the job has to fail."""
     seconds: float
     problems: list[str]
 
@@ -118,6 +119,7 @@ def cases() -> list[Case]:
     """Return everything that is tried."""
     struck = "forward rank=1 at=5"
     saving = {"every": 3}
+    background = {"every": 3, "background": True}
     again = (f"{struck} do=raise", *(f"forward rank=1 start={start} do=raise" for start in range(1, 5)))
     return [
         *sequences(),
@@ -127,6 +129,8 @@ def cases() -> list[Case]:
         Case("in the middle of the rescue, too", 4, (struck, "write rank=0 at=2"), {}),
         Case("all but one, one after the other", 4, (struck, "forward rank=2 at=5", "rescue rank=3"), {}),
         Case("all ranks, saved on disk", 2, ("forward at=6",), saving, (2, 2), "disk"),
+        Case("write in the background", 2, ("write rank=0 at=2",), background),
+        Case("all ranks, saved in the background", 2, ("forward at=8",), background, (1, 4), "disk"),
         Case("all ranks, nothing saved", 2, ("forward at=6",), {}, (5, 5), None),
         Case("the only one that could rescue, saved on disk", 2, (struck, "rescue rank=0"), saving, (1, 1), "disk"),
         Case("in the restore", 2, (struck, "restore rank=0 at=2 start=1", "restore rank=1 at=1 start=2")),
@@ -135,6 +139,7 @@ def cases() -> list[Case]:
         Case("exception behind the gate", 2, ("gate rank=1 at=5 do=raise",)),
         Case("exception in forward", 2, ("forward rank=0 at=5 do=raise",)),
         Case("an early exit with code 0", 2, ("boundary rank=1 at=5 do=exit",)),
+        Case("the first step", 2, ("bucket rank=0 at=1",)),
         Case("the last step", 2, (f"boundary rank=1 at={STEPS + 1}",)),
         Case("one rank alone, saved on disk", 1, ("forward at=6",), saving, (2, 2), "disk"),
         Case("one rank alone, an exception", 1, ("forward at=6 do=raise",)),
@@ -196,7 +201,7 @@ def compare(case: Case, undisturbed: list[Any], ended: tuple[int | None, str, li
         said = (errors.splitlines() or [""])[-1]
         problems = [] if code == 1 and case.fails in said else [f"exit code {code}", errors[-2000:]]
         restarts = errors.count("; starting all ranks again")
-        return Outcome(case.name, case.nproc, len(case.orders), restarts, 0, None, False, round(seconds, 1), problems)
+        return Outcome(case.name, case.nproc, len(case.orders), restarts, 0, None, None, round(seconds, 1), problems)
     problems = [] if code == 0 else [f"hung for {TIMEOUT_S:.0f} s" if code is None else f"exit code {code}"]
     first: dict[str, Any] = next((rank for rank in ranks if rank), {})
     equal = all(
@@ -242,13 +247,13 @@ def try_all(chosen: list[Case], console: Console) -> list[Outcome]:
             progress.update(task, description=f"{case.nproc} ranks, {case.name}")
             with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as place:
                 folder = Path(place)
-                if case.key not in undisturbed:
+                if case.key not in undisturbed and not case.fails:
                     (folder / "undisturbed").mkdir()
                     undisturbed[case.key] = run(case, (), folder / "undisturbed")[2]
                 (folder / "struck").mkdir()
                 began = time.monotonic()
                 ended = run(case, case.orders, folder / "struck")
-                outcome = compare(case, undisturbed[case.key], ended, time.monotonic() - began)
+                outcome = compare(case, undisturbed.get(case.key, []), ended, time.monotonic() - began)
                 outcome.problems += leftovers(folder)
             outcomes.append(outcome)
             if outcome.problems:

@@ -93,7 +93,8 @@ def main() -> None:
     optimizer = Optimizer(groups, lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     loader = DataLoader(data, batch_size=32, shuffle=True)
-    checkpointer = paceline.Checkpointer(folder / "checkpoints", every=settings["every"])
+    in_background = settings.get("background", False)
+    checkpointer = paceline.Checkpointer(folder / "checkpoints", every=settings["every"], async_save=in_background)
     states: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
     for name, state in states.items():
         checkpointer.register(name, state)
