@@ -107,6 +107,9 @@ def features() -> Iterator[Case]:
         "accumulate": ("forward rank=1 at=8", "gate rank=0 at=2"),
         "bfloat16": ("bucket rank=1 at=4", "optimizer rank=0 at=2"),
         "GradScaler": ("forward rank=1 at=8", "prepared rank=0 at=3"),
+        "SyncBatchNorm": ("bucket rank=1 at=4", "forward rank=0 at=3"),
+        "an averaged model": ("gate rank=0 at=4", "stepped rank=1 at=3"),
+        "a stream": ("forward rank=1 at=10", "bucket rank=0 at=1"),
     }
     for feature, (first, second) in moments.items():
         yield Case(f"with {feature}", 2, (first, f"{second} start=1"), {"feature": feature, "steps": 12})

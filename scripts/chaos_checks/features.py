@@ -17,11 +17,12 @@ import torch
 from loop import Optimizer, network, report
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import Dataset, IterableDataset
 
 import paceline
 from paceline import compression
-from paceline.data import DataLoader
+from paceline.data import DataLoader, GlobalBatchStream
 from paceline.failpoints import strike
 
 FEATURES = (
@@ -36,6 +37,9 @@ FEATURES = (
     "accumulate",
     "bfloat16",
     "GradScaler",
+    "SyncBatchNorm",
+    "an averaged model",
+    "a stream",
 )
 THAWED = 6
 """The step from which frozen parameters are trained."""
@@ -55,6 +59,16 @@ class Augmented(Dataset[tuple[Tensor, int, int]]):
         return self._points[index] + torch.randn(16) * 0.1, int(self._labels[index]), index
 
 
+class Stream(IterableDataset[tuple[Tensor, int, int]]):
+    """The same one after the other."""
+
+    def __init__(self, data: Augmented) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int, int]]:
+        return (self._data[index] for index in range(len(self._data)))
+
+
 class Run:
     """What is trained, and how."""
 
@@ -65,14 +79,20 @@ class Run:
         with paceline.set_seed(0):
             self.data = Augmented()
             self.nets = [network() for _ in range(1 + (self.feature == "two models in turn"))]
+        if self.feature == "SyncBatchNorm":
+            self.nets = [paceline.SyncBatchNorm.convert_sync_batchnorm(net) for net in self.nets]
         is_static = self.feature == "static_graph"
         self.models = [
             paceline.DistributedDataParallel(net, bucket_cap_mb=0.005, static_graph=is_static) for net in self.nets
         ]
         self.optimizers = [self._optimizer(net) for net in self.nets]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, enabled=self.feature == "GradScaler")
+        self.average = AveragedModel(self.nets[0], multi_avg_fn=get_ema_multi_avg_fn(0.9))
         workers = 2 if self.feature == "workers" else 0
-        self.loader = DataLoader(self.data, batch_size=32, shuffle=True, num_workers=workers)
+        if self.feature == "a stream":
+            self.loader = DataLoader(GlobalBatchStream(Stream(self.data), batch_size=32))
+        else:
+            self.loader = DataLoader(self.data, batch_size=32, shuffle=True, num_workers=workers)
         self.checkpointer = self._checkpointer(settings["every"])
         self.seldom: paceline.Checkpointer | None = None
         """A second one, for the weights alone, now and then."""
@@ -92,6 +112,8 @@ class Run:
             checkpointer.register(f"optimizer_{number}", optimizer)
         checkpointer.register("loader", self.loader)
         checkpointer.register("scaler", self.scaler)
+        if self.feature == "an averaged model":
+            checkpointer.register("average", self.average)
         kinds: dict[str, Any] = {"PowerSGD": compression.PowerSGD, "TopK": compression.TopK}
         if self.feature in kinds:
             state = kinds[self.feature](self.models[0])
@@ -147,6 +169,8 @@ class Run:
                 self.scaler.step(optimizer)
                 self.scaler.update()
                 optimizer.zero_grad()
+        if self.feature == "an averaged model":
+            self.average.update_parameters(self.nets[0])
         return self.checkpointer.step()
 
 
@@ -155,7 +179,7 @@ def main() -> None:
     folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
     run = Run(folder, {"steps": 12, "every": None, **given})
     run.train()
-    everything: list[Any] = [*run.nets, *run.optimizers, run.scaler]
+    everything: list[Any] = [*run.nets, *run.optimizers, run.scaler, run.average]
     report(folder, run.world.rank, run.checkpointer, [each.state_dict() for each in everything])
     run.checkpointer.close()
     if run.seldom is not None:
