@@ -93,7 +93,7 @@ def replay(kind: str, faults: list[Fault], options: argparse.Namespace) -> Outco
                 began = first_step(folder, job)
                 strikes = strike_all(folder, job, began, faults, options.seconds)
             finally:
-                end(folder, job, options.ranks)
+                end(folder, job)
         return outcome_of(kind, (folder / "steps").read_text(), strikes, began, options.seconds)
 
 
@@ -139,16 +139,23 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def end(folder: Path, job: subprocess.Popen[bytes], ranks: int) -> None:
+def end(folder: Path, job: subprocess.Popen[bytes]) -> None:
     """End the launcher, and the ranks that outlive it."""
     if job.poll() is None:
         job.kill()
         job.wait()
-    for _ in range(20):
-        for pid in (pid_of(folder, rank) for rank in range(ranks)):
-            if is_alive(pid):
+    while left := [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if is_of(path, folder)]:
+        for pid in left:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
+
+
+def is_of(command_line: Path, folder: Path) -> bool:
+    """Return whether a process was started with `folder` as an argument."""
+    with suppress(OSError):
+        return str(folder) in command_line.read_text(errors="replace")
+    return False
 
 
 def outcome_of(kind: str, lines: str, strikes: list[float], began: float, seconds: float) -> Outcome:

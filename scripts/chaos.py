@@ -100,7 +100,7 @@ def features() -> Iterator[Case]:
         "TopK": ("prepared rank=1 at=4", "boundary rank=0 at=3"),
         "static_graph": ("bucket rank=1 at=4", "forward rank=0 at=1"),
         "workers": ("forward rank=0 at=4", "stepped rank=1 at=3"),
-        "a second Checkpointer": ("forward rank=1 at=6", "boundary rank=0 at=3"),
+        "a second Checkpointer": ("write rank=0 at=1", "forward rank=1 at=3"),
         "two models in turn": ("forward rank=1 at=8", "forward rank=0 at=6"),
         "evaluation between steps": ("evaluation rank=1 at=3", "gate rank=0 at=2"),
         "frozen, then thawed": ("gate rank=1 at=4", "bucket rank=0 at=3"),
