@@ -40,13 +40,29 @@ __all__ = [
     "gather_for_metrics",
     "get",
     "init",
+    "load_ipython_extension",
     "load_weights",
     "mean_over_ranks",
     "nn",
     "profiler",
     "set_seed",
     "train",
+    "unload_ipython_extension",
     "unwrap",
 ]
 
 _register()
+
+
+def load_ipython_extension(shell: object) -> None:
+    """Make the magics of docs/notebooks.md known: ``%load_ext paceline``."""
+    from paceline.notebook.extension import load
+
+    load(shell)
+
+
+def unload_ipython_extension(shell: object) -> None:
+    """End the ranks of the notebook: ``%unload_ext paceline``."""
+    from paceline.notebook.extension import unload
+
+    unload(shell)

@@ -14,14 +14,23 @@ from paceline.torch_internals.c10d import TCPStore
 LOOPBACK = "127.0.0.1"
 
 
-def loopback_store(timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
-    """Serve a fresh store on a free port of the loopback interface.
+def loopback_store(timeout: timedelta = timedelta(minutes=5), port: int = 0) -> TCPStore:
+    """Serve a fresh store on `port` of the loopback interface, by default a free one.
 
     The server lives as long as the returned object. Ranks join it as clients, with ``MASTER_ADDR`` and
     ``MASTER_PORT`` (``store.port``) and ``TORCHELASTIC_USE_AGENT_STORE=True``.
+
+    Raises:
+        OSError: if the port is in use.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((LOOPBACK, 0))
+    try:
+        if port:  # connections of the job before, which have ended, keep it for a minute
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((LOOPBACK, port))
+    except OSError:
+        listener.close()
+        raise
     listener.listen(128)
     port = listener.getsockname()[1]
     # The store owns the descriptor from here on, hence detach().

@@ -1,0 +1,133 @@
+"""The shell of a rank: IPython without a terminal, which sends errors, figures and questions to the kernel."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Type
+from traitlets.config import Config
+
+from paceline.launch.record import consequence
+from paceline.notebook.messages import Failure
+
+PLAIN = "text/plain"
+
+
+class Channel:
+    """The connection to the kernel; threads of a cell may send, too."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, *message: Any) -> None:
+        """Send a message; what was printed before it comes first."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with self._lock:
+            self._connection.send(message)
+
+    def receive(self) -> tuple[Any, ...]:
+        """Wait for the next message.
+
+        Raises:
+            EOFError: if the kernel has gone.
+        """
+        message: tuple[Any, ...] = self._connection.recv()
+        return message
+
+
+class RankDisplay(DisplayPublisher):
+    """Prints what is text, and sends the rest."""
+
+    channel: Channel
+
+    def publish(self, data: Any, metadata: Any = None, **options: Any) -> None:
+        """Show `data`, by type, in the notebook."""
+        transient, update = options.get("transient") or {}, bool(options.get("update"))
+        if set(data) <= {PLAIN} and not transient:
+            print(data.get(PLAIN, ""))
+        else:
+            self.channel.send("display", dict(data), dict(metadata or {}), dict(transient), update)
+
+    def clear_output(self, wait: bool = False) -> None:
+        """Clear the output of the cell."""
+        self.channel.send("clear", wait)
+
+
+class RankResults(DisplayHook):
+    """Shows the value of a cell's last expression."""
+
+    def write_output_prompt(self) -> None:
+        """Show none: the kernel puts the rank in front."""
+
+    def write_format_data(self, format_dict: Any, md_dict: Any = None) -> None:
+        """Show the value as text, or in all its formats if there are others."""
+        self.shell.display_pub.publish(format_dict, md_dict)
+
+    def finish_displayhook(self) -> None:
+        """Do nothing more."""
+        self._is_active = False
+
+
+class RankShell(InteractiveShell):
+    """Runs the cells of one rank in a namespace of its own."""
+
+    display_pub_class = Type(RankDisplay)
+    displayhook_class = Type(RankResults)
+    failure: Failure | None = None
+    """How the present cell has failed; None as long as it has not."""
+
+    @classmethod
+    def start(cls, channel: Channel, names: Mapping[str, Any]) -> RankShell:
+        """Make the shell of this process, in which `names` are known."""
+        config = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"separate_in": "", "banner1": ""}})
+        shell: RankShell = cls.instance(config=config)
+        shell.display_pub.channel = channel
+        shell.user_ns.update(names)
+        return shell
+
+    def run(self, text: str, number: int) -> Failure | None:
+        """Run the cell with this number; return how it failed, if it did."""
+        self.failure, self.execution_count = None, number
+        result = self.run_cell(text, store_history=True)
+        if not result.success and self.failure is None:
+            error = result.error_in_exec or result.error_before_exec
+            self.failure = _failure(type(error), error, [f"{type(error).__name__}: {error}"])
+        return self.failure
+
+    def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:
+        if self.failure is None:
+            self.failure = _failure(etype, evalue, list(stb))
+
+    def show_usage_error(self, exc: Any) -> None:
+        """Keep a magic's complaint, which is one line."""
+        self.failure = self.failure or _failure(type(exc), exc, [f"UsageError: {exc}"])
+
+    def enable_gui(self, gui: Any = None) -> None:
+        """Do nothing: there is no window on a rank."""
+
+
+def _failure(kind: type[BaseException], error: Any, lines: list[str]) -> Failure:
+    broken = isinstance(error, BaseException) and consequence(error) is not None
+    return Failure(kind.__name__, str(error), tuple(lines), broken or kind.__name__ == "DesyncError")
+
+
+def asking(channel: Channel) -> Callable[..., str]:
+    """Return an ``input`` that has the kernel ask."""
+
+    def ask(prompt: object = "") -> str:
+        channel.send("ask", str(prompt))
+        answer, problem = channel.receive()
+        if problem:
+            raise EOFError(problem)
+        return str(answer)
+
+    return ask
