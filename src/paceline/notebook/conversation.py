@@ -23,7 +23,7 @@ LOOK_S = 0.1
 """The longest time between two looks at the ranks."""
 STUCK_S = 2.0
 """How long ranks wait for one that has ended the cell until that is looked into, and again until it is believed."""
-HEED_S = 2.0
+HEED_S = 3.0
 """How long ranks may take to heed an interrupt."""
 IDLE = 0.2
 """Share of one core below which a process waits."""
@@ -37,6 +37,8 @@ class Outcome:
     failures: dict[int, Failure] = field(default_factory=dict)
     deaths: dict[int, str] = field(default_factory=dict)
     """How the processes ended that did."""
+    killed: set[int] = field(default_factory=set)
+    """Those of them that did not heed an interrupt."""
     waits: dict[int, str] = field(default_factory=dict)
     """Of ranks that were stopped because they waited for ranks that do not come: where, and for whom."""
     interrupted: bool = False
@@ -214,5 +216,5 @@ class Conversation:
 
     def _kill(self, ranks: Sequence[int]) -> None:
         for rank in list(ranks):
-            self.outcome.deaths[rank] = "killed, because it did not heed the interrupt"
+            self.outcome.killed.add(rank)
             self._processes.ranks[rank].kill()

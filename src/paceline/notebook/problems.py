@@ -51,17 +51,21 @@ def problem(outcome: Outcome, size: int) -> Problem | None:
     for failure, ranks in _alike(causes):
         lines += [f"{_who(ranks, size)} raised {failure.name}:", *failure.trace]
     for rank, how in sorted(outcome.deaths.items()):
-        lines.append(f"rank {rank} died: {how}")
+        if rank not in outcome.killed:
+            lines.append(f"rank {rank} died: {how}")
+        elif rank not in outcome.waits:
+            lines.append(f"rank {rank} did not heed the interrupt, and was killed")
     for failure, ranks in _alike(consequences):
         first = failure.message.strip().partition("\n")[0]
         lines.append(f"{_who(ranks, size)} failed because of that ({failure.name}: {first})")
     for rank, where in sorted(outcome.waits.items()):
-        lines.append(f"rank {rank} {where}, and was stopped")
+        how = "killed, as it did not heed an interrupt" if rank in outcome.killed else "stopped"
+        lines.append(f"rank {rank} {where}, and was {how}")
     if outcome.interrupted:
         lines.append("interrupted: all ranks have stopped")
     if not lines:
         return None
-    name = "KeyboardInterrupt" if outcome.interrupted else "RankDied" if outcome.deaths else "DesyncError"
+    name = "KeyboardInterrupt" if outcome.interrupted else "RankDied" if outcome.deaths.keys() - outcome.killed else "DesyncError"
     return Problem(min(causes.items())[1].name if causes else name, lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ from paceline.rollcall import named_ranks
 
 LIVE_S = 0.5
 """Between two looks at a line that is not complete, such as a progress bar."""
+
+_CURSOR = re.compile(rb"\x1b\[(?:\?25[hl]|\d*[A-GJK])")
+"""Escapes of progress bars that move or hide the cursor, or clear the line."""
 
 
 class Screen:
@@ -43,7 +47,9 @@ class Screen:
         *lines, rest = (self._partial[rank] + printed).split(b"\n")
         now = time.monotonic()
         for line in lines:
-            self._folding.add(rank, _final(line), now)
+            text = _final(line)
+            if text or not line:  # else it only moved the cursor
+                self._folding.add(rank, text, now)
         self._partial[rank] = rest
 
     def end(self, rank: int) -> None:
@@ -110,7 +116,7 @@ class Screen:
 
 def _final(line: bytes) -> str:
     """Return what is seen of a line in which carriage returns go back to its beginning."""
-    parts = [part for part in line.split(b"\r") if part]
+    parts = [part for part in _CURSOR.sub(b"", line).split(b"\r") if part]
     return parts[-1].decode(errors="replace") if parts else ""
 
 

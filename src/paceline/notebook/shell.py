@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from types import TracebackType
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
@@ -14,10 +16,12 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
+from paceline.errors import PacelineError
 from paceline.launch.record import consequence
 from paceline.notebook.messages import Failure
 
 PLAIN = "text/plain"
+_LIBRARIES = re.compile(r"/(torch|paceline)/")
 
 
 class Channel:
@@ -96,12 +100,22 @@ class RankShell(InteractiveShell):
 
     def run(self, text: str, number: int) -> Failure | None:
         """Run the cell with this number; return how it failed, if it did."""
-        self.failure, self.execution_count = None, number
+        self.failure, self.execution_count = None, number - 1  # it adds one
         result = self.run_cell(text, store_history=True)
         if not result.success and self.failure is None:
             error = result.error_in_exec or result.error_before_exec
             self.failure = _failure(type(error), error, [f"{type(error).__name__}: {error}"])
         return self.failure
+
+    def showtraceback(self, exc_tuple: Any = None, *arguments: Any, **options: Any) -> None:
+        """Keep how the cell failed: of an interrupt the name, of an error of ours no frames below the user's code."""
+        kind, error, trace = self._get_exc_info(exc_tuple)
+        if issubclass(kind, KeyboardInterrupt):  # to find the sources of its frames takes seconds
+            self._showtraceback(kind, error, [kind.__name__])
+            return
+        if isinstance(error, PacelineError):
+            trace = users_part(trace)
+        super().showtraceback((kind, error, trace), *arguments, **options)
 
     def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:
         if self.failure is None:
@@ -111,8 +125,25 @@ class RankShell(InteractiveShell):
         """Keep a magic's complaint, which is one line."""
         self.failure = self.failure or _failure(type(exc), exc, [f"UsageError: {exc}"])
 
+    def ask_exit(self) -> None:
+        """Say how ranks end: ``exit()`` in a cell is meant for the kernel, or by mistake."""
+        print("exit() ends no rank; %dist_shutdown ends all of them")
+
     def enable_gui(self, gui: Any = None) -> None:
         """Do nothing: there is no window on a rank."""
+
+
+def users_part(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback up to the last frame that is not in torch or here; an error of ours has its own words."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    while len(frames) > 1 and _LIBRARIES.search(frames[-1].tb_frame.f_code.co_filename):
+        frames.pop()
+    for each in reversed(frames):
+        trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return trace
 
 
 def _failure(kind: type[BaseException], error: Any, lines: list[str]) -> Failure:
