@@ -14,7 +14,7 @@ from paceline.comm.c10d.process_group import register as _register
 from paceline.data_parallel import DataParallel
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics, mean_over_ranks
 from paceline.errors import PacelineError, UsageError
-from paceline.lookup import get
+from paceline.lookup import cache_mesh, get
 from paceline.nn import SyncBatchNorm
 from paceline.rng import set_seed
 from paceline.unwrapping import unwrap
@@ -31,6 +31,7 @@ __all__ = [
     "UsageError",
     "World",
     "accumulate",
+    "cache_mesh",
     "checkpoint",
     "clip_grad_norm_",
     "compression",
