@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-PATIENCE_S = 0.3
+PATIENCE_S = 0.8
 """How long a line waits for the same one of another rank, of those that still run."""
 AHEAD = 200
 """How many lines of another rank are searched for a head."""

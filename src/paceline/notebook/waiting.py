@@ -12,7 +12,7 @@ from paceline.launch.told_stacks import main_thread
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')
 _COMMUNICATION = ("/torch/distributed/", "/paceline/comm/", "/paceline/ddp/", "/paceline/rollcall", "/paceline/meeting")
 _BACKWARD = "/torch/autograd/graph.py"
-_CELL = "<ipython-input-"
+_CELL = re.compile(r"<ipython-input-(\d+)-")
 _STANDARD = re.compile(r"/lib/python3[^/]*/(?!site-packages/)")
 _WRAPPERS = {"wrapper", "decorate_context", "__call__", "_wrapped_call_impl", "_call_impl"}
 
@@ -23,13 +23,13 @@ class Wait:
 
     call: str
     """The function that the cell has called."""
-    line: int | None
-    """Of the cell; None if the call is elsewhere."""
+    place: str
+    """The cell and its line; empty if the call is elsewhere."""
     is_sure: bool = True
     """False in a backward, which computes or waits in C++; one that waits uses no processor."""
 
     def __str__(self) -> str:
-        return f"{self.call}()" + ("" if self.line is None else f" (line {self.line} of the cell)")
+        return f"{self.call}() ({self.place})" if self.place else f"{self.call}()"
 
 
 def wait_in(stacks: str) -> Wait | None:
@@ -41,12 +41,12 @@ def wait_in(stacks: str) -> Wait | None:
     is_sure = _BACKWARD not in inner[0]["file"]
     call = ""
     for frame in inner:
-        if frame["file"].startswith(_CELL):
-            return Wait(call, int(frame["line"]), is_sure)
+        if cell := _CELL.match(frame["file"]):
+            return Wait(call, f"In[{cell[1]}], line {frame['line']}", is_sure)
         if "/paceline/notebook/" in frame["file"]:
             break
         call = call if frame["function"] in _WRAPPERS and call else frame["function"]
-    return Wait(call, None, is_sure)
+    return Wait(call, "", is_sure)
 
 
 def processor_seconds(pid: int) -> float:
