@@ -23,7 +23,7 @@ LOOK_S = 0.1
 """The longest time between two looks at the ranks."""
 STUCK_S = 2.0
 """How long ranks wait for one that has ended the cell until that is looked into, and again until it is believed."""
-HEED_S = 3.0
+HEED_S = 5.0
 """How long ranks may take to heed an interrupt."""
 IDLE = 0.2
 """Share of one core below which a process waits."""

@@ -92,7 +92,7 @@ class RankMagics(Magics):
     def rank(self, line: str, cell: str) -> None:
         """Run a cell on some ranks: ``%%rank [0]``, ``%%rank [0,2]``."""
         session = self._running()
-        session.run(ranks_in(line, session.size), cell, self.shell.execution_count)
+        session.run(ranks_in(line, session.size), cell, self.shell.execution_count - 1)  # counted before it runs
 
     @line_magic
     @shown

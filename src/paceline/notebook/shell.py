@@ -100,8 +100,8 @@ class RankShell(InteractiveShell):
 
     def run(self, text: str, number: int) -> Failure | None:
         """Run the cell with this number; return how it failed, if it did."""
-        self.failure, self.execution_count = None, number - 1  # it adds one
-        result = self.run_cell(text, store_history=True)
+        self.failure, self.execution_count = None, number
+        result = self.run_cell(text, store_history=False)  # which would format errors a second time
         if not result.success and self.failure is None:
             error = result.error_in_exec or result.error_before_exec
             self.failure = _failure(type(error), error, [f"{type(error).__name__}: {error}"])
