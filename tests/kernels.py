@@ -42,8 +42,6 @@ class Kernel:
         run_sync(self._client.kc.wait_for_ready)()
 
 
-
-
 class Cell:
     """What a cell shows."""
 

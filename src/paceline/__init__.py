@@ -3,6 +3,8 @@
 Importing it makes the process group backend ``"paceline"`` known to torch.distributed; nothing else happens.
 """
 
+from importlib import import_module as _import_module
+
 from paceline.supported import warn_if_untested as _warn_if_untested
 
 _warn_if_untested()  # before imports that may need what another torch does not have
@@ -57,13 +59,9 @@ _register()
 
 def load_ipython_extension(shell: object) -> None:
     """Make the magics of docs/notebooks.md known: ``%load_ext paceline``."""
-    from paceline.notebook.extension import load
-
-    load(shell)
+    _import_module("paceline.notebook.extension").load(shell)  # which needs IPython
 
 
 def unload_ipython_extension(shell: object) -> None:
     """End the ranks of the notebook: ``%unload_ext paceline``."""
-    from paceline.notebook.extension import unload
-
-    unload(shell)
+    _import_module("paceline.notebook.extension").unload(shell)

@@ -62,7 +62,7 @@ def test_ranks_are_named_in_a_list(text: str, expected: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["[7]", "[0,3]", "", "[]", "[a]", "[-1]", "[0.5]", "zero"])
 def test_ranks_that_are_not_there_are_refused_in_one_line(text: str) -> None:
-    with pytest.raises(UsageError, match="^%%rank .*(there is no rank|names no ranks)") as caught:
+    with pytest.raises(UsageError, match=r"^%%rank .*(there is no rank|names no ranks)") as caught:
         ranks_in(text, 3)
     assert "\n" not in str(caught.value)
 
@@ -72,7 +72,7 @@ def test_pull_names_variables_and_a_rank() -> None:
     assert pulled("loss, step from [0]", 2) == (["loss", "step"], 0)
     assert pulled("loss", 2) == (["loss"], None)
     for wrong in ("", "loss from 2", "loss from", "2x from 0", "loss from one", "from 1", "a b from 0"):
-        with pytest.raises(UsageError, match="^%pull "):
+        with pytest.raises(UsageError, match=r"^%pull "):
             pulled(wrong, 2)
 
 

@@ -206,12 +206,14 @@ def test_input_is_refused_where_nobody_can_be_asked(ranks: Kernel) -> None:
 TUTORIAL = [
     "import torch, torch.distributed as dist\nfrom paceline import get, DistributedDataParallel",
     "mesh = dist.DeviceMesh('cpu', [0, 1])\nget.register_mesh(mesh)\n"
-    "[get(what) for what in ('ws', 'rank', 'grank', 'lrank')] == [2, rank, rank, rank] and get('pg') is mesh.get_group()",
+    "found = [get(what) for what in ('ws', 'rank', 'grank', 'lrank')]\n"
+    "found == [2, rank, rank, rank] and get('pg') is mesh.get_group()",
     "%%rank [0]\ntorch.manual_seed(43)",
     "torch.manual_seed(43)\nnet = torch.nn.Linear(4, 2)\nddp = DistributedDataParallel(net, init_sync='verify')",
     "data = torch.arange(32.0).view(8, 4) / 32\nhalf = len(data) // get('ws')\nstart = get('rank') * half\n"
     "mine = data[start : start + half]\noptimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)",
-    "ddp.train()\nfor i in range(4):\n    if (i + 1) % 4 == 0: ddp.enable_grad_sync()\n    else: ddp.disable_grad_sync()\n"
+    "ddp.train()\nfor i in range(4):\n    if (i + 1) % 4 == 0: ddp.enable_grad_sync()\n"
+    "    else: ddp.disable_grad_sync()\n"
     "    ddp(mine[i : i + 1]).sum().backward()\n    if ddp.do_sync:\n        ddp.sync_gradients()\n"
     "        optimizer.step()\n        optimizer.zero_grad()\nddp.eval()\nlen(list(ddp.parameters()))",
     "with ddp.no_sync():\n    ddp(mine).sum().backward()\nddp.sync_gradients()\noptimizer.step()",

@@ -28,7 +28,6 @@ def tags(cell: Any) -> list[str]:
     return found
 
 
-
 @pytest.mark.parametrize(
     "path",
     [

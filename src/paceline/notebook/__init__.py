@@ -9,5 +9,5 @@
        waiting: who waits for ranks that do not come
        problems: the words for what failed
 
-``docs/notebooks.md`` is for users; ``docs/decisions/0037-ranks-of-notebooks-are-ours.md`` says why this is not ipyparallel.
+``docs/notebooks.md`` is for users; decision 37, ``ranks-of-notebooks-are-ours``, says why this is not ipyparallel.
 """

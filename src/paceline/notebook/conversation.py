@@ -172,9 +172,7 @@ class Conversation:
         self._seen = {rank: (found[rank], processor_seconds(pids[rank])) for rank in found}
         self._looked = now
         if self._seen.keys() != pids.keys() or not all(
-            rank in before
-            and before[rank][0] == each
-            and (each.is_sure or computed - before[rank][1] < IDLE * passed)
+            rank in before and before[rank][0] == each and (each.is_sure or computed - before[rank][1] < IDLE * passed)
             for rank, (each, computed) in self._seen.items()
         ):
             return

@@ -62,7 +62,7 @@ class Folding:
         ordered = sorted(heads, key=lambda rank: (heads[rank][0], rank))
         for rank in ordered:
             value = heads[rank][2]
-            others = (queue.items for other, queue in self._queues.items() if heads.get(other, (0, 0, None))[2] != value)
-            if not any(value == item for items in others for _, _, item in islice(items, AHEAD)):
+            behind = (queue.items for queue in self._queues.values() if queue.items and queue.items[0][2] != value)
+            if not any(value == item for items in behind for _, _, item in islice(items, AHEAD)):
                 return value
         return heads[ordered[0]][2]

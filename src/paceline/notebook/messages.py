@@ -1,4 +1,4 @@
-"""The messages between the kernel and its ranks.
+"""The messages between the kernel and its ranks, which are pickled tuples.
 
     kernel                                              rank
     ("run", text, number)                ──▶            runs a cell
@@ -7,6 +7,8 @@
                                          ◀──            ("ask", prompt)                         of input()
     (answer, problem)                    ──▶
                                          ◀──            ("done", result, failure)
+
+While a cell runs, the rank reads nothing but answers.
 """
 
 from __future__ import annotations

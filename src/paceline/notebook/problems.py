@@ -65,8 +65,13 @@ def problem(outcome: Outcome, size: int) -> Problem | None:
         lines.append("interrupted: all ranks have stopped")
     if not lines:
         return None
-    name = "KeyboardInterrupt" if outcome.interrupted else "RankDied" if outcome.deaths.keys() - outcome.killed else "DesyncError"
-    return Problem(min(causes.items())[1].name if causes else name, lines)
+    if causes:
+        name = min(causes.items())[1].name
+    elif outcome.interrupted:
+        name = "KeyboardInterrupt"
+    else:
+        name = "RankDied" if outcome.deaths.keys() - outcome.killed else "DesyncError"
+    return Problem(name, lines)
 
 
 def replaced(ranks: list[int], size: int) -> list[str]:

@@ -110,6 +110,7 @@ class Processes:
             self._rendezvous = LoopbackRendezvous("notebook", start.port)
             self._resources.callback(self._rendezvous.shutdown)
             info = self._rendezvous.next_rendezvous().bootstrap_store_info
+            assert info is not None
             job = Job(COMMAND, start.nproc, env=env, modules=MODULES)
             self.boxes: JobFolder | None = black_boxes("notebook", ["notebook"], start.nproc)
             if self.boxes is not None:
@@ -157,7 +158,7 @@ class Processes:
                 code = self.ranks[rank].process.poll()
                 if code is not None or time.monotonic() > deadline:
                     printed = self.ranks[rank].read().decode(errors="replace").strip()
-                    how = "did not start in time" if code is None else f"ended when it started ({End(rank, code, 0).how})"
+                    how = "did not start in time" if code is None else f"ended at its start ({End(rank, code, 0).how})"
                     raise PacelineError(f"rank {rank} {how}{': ' + printed if printed else ''}")
         if self.boxes is not None:
             self.boxes.began({rank: each.pid for rank, each in self.ranks.items()})

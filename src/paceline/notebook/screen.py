@@ -98,7 +98,7 @@ class Screen:
     def clear(self, rank: int, wait: bool) -> None:
         """Clear the output, if the first rank says so."""
         if rank == self._ranks[0]:
-            clear_output(wait)
+            clear_output(wait)  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
         """Show what is left when all ranks have ended."""
@@ -123,4 +123,5 @@ def _final(line: bytes) -> str:
 def _display(content: tuple[Any, ...]) -> None:
     data, metadata, transient, update = content
     options = {"display_id": transient["display_id"]} if "display_id" in transient else {}
-    display(data, metadata=metadata, raw=True, **({"update": True} if update else {}), **options)
+    changes = {"update": True} if update else {}
+    display(data, metadata=metadata, raw=True, **changes, **options)  # type: ignore[no-untyped-call]

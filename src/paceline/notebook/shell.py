@@ -53,13 +53,21 @@ class RankDisplay(DisplayPublisher):
 
     channel: Channel
 
-    def publish(self, data: Any, metadata: Any = None, **options: Any) -> None:
+    def publish(
+        self,
+        data: Any,
+        metadata: Any = None,
+        source: Any = None,
+        *,
+        transient: Any = None,
+        update: bool = False,
+        **kwargs: Any,
+    ) -> None:
         """Show `data`, by type, in the notebook."""
-        transient, update = options.get("transient") or {}, bool(options.get("update"))
         if set(data) <= {PLAIN} and not transient:
             print(data.get(PLAIN, ""))
         else:
-            self.channel.send("display", dict(data), dict(metadata or {}), dict(transient), update)
+            self.channel.send("display", dict(data), dict(metadata or {}), dict(transient or {}), update)
 
     def clear_output(self, wait: bool = False) -> None:
         """Clear the output of the cell."""
@@ -74,7 +82,8 @@ class RankResults(DisplayHook):
 
     def write_format_data(self, format_dict: Any, md_dict: Any = None) -> None:
         """Show the value as text, or in all its formats if there are others."""
-        self.shell.display_pub.publish(format_dict, md_dict)
+        shell: Any = self.shell
+        shell.display_pub.publish(format_dict, md_dict)
 
     def finish_displayhook(self) -> None:
         """Do nothing more."""
@@ -94,14 +103,15 @@ class RankShell(InteractiveShell):
         """Make the shell of this process, in which `names` are known."""
         config = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"separate_in": "", "banner1": ""}})
         shell: RankShell = cls.instance(config=config)
-        shell.display_pub.channel = channel
+        publisher: Any = shell.display_pub
+        publisher.channel = channel
         shell.user_ns.update(names)
         return shell
 
     def run(self, text: str, number: int) -> Failure | None:
         """Run the cell with this number; return how it failed, if it did."""
         self.failure, self.execution_count = None, number
-        result = self.run_cell(text, store_history=False)  # which would format errors a second time
+        result = self.run_cell(text, store_history=False)  # type: ignore[no-untyped-call]  # else errors are formatted twice
         if not result.success and self.failure is None:
             error = result.error_in_exec or result.error_before_exec
             self.failure = _failure(type(error), error, [f"{type(error).__name__}: {error}"])
@@ -109,7 +119,7 @@ class RankShell(InteractiveShell):
 
     def showtraceback(self, exc_tuple: Any = None, *arguments: Any, **options: Any) -> None:
         """Keep how the cell failed: of an interrupt the name, of an error of ours no frames below the user's code."""
-        kind, error, trace = self._get_exc_info(exc_tuple)
+        kind, error, trace = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
         if issubclass(kind, KeyboardInterrupt):  # to find the sources of its frames takes seconds
             self._showtraceback(kind, error, [kind.__name__])
             return
