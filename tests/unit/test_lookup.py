@@ -249,7 +249,7 @@ def the_tutorials_own_helper(world: World) -> list[Any]:
     get.register_mesh(mesh)
     place.register_mesh(mesh)
     both = [(get(what), place(what)) for what in ("ws", "rank", "grank", "lrank")]  # type: ignore[call-overload]
-    alone = dist.DeviceMesh("cpu", [[world.rank]])
+    alone = dist.DeviceMesh("cpu", [world.rank])
     assert get("ws", alone) == place("ws", alone) == 1
     assert get("pg") is mesh.get_group()
     return both

@@ -41,6 +41,9 @@ def _as(name: str, lines: list[str]) -> Shown:
 class RankMagics(Magics):
     """Magics that start ranks and run cells on them."""
 
+    shell: Any
+    """The kernel's."""
+
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self.session: Session | None = None
