@@ -61,6 +61,21 @@ def test_without_ranks_a_cell_is_refused_in_one_line(notebook: Kernel, cell: str
     assert notebook.run("%%local\n40 + 2").values == ["42"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--backend nonsense", "backend 'nonsense' is not available in this PyTorch"),
+        ("--gpu-ids 0,99", "--gpu-ids"),
+        ("--timeout -3", "--timeout=-3 must be above 0"),
+    ],
+)
+def test_a_start_that_cannot_succeed_is_refused_at_once(notebook: Kernel, options: str, message: str) -> None:
+    notebook.run("%dist_shutdown")
+    error = notebook.run(f"%dist_init --nproc 2 {options}").error
+    assert message in error
+    assert "\n" not in error
+
+
 def test_a_port_in_use_is_refused_in_one_line(notebook: Kernel) -> None:
     notebook.run("%dist_shutdown")
     with socket.socket() as other:
@@ -95,6 +110,7 @@ def test_output_comes_with_its_rank_and_equal_output_once(ranks: Kernel) -> None
         "rank 0 | 0",
         "rank 1 | 10",
     ]
+    assert ranks.run("rank;").text == ""
     assert ranks.run("%%rank [1]\nprint(rank, end='')").lines == ["rank 1 | 1"]
     long = ranks.run("for i in range(2000): print(i)")
     assert long.lines == [f"all ranks | {i}" for i in range(2000)]
@@ -127,7 +143,7 @@ def test_an_error_shows_the_traceback_of_its_own_rank_alone(ranks: Kernel) -> No
     assert "----> 3     raise ValueError('of rank 1')" in cell.error
     assert "notebook/" not in cell.error  # no frames of ours
     assert "rank 0" not in cell.error
-    assert ranks.run("1 / 0").error.startswith("every rank raised ZeroDivisionError:\n")
+    assert ranks.run("1 / 0").error.startswith("all 2 ranks raised ZeroDivisionError:\n")
     assert ranks.run("kept").lines == ["all ranks | 5"]
 
 
@@ -208,7 +224,7 @@ TUTORIAL = [
     "mesh = dist.DeviceMesh('cpu', [0, 1])\nget.register_mesh(mesh)\n"
     "found = [get(what) for what in ('ws', 'rank', 'grank', 'lrank')]\n"
     "found == [2, rank, rank, rank] and get('pg') is mesh.get_group()",
-    "%%rank [0]\ntorch.manual_seed(43)",
+    "%%rank [0]\ntorch.manual_seed(43);",
     "torch.manual_seed(43)\nnet = torch.nn.Linear(4, 2)\nddp = DistributedDataParallel(net, init_sync='verify')",
     "data = torch.arange(32.0).view(8, 4) / 32\nhalf = len(data) // get('ws')\nstart = get('rank') * half\n"
     "mine = data[start : start + half]\noptimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)",

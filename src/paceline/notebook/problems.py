@@ -80,8 +80,8 @@ def replaced(ranks: list[int], size: int) -> list[str]:
     if not ranks:
         return [f"{group}; variables are kept"]
     who = _who(ranks, size)
-    word, them = ("it has", "it") if len(ranks) == 1 else ("they have", "them")
-    return [f"{who} was replaced: {word} no variables yet, so run again the cells that {them} needs; {group}"]
+    was, has, needs = ("was", "it has", "it needs") if len(ranks) == 1 else ("were", "they have", "they need")
+    return [f"{who} {was} replaced: {has} no variables yet, so run again the cells that {needs}; {group}"]
 
 
 def _alike(failures: dict[int, Failure]) -> list[tuple[Failure, list[int]]]:
@@ -94,4 +94,4 @@ def _alike(failures: dict[int, Failure]) -> list[tuple[Failure, list[int]]]:
 
 
 def _who(ranks: list[int], size: int) -> str:
-    return "every rank" if len(ranks) == size > 1 else named_ranks(ranks)
+    return f"all {size} ranks" if len(ranks) == size > 1 else named_ranks(ranks)

@@ -31,6 +31,7 @@ from paceline.launch.store import LOOPBACK
 from paceline.notebook.cells import Start
 from paceline.notebook.messages import SETTING
 from paceline.rendezvous import STORE
+from paceline.world import expect_available
 
 COMMAND = [sys.executable, "-u", "-m", "paceline.notebook"]
 MODULES = ("paceline.notebook.rank",)
@@ -90,10 +91,12 @@ class Processes:
     Used by one thread, which lives as long as the kernel: the system ends the ranks with it.
 
     Raises:
-        UsageError: if the port is in use, or a GPU is not there.
+        UsageError: if the port is in use, a GPU is not there, or PyTorch does not have the backend.
     """
 
     def __init__(self, start: Start) -> None:
+        if start.backend is not None:
+            expect_available(start.backend)  # before seconds are spent on ranks
         self.start = start
         self._resources = ExitStack()
         """What :meth:`close` releases."""

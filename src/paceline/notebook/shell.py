@@ -77,6 +77,11 @@ class RankDisplay(DisplayPublisher):
 class RankResults(DisplayHook):
     """Shows the value of a cell's last expression."""
 
+    def quiet(self) -> bool:
+        """Return whether a semicolon ends the cell, whose value is then not shown."""
+        shell: Any = self.shell
+        return bool(self.semicolon_at_end_of_expression(shell.text))
+
     def write_output_prompt(self) -> None:
         """Show none: the kernel puts the rank in front."""
 
@@ -95,6 +100,8 @@ class RankShell(InteractiveShell):
 
     display_pub_class = Type(RankDisplay)
     displayhook_class = Type(RankResults)
+    text = ""
+    """The cell that runs, or ran last; it is in no history."""
     failure: Failure | None = None
     """How the present cell has failed; None as long as it has not."""
 
@@ -110,7 +117,7 @@ class RankShell(InteractiveShell):
 
     def run(self, text: str, number: int) -> Failure | None:
         """Run the cell with this number; return how it failed, if it did."""
-        self.failure, self.execution_count = None, number
+        self.text, self.failure, self.execution_count = text, None, number
         result = self.run_cell(text, store_history=False)  # type: ignore[no-untyped-call]  # else errors are formatted twice
         if not result.success and self.failure is None:
             error = result.error_in_exec or result.error_before_exec
