@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import multiprocessing.process
 import os
 import runpy
@@ -137,6 +138,9 @@ def _rank(handler: Any, command: tuple[str, ...], environment: dict[str, str]) -
     if pid:
         return _Child(pid)
     try:
+        # Garbage of the launcher must not be collected here: the store of an earlier job would wake its thread, which
+        # is not in this process, through a descriptor that is closed, and libuv answers that with abort().
+        gc.freeze()
         os.setsid()
         if child:
             runpy.run_path(child)["die_with"](int(launcher))

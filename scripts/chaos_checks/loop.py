@@ -112,6 +112,8 @@ def main() -> None:
             done = checkpointer.step()
             if done >= settings["steps"]:
                 break
+    if done not in checkpointer.steps():
+        checkpointer.save(done)
     report(folder, world.rank, checkpointer, [net.state_dict(), optimizer.state_dict(), scheduler.state_dict()])
     checkpointer.close()
     world.close()

@@ -15,6 +15,7 @@ class Ranks(Enum):
 
     ONE = "one rank"
     SHARED = "two ranks on one GPU, over Gloo"
+    HOSTS = "two ranks on one GPU, over NCCL, each as if on a host of its own"
     SEVERAL = "a rank on each GPU, over NCCL"
 
 
@@ -50,6 +51,7 @@ PARTS = {
     "memory": "peak memory in bf16",
     "graphs": "CUDA graphs and torch.compile",
     "endurance": "200 aborted backwards; wrappers made and dropped",
+    "hosts": "two ranks that share the GPU, over NCCL, which takes them for two hosts",
     "several": "the same with a GPU for each rank, over NCCL, and overlap",
 }
 """In the order in which they run; each takes less than ten minutes."""
@@ -82,11 +84,16 @@ def _among(part: str, ranks: Ranks) -> list[Check]:
     ]
     if ranks is Ranks.SHARED:
         return [check for check in checks if check.name not in ("late-gradients", "aborts", "wrappers")]
-    return [
+    over_nccl = [
         Check(part, "leave", one_rank.leave, HANG, ranks, joined=False),
         *checks,
         Check(part, "own-group", one_rank.own_group, NUMBERS, ranks),
         Check(part, "nccl-options", one_rank.nccl_options, "leave the option out; send us the JSON", ranks),
+    ]
+    if ranks is Ranks.HOSTS:  # their collectives go through sockets, and their kernels by turns: nothing to time
+        return over_nccl
+    return [
+        *over_nccl,
         Check(part, "smollm2-2k", speed.smollm2_2k, SLOW, ranks, seconds=150, gib=30),
         Check(part, "resnet-32", speed.resnet_32, SLOW, ranks, seconds=150, gib=10),
         Check(part, "overlap", speed.overlap, SLOW, ranks, seconds=240, gib=40),
@@ -124,6 +131,7 @@ CHECKS: Sequence[Check] = (
     Check("graphs", "compile", graphs.compiled, NUMBERS, seconds=240),
     Check("endurance", "aborts", endurance.aborts, LEAK, seconds=180),
     Check("endurance", "wrappers", endurance.wrappers, LEAK, seconds=180),
+    *_among("hosts", Ranks.HOSTS),
     *_among("several", Ranks.SEVERAL),
 )
 

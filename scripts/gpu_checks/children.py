@@ -99,6 +99,9 @@ def _be_rank(rank: int, size: int, port: int, check: Check, setting: Setting, pi
     device = torch.device("cuda", at) if setting.on_gpu else torch.device("cpu")
     if size > 1:
         numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+        if check.ranks is Ranks.HOSTS:
+            # NCCL refuses two ranks of one host on one GPU; of two hosts it takes them, over sockets.
+            numbers |= {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank, "NCCL_HOSTID": rank}
         os.environ.update({name: str(number) for name, number in numbers.items()})
         os.environ.update(MASTER_ADDR=LOOPBACK, TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # one host, which may have no network
@@ -143,7 +146,7 @@ def sizes(check: Check, setting: Setting) -> int:
     """How many ranks a check has; 0 where there are too few GPUs."""
     if check.ranks is Ranks.ONE:
         return 1
-    if check.ranks is Ranks.SHARED or not setting.on_gpu:
+    if check.ranks in (Ranks.SHARED, Ranks.HOSTS) or not setting.on_gpu:
         return 2
     return setting.gpus if setting.gpus > 1 else 0
 

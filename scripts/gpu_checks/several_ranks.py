@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -155,20 +156,46 @@ def late(place: Place) -> Iterator[Row]:
 
 
 def batch_norm(place: Place) -> Iterator[Row]:
-    """SyncBatchNorm over uneven batches equals BatchNorm of one process."""
-    parts = [torch.randn(3 + rank, 5, 4, generator=torch.Generator().manual_seed(rank)) for rank in range(place.size)]
-    torch.manual_seed(0)
-    one = nn.BatchNorm1d(5).to(place.device)
+    """SyncBatchNorm over uneven batches equals BatchNorm of one process, whatever the layout, the type, the weights."""
+    cases = {
+        "values": ((), {}, torch.float32, 1e-4),
+        "images": ((6, 7), {}, torch.float32, 1e-4),
+        "images in channels last": ((6, 7), {}, torch.float32, 1e-4),
+        "bfloat16 images in channels last": ((6, 7), {}, torch.bfloat16, 3e-2),
+        "bfloat16 volumes": ((2, 3, 4), {}, torch.bfloat16, 3e-2),
+        "no weights": ((4,), {"affine": False}, torch.float32, 1e-4),
+        "no running statistics": ((4,), {"track_running_stats": False}, torch.float32, 1e-4),
+    }
+    kinds = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+    for name, (sides, arguments, dtype, tolerance) in cases.items():
+        torch.manual_seed(0)
+        one = kinds[len(sides)](5, **arguments).to(place.device)
+        error = _norms_differ(place, one, sides, dtype, "channels last" in name)
+        what = f"SyncBatchNorm against one process, {name}: outputs, gradients, statistics differ by"
+        yield holds(what, f"{error:.1e}", error < tolerance)
+
+
+def _norms_differ(place: Place, one: nn.Module, sides: tuple[int, ...], dtype: torch.dtype, last: bool) -> float:
+    """How far outputs, gradients and statistics are apart after a step; gradients of weights are summed over ranks."""
+    generators = [torch.Generator().manual_seed(rank) for rank in range(place.size)]
+    parts = [torch.randn(3 + rank, 5, *sides, generator=one) for rank, one in enumerate(generators)]
     ours = paceline.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(one))
-    whole = torch.cat(parts).to(place.device).requires_grad_()
-    mine = parts[place.rank].to(place.device).requires_grad_()
-    one(whole).sin().sum().backward()
-    ours(mine).sin().sum().backward()
+    layout = torch.channels_last if last else torch.contiguous_format
+    whole, mine = (
+        x.to(place.device, dtype).contiguous(memory_format=layout).requires_grad_()
+        for x in (torch.cat(parts), parts[place.rank])
+    )
     first = sum(len(part) for part in parts[: place.rank])
-    expected = [gradient_of(whole)[first : first + len(mine)], one.running_mean, one.running_var]
-    got = [gradient_of(mine), ours.running_mean, ours.running_var]
-    error = difference(got, expected)  # type: ignore[arg-type]
-    yield holds("SyncBatchNorm against one process: gradients, statistics differ by", f"{error:.1e}", error < 1e-4)
+    slope = torch.randn(whole.shape, generator=torch.Generator().manual_seed(9)).to(place.device, dtype)
+    expected, got = one(whole), ours(mine)
+    expected.backward(slope)
+    got.backward(slope[first : first + len(mine)])
+    pairs = [(expected[first : first + len(mine)], got), (gradient_of(whole)[first : first + len(mine)], mine.grad)]
+    for theirs, here in zip(one.parameters(), ours.parameters(), strict=True):
+        dist.all_reduce(gradient_of(here))
+        pairs.append((gradient_of(theirs), gradient_of(here)))
+    pairs += zip(one.buffers(), ours.buffers(), strict=True)
+    return max(difference([b.float()], [a.float()]) for a, b in pairs if b is not None)
 
 
 def abort(place: Place) -> Iterator[Row]:

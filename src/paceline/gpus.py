@@ -29,9 +29,14 @@ def choose_gpu(rank: int, local_rank: int, visible: int) -> int:
 
 
 def gpu_name(uuid: str, environment: Mapping[str, str]) -> str:
-    """Return what tells a GPU from others: its UUID, and which part of it is visible if it is divided (MIG)."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-    return f"{uuid} {visible}" if "MIG" in visible else uuid
+    """Return what tells a GPU from others: its UUID, and which part of it is visible if it is divided (MIG).
+
+    Where NCCL was told a host's name (``NCCL_HOSTID``) that belongs to it: NCCL lets ranks share a GPU that it takes
+    to be on different hosts, and then sends through sockets.
+    """
+    visible, host = environment.get("CUDA_VISIBLE_DEVICES", ""), environment.get("NCCL_HOSTID")
+    parts = [uuid, *([visible] if "MIG" in visible else []), *([f"of NCCL_HOSTID={host}"] if host else [])]
+    return " ".join(parts)
 
 
 def expect_own_gpu(store: Store, rank: int, size: int, gpu: str) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from paceline.checkpoint import capture
 from paceline.checkpoint.boundary import Boundary
 from paceline.checkpoint.capture import Capture
-from paceline.checkpoint.frozen import SMALL, State, freeze, freeze_object, thaw, thaw_object
+from paceline.checkpoint.frozen import SMALL, Freezer, State, freeze, thaw, thaw_object
 from paceline.checkpoint.gate import Gate, states_path
 from paceline.checkpoint.own_states import OwnStatesFile, read_own_states
 from paceline.checkpoint.registered import Registered
@@ -121,7 +121,7 @@ def test_a_large_tensor_that_was_changed_since_is_no_state_to_go_back_to() -> No
 def test_settings_of_an_optimizer_go_back_and_its_parameters_stay() -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    frozen = freeze_object(entry("optimizer", optimizer))
+    frozen = Freezer(entry("optimizer", optimizer)).freeze()
     optimizer.param_groups[0]["lr"] *= 0.5
     thaw_object(entry("optimizer", optimizer), frozen)
     assert optimizer.param_groups[0]["lr"] == 0.1

@@ -268,6 +268,8 @@ def test_ranks_that_see_the_same_single_gpu_are_refused_by_its_uuid() -> None:
 def test_parts_of_one_divided_gpu_are_different_gpus() -> None:
     names = {gpu_name("GPU-a", {"CUDA_VISIBLE_DEVICES": visible}) for visible in ("MIG-1", "MIG-2", "0", "1")}
     assert names == {"GPU-a MIG-1", "GPU-a MIG-2", "GPU-a"}
+    hosts = {gpu_name("GPU-a", {"NCCL_HOSTID": host}) for host in ("0", "1")}
+    assert len(hosts) == 2, "NCCL takes two ranks on one GPU if it was told that they are on two hosts"
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,23 @@ def test_host_data_beside_gradients_on_a_device_has_a_channel_of_its_own(
         assert not [text for text in warned if "uses Gloo" in text and backend == "gloo"]  # it is no news
 
 
+def many_that_nobody_keeps(world: World) -> float:
+    os.environ[SPLIT] = "2"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        group = dist.new_group(backend="paceline")
+    for _ in range(400):
+        dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    last = torch.ones(1)
+    dist.all_reduce(last, group=group)
+    return float(last)
+
+
+def test_gloo_s_threads_let_go_of_tensors_while_collectives_are_launched() -> None:
+    """They need the interpreter's lock, which a collective that ``super()`` launched held: both waited for good."""
+    assert run_ranks(2, many_that_nobody_keeps) == [2.0, 2.0]
+
+
 def beside_a_gpu(world: World) -> tuple[str, list[float], list[float], int]:
     """What the channel of a model on a GPU does with tensors that are not there."""
     channel = open_channel(dist.group.WORLD, torch.device("cuda"))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import capture
-from paceline.checkpoint.frozen import SmallBuffers, freeze_object, parameters_of, thaw_object
+from paceline.checkpoint.frozen import Freezer, SmallBuffers, parameters_of, thaw_object
 from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.turn import Turn
@@ -36,7 +36,7 @@ class Watched:
     def __init__(self, entries: Sequence[Registered]) -> None:
         self.entries = tuple(entries)
         self.own = [entry for entry in entries if entry.per_rank]
-        self.shared = [(entry, entry.is_constant) for entry in entries if not entry.per_rank]
+        self.shared = [(Freezer(entry), entry.is_constant) for entry in entries if not entry.per_rank]
         self.accumulating = [entry.object for entry in entries if isinstance(entry.object, Accumulates)]
         self.modules = [entry.object for entry in entries if isinstance(entry.object, nn.Module)]
         self.optimizers = [entry.object for entry in entries if isinstance(entry.object, torch.optim.Optimizer)]
@@ -148,6 +148,13 @@ class Boundary:
             if not entry.per_rank:
                 yield thaw_object(entry, self._frozen[entry.name])
 
+    def positions(self) -> dict[str, tuple[int, int]]:
+        """Return the epoch and the batch in it of sources of data, which their states tell, at the boundary."""
+        assert self._frozen is not None
+        told = {name: state for name, state in self._frozen.items() if isinstance(state, dict)}
+        pairs = {name: (state.get("epoch"), state.get("position")) for name, state in told.items()}
+        return {name: (epoch, at) for name, (epoch, at) in pairs.items() if type(epoch) is int and type(at) is int}
+
     def retire(self) -> None:
         """Let optimizers step without waiting, after which :meth:`states` can tell nothing."""
         self._is_armed = False
@@ -184,8 +191,8 @@ class Boundary:
     def _freeze(self, watched: Watched) -> None:
         before = self._frozen or {}
         self._frozen = {
-            entry.name: before[entry.name] if is_constant and entry.name in before else freeze_object(entry)
-            for entry, is_constant in watched.shared
+            each.entry.name: before[each.entry.name] if is_constant and each.entry.name in before else each.freeze()
+            for each, is_constant in watched.shared
         }
         self._versions = watched.versions()
 

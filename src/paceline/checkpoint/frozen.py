@@ -95,20 +95,40 @@ def thaw(value: Any, name: str) -> Any:
     return value
 
 
-def freeze_object(entry: Registered) -> Any:
-    """Return what the object needs to go back to its state now, besides parameters, their state and small buffers."""
-    if isinstance(entry.object, nn.Module):
-        module = unwrap(entry.object)
-        large = {name: Kept.of(buffer) for name, buffer in module.named_buffers() if buffer.numel() > SMALL}
-        return large, [freeze(part.get_extra_state()) for part in _with_extra_state(module)]
-    if isinstance(entry.object, torch.optim.Optimizer):
-        groups = entry.object.param_groups
-        return [{key: freeze(value) for key, value in group.items() if key != "params"} for group in groups]
-    return freeze(entry.object.state_dict())
+class Freezer:
+    """Copies of an object what it needs to go back to its state, besides parameters, their state and small buffers.
+
+    Parts of a module are looked for once; one that it gets later is missed here, and noticed by :func:`load_buffers`.
+    """
+
+    def __init__(self, entry: Registered) -> None:
+        self.entry = entry
+        self._large: list[tuple[str, nn.Module, str]] = []
+        """Of a module's large buffers: the whole name, and where the buffer is."""
+        self._extra: list[nn.Module] = []
+        """Parts of a module that have a state besides parameters and buffers."""
+        if isinstance(entry.object, nn.Module):
+            module = unwrap(entry.object)
+            self._extra = _with_extra_state(module)
+            for prefix, part in module.named_modules():
+                for name, buffer in part.named_buffers(prefix, recurse=False):
+                    if buffer.numel() > SMALL:
+                        self._large.append((name, part, name.rpartition(".")[2]))
+
+    def freeze(self) -> Any:
+        """Return the copy."""
+        what = self.entry.object
+        if isinstance(what, nn.Module):
+            large = {name: Kept.of(getattr(part, attribute)) for name, part, attribute in self._large}
+            return large, [freeze(part.get_extra_state()) for part in self._extra]
+        if isinstance(what, torch.optim.Optimizer):
+            groups = what.param_groups
+            return [{key: freeze(value) for key, value in group.items() if key != "params"} for group in groups]
+        return freeze(what.state_dict())
 
 
 def thaw_object(entry: Registered, frozen: Any) -> Registered:
-    """Return an entry whose object has the state that :func:`freeze_object` found. Modules and optimizers change back.
+    """Return an entry whose object has the state that :meth:`Freezer.freeze` found. Modules and optimizers change back.
 
     Small buffers of modules are left to :func:`load_buffers`.
 

@@ -61,13 +61,15 @@ class OwnStatesFile:
         self._address = _address_of(self._map)
         self._numpy: tuple[bytes, Any] | None = None
         """NumPy's generator as it was last, as it lies in memory and as it is stored."""
+        self._plain: tuple[tuple[Any, ...], bytes] = (), b""
+        """The plain values that were stored last, and their bytes."""
 
     def write(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
         """Store this rank's generators, and what is given, as its states at `step`."""
-        tensors = [stored(tensor) for tensor in (*objects.tensors.values(), *buffers)]
+        tensors = [_as_stored(tensor) for tensor in (*objects.tensors.values(), *buffers)]
         layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
         names = list(objects.tensors)
-        plain = marshal.dumps((self._generators(), dict(objects.nodes), dict(objects.aliases), names, layout))
+        plain = self._dumped((self._generators(), dict(objects.nodes), dict(objects.aliases), names, layout))
         sizes = [tensor.nbytes for tensor in tensors]
         total = aligned(_HEAD.size + len(plain)) + sum(map(aligned, sizes))
         if total > self._capacity:
@@ -83,6 +85,12 @@ class OwnStatesFile:
             place += aligned(size)
         struct.pack_into("<qqq", self._map, at + 8, step, len(plain), total)
         struct.pack_into("<q", self._map, at, self._number)
+
+    def _dumped(self, values: tuple[Any, ...]) -> bytes:
+        """Return `values` as they are stored. At the end of a step they are often as before the optimizer."""
+        if values != self._plain[0]:
+            self._plain = values, marshal.dumps(values)
+        return self._plain[1]
 
     def _generators(self) -> tuple[Any, ...]:
         """Return what :func:`paceline.rng.rng_state` tells, in the form that is taken and stored fastest."""
@@ -156,6 +164,12 @@ def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStat
         place += aligned(spec.nbytes)
     objects = Capture(nodes, dict(zip(names, tensors, strict=False)), aliases)
     return OwnStates(_unpacked(generators), objects, tensors[len(names) :])
+
+
+def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what :func:`stored` does, without its calls for a tensor that is so already, as nearly all are."""
+    is_so = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_complex() and not tensor.is_neg()
+    return tensor if is_so else stored(tensor)
 
 
 def _address_of(memory: mmap.mmap) -> int:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import rank_consensus
 from paceline.checkpoint.boundary import Boundary
 from paceline.checkpoint.gate import Gate
-from paceline.checkpoint.registered import Registered
-from paceline.checkpoint.rescue import COMPLETES_S, Rescue, rescued_folder
-from paceline.checkpoint.run_folder import RunFolder
+from paceline.checkpoint.rescue import COMPLETES_S, Contents, Rescue, rescued_folder
 from paceline.checkpoint.stop_requests import StopRequests
 from paceline.errors import CheckpointError, CommunicationError
 from paceline.last_words import at_failure
@@ -45,50 +43,36 @@ class Recovery:
     Args:
         world: this rank's.
         key: the checkpoint folder's, the same on all ranks.
-        folder: the checkpoint folder.
-        entries: gives the registered objects.
-        run_folder: gives the opened checkpoint folder, on rank 0.
+        contents: of the Checkpointer.
     """
 
-    def __init__(
-        self,
-        world: World,
-        key: str,
-        folder: Path,
-        entries: Callable[[], list[Registered]],
-        run_folder: Callable[[], RunFolder | None],
-    ) -> None:
+    def __init__(self, world: World, key: str, contents: Contents) -> None:
         self._gate = _open_gate(world, key)
         self._reached, self._redone = 0, 0
         """The last step that an earlier start completed, and the steps redone by then. A start that ended before it
         restored anything was on its way to redo all of them, so the next may take some back."""
-        self.boundary = Boundary(entries, self._gate)
+        self.boundary = Boundary(contents.entries, self._gate)
         job = job_folder()
         record = None if self._gate is None else self._gate.record
-        self.stops = StopRequests(self.boundary, record, saves=job is None or job not in folder.parents)
+        self.stops = StopRequests(self.boundary, record, saves=job is None or job not in contents.folder.parents)
         self._source: str | None = None
         self._forget: Callable[[], None] | None = None
         if self._gate is not None:
             before = records_in(self._gate.folder.parent.parent / BEFORE / self._gate.folder.name)
             self._reached = max((max(record.completed, record.restored) for record in before), default=0)
             self._redone = max(((record.restored, record.redone) for record in before), default=(0, 0))[1]
-            self._rescue = Rescue(self.boundary, entries, folder, run_folder)
+            self._rescue = Rescue(self.boundary, contents)
             self._forget = at_failure(self._rescue)
             self._process = os.getpid()
             atexit.register(self._leave)
             self.go_on_from(0, None)
 
     @classmethod
-    def of_all(
-        cls,
-        world: World,
-        folder: Path,
-        registered: Mapping[str, Registered],
-        run_folder: Callable[[], RunFolder | None],
-    ) -> Recovery:
+    def of_all(cls, world: World, contents: Contents) -> Recovery:
         """Make it on all ranks together: all of them can rescue, or none."""
-        key = str(rank_consensus.decide(world, lambda: key_of(folder)))  # other ranks may call the folder otherwise
-        made = cls(world, key, folder, lambda: list(registered.values()), run_folder)
+        # Other ranks may call the folder otherwise.
+        key = str(rank_consensus.decide(world, lambda: key_of(contents.folder)))
+        made = cls(world, key, contents)
         if not all(rank_consensus.gather(world, made._gate is not None)):
             made._give_up()
         return made

@@ -12,8 +12,9 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint import capture, room, storage
@@ -26,6 +27,7 @@ from paceline.checkpoint.notes import Keep
 from paceline.checkpoint.own_states import OwnStates, read_own_states
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.run_folder import RunFolder
+from paceline.checkpoint.sample_ledger import Ledger
 from paceline.checkpoint.saved import GENERATORS
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.writer import Draft
@@ -44,24 +46,32 @@ def rescued_folder(gate: Gate) -> Path:
     return gate.folder.parent.parent / RESCUE / gate.folder.name
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a Checkpointer saves, and where."""
+
+    folder: Path
+    registered: Mapping[str, Registered]
+    """Which grows while objects are registered."""
+    ledger: Ledger
+    run_folder: Callable[[], RunFolder | None]
+    """Gives the opened checkpoint folder, on rank 0."""
+
+    def entries(self) -> list[Registered]:
+        """Return the registered objects."""
+        return list(self.registered.values())
+
+
 class Rescue:
     """Saves the boundary of this rank when an error ends it.
 
     Args:
         boundary: with a gate.
-        entries: gives the registered objects.
-        folder: the checkpoint folder.
-        run_folder: gives the opened checkpoint folder, on rank 0.
+        contents: of the Checkpointer.
     """
 
-    def __init__(
-        self,
-        boundary: Boundary,
-        entries: Callable[[], list[Registered]],
-        folder: Path,
-        run_folder: Callable[[], RunFolder | None],
-    ) -> None:
-        self._boundary, self._entries, self._folder, self._run_folder = boundary, entries, folder, run_folder
+    def __init__(self, boundary: Boundary, contents: Contents) -> None:
+        self._boundary, self._contents = boundary, contents
         self.was_called = False
 
     def __call__(self, error: BaseException) -> None:
@@ -75,17 +85,17 @@ class Rescue:
         blamed = getattr(error, "blamed", None) is not None
         if gate is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
             return
-        if any(entry.is_sharded for entry in self._entries()):
+        if any(entry.is_sharded for entry in self._contents.entries()):
             return  # nobody has the shards of the rank that is gone, and to gather them would wait for it
         step, memory = self._boundary.step, rescued_folder(gate)
         with _turn(memory):
-            if step in _steps(memory) or step in _steps(self._folder):
+            if step in _steps(memory) or step in _steps(self._contents.folder):
                 return
             strike("rescue")
             gate.wait_for_step(step, COMPLETES_S)
             try:
                 ranks = _all_own_states(gate, step)
-                load_buffers(self._entries(), ranks[0].buffers)
+                load_buffers(self._contents.entries(), ranks[0].buffers)
                 shared = [capture.shared(entry) for entry in self._boundary.states()]
                 self._save(step, shared, ranks, memory)
             except (OSError, ValueError, MemoryError) as problem:
@@ -95,27 +105,31 @@ class Rescue:
         if int(os.environ.get(RESTARTS, "0")):
             try:
                 store = Storage(memory)
-                (memory / DESTINATION).write_text(str(self._folder))
-                _write(store, step, shared, ranks)
+                (memory / DESTINATION).write_text(str(self._contents.folder))
+                self._write(store, step, shared, ranks)
                 store.prune(step, Keep(1, None, "max"))
                 return
             except (OSError, UsageError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
-                print(f"note: no room in memory for step {step} ({reason}); it goes to {self._folder}", file=sys.stderr)
+                print(
+                    f"note: no room in memory for step {step} ({reason}); it goes to {self._contents.folder}",
+                    file=sys.stderr,
+                )
         # While rank 0 lives the folder is its own, and its turn comes.
-        opened = self._run_folder()
-        _write(Storage(self._folder) if opened is None else opened.settled(), step, shared, ranks)
+        opened = self._contents.run_folder()
+        self._write(Storage(self._contents.folder) if opened is None else opened.settled(), step, shared, ranks)
 
-
-def _write(store: Storage, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates]) -> None:
-    own = [_joined(states) for states in ranks]
-    size = sum(room.needed(each.tensors.values()) for each in [*shared, *own])
-    with Draft(store, step, len(ranks), size) as draft:
-        for each in shared:
-            draft.add_shared(each)
-        for rank, each in enumerate(own):
-            draft.add_own(rank, each)
-        draft.commit()
+    def _write(self, store: Storage, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates]) -> None:
+        own = [_joined(states) for states in ranks]
+        size = sum(room.needed(each.tensors.values()) for each in [*shared, *own])
+        with Draft(store, step, len(ranks), size) as draft:
+            for each in shared:
+                draft.add_shared(each)
+            for rank, each in enumerate(own):
+                draft.add_own(rank, each)
+            # A source may have given a batch of the step that is lost.
+            draft.add_ledger(self._contents.ledger.runs(step, len(ranks), self._boundary.positions()))
+            draft.commit()
 
 
 def _joined(states: OwnStates) -> Capture:

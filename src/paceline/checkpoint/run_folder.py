@@ -51,21 +51,21 @@ class RunFolder:
         keep: what is not pruned.
         async_save: whether saves are written in the background.
         memory: the folder of rescued checkpoints, which need not exist; None if nothing is rescued.
+        ledger: of the samples that are consumed.
 
     Raises:
         UsageError: if an argument is malformed, or the folder cannot be used.
     """
 
     writer: Writer
-    ledger: Ledger
 
-    def __init__(self, folder: Path, keep: Keep, async_save: bool, memory: Path | None) -> None:
+    def __init__(self, folder: Path, keep: Keep, async_save: bool, memory: Path | None, ledger: Ledger) -> None:
         keep.check()
         if not isinstance(async_save, bool):
             raise UsageError(f"async_save must be True or False, not {async_save!r}")
         self._keep, self._memory = keep, memory
         self._storage = Storage(folder)
-        self.ledger = Ledger()
+        self._ledger = ledger
         self._runs_before: tuple[Run, ...] = ()  # that led to the checkpoint chosen last
         self.writer = (BackgroundWriter if async_save else Writer)(self._storage, keep)
 
@@ -76,7 +76,7 @@ class RunFolder:
             CheckpointError: if they cannot be written.
         """
         with parts(world, captures) as states:
-            order = Save(step, world.size, size, checked_notes, self.ledger.runs(step, world.size))
+            order = Save(step, world.size, size, checked_notes, self._ledger.runs(step, world.size))
             return self.writer.save(order, states)
 
     def newest(self) -> str | None:
@@ -123,9 +123,9 @@ class RunFolder:
             raise CheckpointError(f"the checkpoint {path} cannot be used: {damage}; use another one") from None
         return path, found
 
-    def resumed(self, step: int) -> None:
-        """Note in the ledger that the run goes on from the chosen checkpoint, that of `step`."""
-        self.ledger.resume(self._runs_before, step, max([self._storage.begun, *self._storage.steps()]))
+    def ledger_before(self) -> tuple[str, int]:
+        """Return the ledger of the checkpoint chosen last, and the highest step ever begun: where ranks go on from."""
+        return sample_ledger.render(self._runs_before).decode(), max([self._storage.begun, *self._storage.steps()])
 
     def settled(self) -> Storage:
         """Return the opened folder, once nothing is being written."""

@@ -57,7 +57,10 @@ class Run:
 
 
 class Ledger:
-    """Rank 0's account of what the registered sources have given away since the run was started or resumed."""
+    """The account of what the registered sources have given away since the run was started or resumed.
+
+    Every rank keeps it, in the same words, as sources count global batches: rank 0 may be gone when it is wanted.
+    """
 
     def __init__(self) -> None:
         self._sources: dict[str, Consumes] = {}
@@ -80,11 +83,20 @@ class Ledger:
         for name in self._sources:
             self._mark(name)
 
-    def runs(self, step: int, ranks: int) -> tuple[Run, ...]:
-        """Return the runs that led to `step`; none if no source is registered."""
+    def runs(self, step: int, ranks: int, ends: Mapping[str, tuple[int, int]] | None = None) -> tuple[Run, ...]:
+        """Return the runs that led to `step`; none if no source is registered.
+
+        Args:
+            step: of the checkpoint.
+            ranks: that are in this run.
+            ends: of some sources, the epoch and the batch in it that come next after `step`; now, of the others.
+        """
         if not self._sources:
             return ()
-        sources = {name: Source(dict(each.settings()), self._new(name)) for name, each in self._sources.items()}
+        sources = {
+            name: Source(dict(each.settings()), _up_to(self._new(name), (ends or {}).get(name)))
+            for name, each in self._sources.items()
+        }
         return *self._before, Run(ranks, self._resumed_at, step, self._done_before, sources)
 
     def _mark(self, name: str) -> None:
@@ -99,6 +111,19 @@ class Ledger:
             epoch, _, behind, length, order = consumed[count - 1]
             new.insert(0, (epoch, end, behind, length, order))
         return tuple((epoch, begin, behind, length, order) for epoch, begin, behind, length, order in new)
+
+
+def _up_to(batches: tuple[Batches, ...], end: tuple[int, int] | None) -> tuple[Batches, ...]:
+    """Return the stretches among `batches` ahead of `end`, an epoch and a batch in it; all if it is None."""
+    if end is None:
+        return batches
+    last_epoch, position = end
+    cut = (
+        (epoch, begin, min(behind, position) if epoch == last_epoch else behind, length, order)
+        for epoch, begin, behind, length, order in batches
+        if epoch <= last_epoch
+    )
+    return tuple(each for each in cut if each[1] < each[2])
 
 
 def render(runs: Sequence[Run]) -> bytes:

@@ -73,8 +73,11 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     if x.numel():
         # The backward of normalization with given statistics: what it gives for weight and bias are our sums.
+        # CUDA's kernel needs tensors for all of its arguments: a weight, of which the sums do not depend, and for what
+        # forward saved something empty, which is what it saves with given statistics.
+        saved = mean.new_empty(0)
         _, dw, db = torch.ops.aten.native_batch_norm_backward(
-            dy, x, None, mean, variance, None, None, False, layer.eps, [False, True, True]
+            dy, x, mean, mean, variance, saved, saved, False, layer.eps, [False, True, True]
         )
     else:
         dw, db = torch.zeros_like(mean), torch.zeros_like(mean)

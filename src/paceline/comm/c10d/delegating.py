@@ -26,7 +26,7 @@ class Delegating(dist.ProcessGroup):
 
     A collective given to them waits until those that were begun before it and run in our own thread have ended, so
     that none overtakes another. Sends and receives do not wait: their partner may come to them before it comes to such
-    a collective. (Every method calls its own name in C++ from a frame of that name; torch would find us again if not.)
+    a collective.
     """
 
     _engine: Engine | None
@@ -53,74 +53,62 @@ class Delegating(dist.ProcessGroup):
         if self._engine is not None:
             self._engine.timeout = timeout
 
-    def allreduce(self, *arguments: Any, **options: Any) -> Any:
+    def allreduce(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
         """Delegate the all-reduce of CUDA, sparse and other tensors that are not native."""
-        self._runner.drain()
-        return super().allreduce(*arguments, **options)
+        if tensors[0].is_sparse and tensors[0].is_cuda:
+            self._runner.drain()
+            return super().allreduce(tensors, options)  # NCCL's has another name, which Python cannot call
+        return self._backend_for(tensors[0]).allreduce(tensors, options)
 
-    def allreduce_coalesced(self, *arguments: Any, **options: Any) -> Any:
+    def allreduce_coalesced(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
         """Delegate, as :meth:`allreduce` does."""
-        self._runner.drain()
-        return super().allreduce_coalesced(*arguments, **options)
+        return self._backend_for(tensors[0]).allreduce_coalesced(tensors, options)
 
-    def broadcast(self, *arguments: Any, **options: Any) -> Any:
+    def broadcast(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
         """Delegate, as :meth:`allreduce` does."""
-        self._runner.drain()
-        return super().broadcast(*arguments, **options)
+        return self._backend_for(tensors[0]).broadcast(tensors, options)
 
-    def allgather(self, *arguments: Any, **options: Any) -> Any:
+    def allgather(self, outputs: Any, tensors: Any, options: Any) -> Any:  # type: ignore[override]
         """Delegate, as :meth:`allreduce` does."""
-        self._runner.drain()
-        return super().allgather(*arguments, **options)
+        return self._backend_for(tensors[0]).allgather(outputs, tensors, options)
 
-    def _allgather_base(self, *arguments: Any, **options: Any) -> Any:
+    def _allgather_base(self, output: Any, tensor: Any, options: Any) -> Any:  # type: ignore[override]
         """Delegate, as :meth:`allreduce` does."""
-        self._runner.drain()
-        return super()._allgather_base(*arguments, **options)
+        return self._backend_for(tensor)._allgather_base(output, tensor, options)
 
-    def allgather_coalesced(self, *arguments: Any, **options: Any) -> Any:
+    def allgather_coalesced(self, outputs: Any, tensors: Any, *options: Any) -> Any:
         """Delegate always: it is never native."""
-        self._runner.drain()
-        return super().allgather_coalesced(*arguments, **options)
+        return self._backend_for(tensors[0]).allgather_coalesced(outputs, tensors, *options)
 
-    def reduce_scatter(self, *arguments: Any, **options: Any) -> Any:
+    def reduce_scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:  # type: ignore[override]
         """Delegate, as :meth:`allreduce` does."""
-        self._runner.drain()
-        return super().reduce_scatter(*arguments, **options)
+        return self._backend_for(outputs[0]).reduce_scatter(outputs, inputs, options)
 
-    def _reduce_scatter_base(self, *arguments: Any, **options: Any) -> Any:
+    def _reduce_scatter_base(self, output: Any, tensor: Any, options: Any) -> Any:
         """Delegate, as :meth:`allreduce` does."""
-        self._runner.drain()
-        return super()._reduce_scatter_base(*arguments, **options)
+        return self._backend_for(tensor)._reduce_scatter_base(output, tensor, options)
 
-    def reduce(self, *arguments: Any, **options: Any) -> Any:
-        """Delegate always: it is never native."""
-        self._runner.drain()
-        return super().reduce(*arguments, **options)
+    def reduce(self, tensors: Any, *options: Any) -> Any:
+        """Delegate, as :meth:`allreduce` does."""
+        return self._backend_for(tensors[0]).reduce(tensors, *options)
 
-    def gather(self, *arguments: Any, **options: Any) -> Any:
-        """Delegate always: it is never native."""
-        self._runner.drain()
-        return super().gather(*arguments, **options)
+    def gather(self, outputs: Any, tensors: Any, *options: Any) -> Any:
+        """Delegate, as :meth:`allreduce` does."""
+        return self._backend_for(tensors[0]).gather(outputs, tensors, *options)
 
-    def scatter(self, *arguments: Any, **options: Any) -> Any:
-        """Delegate always: it is never native."""
-        self._runner.drain()
-        return super().scatter(*arguments, **options)
+    def scatter(self, outputs: Any, tensors: Any, *options: Any) -> Any:
+        """Delegate, as :meth:`allreduce` does."""
+        return self._backend_for(outputs[0]).scatter(outputs, tensors, *options)
 
-    def alltoall(self, *arguments: Any, **options: Any) -> Any:
-        """Delegate always: it is never native."""
-        self._runner.drain()
-        return super().alltoall(*arguments, **options)
+    def alltoall(self, outputs: Any, tensors: Any, *options: Any) -> Any:
+        """Delegate, as :meth:`allreduce` does."""
+        return self._backend_for(tensors[0]).alltoall(outputs, tensors, *options)
 
     def alltoall_base(  # type: ignore[override]
         self, output: Any, tensor: Any, *arguments: Any, **options: Any
     ) -> Any:
-        """Delegate ``all_to_all_single`` always: it is never native."""
-        # Straight to the backend: torch 2.13 looks for an override under the new name when called by the old one.
-        self._runner.drain()
-        backend: Any = self._get_backend(tensor.device)
-        return backend.alltoall_base(output, tensor, *arguments, **options)
+        """Delegate ``all_to_all_single``, as :meth:`allreduce` does."""
+        return self._backend_for(tensor).alltoall_base(output, tensor, *arguments, **options)
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
@@ -130,6 +118,21 @@ class Delegating(dist.ProcessGroup):
         return super().gather_single(*arguments, **options)  # type: ignore[misc]
 
     gather_into_tensor = gather_single
+
+    def send(self, tensors: Any, *place: Any) -> Any:
+        """Send, without waiting for what was begun before."""
+        backend: Any = self._get_backend(tensors[0].device)
+        return backend.send(tensors, *place)
+
+    def recv(self, tensors: Any, *place: Any) -> Any:
+        """Receive, without waiting for what was begun before."""
+        backend: Any = self._get_backend(tensors[0].device)
+        return backend.recv(tensors, *place)
+
+    def recv_anysource(self, tensors: Any, tag: int) -> Any:
+        """Receive, as :meth:`recv` does, from whoever sends."""
+        backend: Any = self._get_backend(tensors[0].device)
+        return backend.recv_anysource(tensors, tag)
 
     def split_group(self, *_: Any, **__: Any) -> NoReturn:
         """``dist.split_group``, which torch 2.15 calls also for groups without a device, and which Gloo has there.
@@ -166,10 +169,20 @@ class Delegating(dist.ProcessGroup):
             *arguments, **options
         )
 
-    def barrier(self, *arguments: Any, **options: Any) -> Any:
+    def barrier(self, options: Any) -> Any:  # type: ignore[override]
         """Wait for all ranks, where a device is named or there is no shared memory."""
         self._runner.drain()
-        return super().barrier(*arguments, **options)
+        backend: Any = self._get_backend(options.device or torch.device("cpu"))
+        return backend.barrier(options)
+
+    def _backend_for(self, tensor: torch.Tensor) -> Any:
+        """Return the backend for the device of `tensor`, to be called once this rank's own collectives have ended.
+
+        The collectives are not called by ``super()``, in which torch holds the interpreter's lock: a thread of Gloo
+        that lets go of a tensor needs it, while it has the lock of the queue that the collective needs.
+        """
+        self._runner.drain()
+        return self._get_backend(tensor.device)
 
     def shutdown(self) -> None:
         """Close the group, which is being destroyed. Does nothing in a forked child, which let go of it at the fork."""
