@@ -131,7 +131,8 @@ class Conversation:
                 self.outcome.failures[rank] = failure
             self._ended(rank)
         elif kind == "ask":
-            connection.send(self._asked(rank, content[0]))
+            number, prompt = content
+            connection.send(("answer", number, *self._asked(rank, prompt)))
         elif self._screen is not None and kind == "display":
             self._screen.display(rank, tuple(content))
         elif self._screen is not None:
@@ -146,6 +147,8 @@ class Conversation:
 
     def _asked(self, rank: int, prompt: str) -> tuple[str, str]:
         """Return the user's answer to a question of `rank`, or why there is none."""
+        if self._caught.received:  # while another rank asked
+            return "", "interrupted"
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return input(f"rank {rank} | {prompt}"), ""

@@ -4,8 +4,8 @@
     ("run", text, number)                ──▶            runs a cell
     ("barrier",)  ("leave",)  ("join",)  ("pull", …)    the functions of paceline.notebook.rank
                                          ◀──            ("display", data, …)  ("clear", wait)   while a cell runs
-                                         ◀──            ("ask", prompt)                         of input()
-    (answer, problem)                    ──▶
+                                         ◀──            ("ask", number, prompt)                 of input()
+    ("answer", number, text, problem)    ──▶
                                          ◀──            ("done", result, failure)
 
 While a cell runs, the rank reads nothing but answers.

@@ -51,6 +51,8 @@ class Rank:
         }
         while True:
             kind, *arguments = self.channel.receive()
+            if kind == "answer":  # to a question that was interrupted
+                continue
             result, failure = None, None
             try:
                 self.is_busy = True
@@ -65,7 +67,9 @@ class Rank:
             self.channel.send("done", result, failure)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.is_busy:
+        if self.is_busy and self.channel.in_message:
+            self.channel.is_due = True
+        elif self.is_busy:
             raise KeyboardInterrupt
 
     def join(self) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -30,12 +31,33 @@ class Channel:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        self._questions = 0
+        """How many were asked; an answer has the number of its question."""
+        self.in_message = False
+        """Whether the main thread is in the middle of a message, which no interrupt may divide."""
+        self.is_due = False
+        """Whether an interrupt came meanwhile."""
+
+    @contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """Put an interrupt off until the message is whole."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.in_message = True
+        try:
+            yield
+        finally:
+            self.in_message = False
+            if self.is_due:
+                self.is_due = False
+                raise KeyboardInterrupt
 
     def send(self, *message: Any) -> None:
         """Send a message; what was printed before it comes first."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        with self._lock:
+        with self._lock, self._undivided():
             self._connection.send(message)
 
     def receive(self) -> tuple[Any, ...]:
@@ -46,6 +68,17 @@ class Channel:
         """
         message: tuple[Any, ...] = self._connection.recv()
         return message
+
+    def ask(self, prompt: str) -> tuple[str, str]:
+        """Have the kernel ask the user; return the answer, or why there is none."""
+        self._questions += 1
+        self.send("ask", self._questions, prompt)
+        while True:
+            self._connection.poll(None)  # which an interrupt may end
+            with self._undivided():
+                kind, number, *answer = self.receive()
+            if (kind, number) == ("answer", self._questions):  # not that of a question that was interrupted
+                return answer[0], answer[1]
 
 
 class RankDisplay(DisplayPublisher):
@@ -172,10 +205,9 @@ def asking(channel: Channel) -> Callable[..., str]:
     """Return an ``input`` that has the kernel ask."""
 
     def ask(prompt: object = "") -> str:
-        channel.send("ask", str(prompt))
-        answer, problem = channel.receive()
+        answer, problem = channel.ask(str(prompt))
         if problem:
             raise EOFError(problem)
-        return str(answer)
+        return answer
 
     return ask
