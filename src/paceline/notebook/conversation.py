@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.launch import told_stacks
 from paceline.launch.signals import Caught
-from paceline.notebook.messages import Failure
+from paceline.notebook.messages import INTERRUPTED, Failure
 from paceline.notebook.processes import Processes
 from paceline.notebook.screen import Screen
 from paceline.notebook.waiting import Wait, processor_seconds, wait_in
@@ -148,13 +148,13 @@ class Conversation:
     def _asked(self, rank: int, prompt: str) -> tuple[str, str]:
         """Return the user's answer to a question of `rank`, or why there is none."""
         if self._caught.received:  # while another rank asked
-            return "", "interrupted"
+            return "", INTERRUPTED
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return input(f"rank {rank} | {prompt}"), ""
         except KeyboardInterrupt:
             self._caught.received.append(signal.SIGINT)
-            return "", "interrupted"
+            return "", INTERRUPTED
         except Exception as error:  # a frontend that cannot ask
             return "", f"input() is not possible here ({error})"
         finally:

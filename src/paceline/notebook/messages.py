@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+INTERRUPTED = "interrupted"
+"""Why a question has no answer, if the user has pressed Ctrl-C."""
 SETTING = "PACELINE_NOTEBOOK"
 """Environment variable that tells a rank the kernel's socket and the word that it begins with."""
 

@@ -19,7 +19,7 @@ from traitlets.config import Config
 
 from paceline.errors import PacelineError
 from paceline.launch.record import consequence
-from paceline.notebook.messages import Failure
+from paceline.notebook.messages import INTERRUPTED, Failure
 
 PLAIN = "text/plain"
 _LIBRARIES = re.compile(r"/(torch|paceline)/")
@@ -206,6 +206,8 @@ def asking(channel: Channel) -> Callable[..., str]:
 
     def ask(prompt: object = "") -> str:
         answer, problem = channel.ask(str(prompt))
+        if problem == INTERRUPTED:
+            raise KeyboardInterrupt
         if problem:
             raise EOFError(problem)
         return answer
