@@ -113,7 +113,8 @@ class RankResults(DisplayHook):
     def quiet(self) -> bool:
         """Return whether a semicolon ends the cell, whose value is then not shown."""
         shell: Any = self.shell
-        return bool(self.semicolon_at_end_of_expression(shell.text))
+        ends: Any = self.semicolon_at_end_of_expression
+        return bool(ends(shell.text))
 
     def write_output_prompt(self) -> None:
         """Show none: the kernel puts the rank in front."""
