@@ -14,10 +14,20 @@ from paceline.torch_internals.c10d import TCPStore
 LOOPBACK = "127.0.0.1"
 
 
-def loopback_listener() -> socket.socket:
-    """Listen on a free port of the loopback interface."""
+def loopback_listener(port: int = 0) -> socket.socket:
+    """Listen on `port` of the loopback interface, by default a free one.
+
+    Raises:
+        OSError: if the port is in use.
+    """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((LOOPBACK, 0))
+    try:
+        if port:  # connections of the job before, which have ended, keep it for a minute
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((LOOPBACK, port))
+    except OSError:
+        listener.close()
+        raise
     listener.listen(128)
     return listener
 
