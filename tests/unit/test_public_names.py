@@ -15,6 +15,7 @@ import paceline.data
 import paceline.ddp
 import paceline.nn
 import paceline.optim
+import paceline.testing
 import paceline.train
 from paceline import errors
 
@@ -25,6 +26,7 @@ MODULES = [
     paceline.data,
     paceline.ddp,
     paceline.nn,
+    paceline.testing,
     paceline.optim,
     paceline.train,
 ]
