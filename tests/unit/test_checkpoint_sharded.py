@@ -19,7 +19,31 @@ from paceline.checkpoint.tensorfile import read_specs
 from paceline.errors import CheckpointMismatch, CheckpointWarning
 from paceline.optim import ShardedOptimizer
 from paceline.world import World
+from processes import paceline as command
 from twins import Pools
+
+LOOP = """
+import os, sys, torch, paceline
+world = paceline.init()
+torch.manual_seed(0)
+model = paceline.DistributedDataParallel(torch.nn.Linear(40, 5))
+optimizer = paceline.optim.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+with paceline.Checkpointer("ckpt", every=2) as checkpointer:
+    checkpointer.register("model", model)
+    checkpointer.register("optimizer", optimizer)
+    first = checkpointer.restore() if checkpointer.steps() else 0
+    for step in range(first, 5):
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(2 * step + world.rank))
+        torch.nn.functional.cross_entropy(model(x), torch.arange(4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step, world.rank, first, len(sys.argv)) == (3, 1, 0, 2):
+            os._exit(9)
+        checkpointer.step()
+    if world.is_main:
+        total = float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
+        print("ended", first, checkpointer.history.rescued_from, repr(total))
+"""
 
 
 def opened(folder: str, kind: str, background: bool = False) -> tuple[nn.Module, Any, Any, paceline.Checkpointer]:
@@ -134,3 +158,14 @@ def test_slices_are_told_in_state_json(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, saved, str(tmp_path), ["sharded"])
     state = json.loads((tmp_path / "sharded2" / "step-00000003" / "state.json").read_text())
     assert all("shards" in str(rank["optimizer"]["state"]) for rank in state["ranks"])
+
+
+def test_a_run_goes_on_from_disk_as_nobody_has_a_lost_shard(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    hurt = command(tmp_path, "run", "--nproc", "2", "--max-restarts", "1", "loop.py", "die", OMP_NUM_THREADS="1")
+    assert "no other rank has a lost rank's shard" in hurt.stderr
+    assert hurt.stdout.startswith("ended 2 disk ")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "loop.py").write_text(LOOP)
+    whole = command(tmp_path / "whole", "run", "--nproc", "2", "loop.py", OMP_NUM_THREADS="1")
+    assert whole.stdout.split()[-1] == hurt.stdout.split()[-1]
