@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @cache
-def tests_there() -> set[str]:
+def names_of_tests() -> set[str]:
     files = [path for folder in ("unit", "property", "peers") for path in (ROOT / "tests" / folder).glob("test_*.py")]
     return {node.name for path in files for node in ast.parse(path.read_text()).body if hasattr(node, "name")}
 
@@ -34,7 +34,7 @@ def test_every_test_that_is_named_exists() -> None:
     for row in rows:
         named = re.findall(r"`(test_\w+)`", row)
         assert named or "gpu_check.py" in row, row
-        assert tests_there().issuperset(named), f"{set(named) - tests_there()} in {row}"
+        assert names_of_tests().issuperset(named), f"{set(named) - names_of_tests()} in {row}"
 
 
 def test_every_test_and_chaos_case_that_is_named_for_a_fault_exists() -> None:
@@ -45,7 +45,7 @@ def test_every_test_and_chaos_case_that_is_named_for_a_fault_exists() -> None:
     for row in rows:
         tests, cases = re.findall(r"`(test_\w+)`", row), re.findall(r"`chaos: ([^`]+)`", row)
         assert tests or cases, row
-        assert tests_there().issuperset(tests), f"{set(tests) - tests_there()} in {row}"
+        assert names_of_tests().issuperset(tests), f"{set(tests) - names_of_tests()} in {row}"
         assert all(any(name.startswith(case) for name in names) for case in cases), row
 
 
