@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,17 +22,20 @@ from torch import nn
 from paceline import failpoints
 from paceline.black_box import FOLDER
 from paceline.checkpoint import consumed_once, sample_ledger, verify
+from paceline.checkpoint.boundary import Boundary
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.carried_over import carry_over
+from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.own_states import OwnStates
 from paceline.checkpoint.recovery import Recovery
 from paceline.checkpoint.rescue import Contents
 from paceline.checkpoint.sample_ledger import Ledger
+from paceline.checkpoint.stop_requests import StopRequests
 from paceline.checkpoint.turn import Turn
-from paceline.errors import UsageError
+from paceline.errors import CommunicationError, UsageError
 from paceline.failpoints import VARIABLE, Order
 from paceline.launch.restarts import Restarts
-from paceline.step_records import BEFORE, STEPS, StepRecord, key_of, record_path, step_name
+from paceline.step_records import BEFORE, RESCUE, STEPS, StepRecord, key_of, record_path, step_name
 from paceline.world import World
 from processes import paceline
 
@@ -231,3 +236,35 @@ def test_the_launcher_waits_for_slow_steps(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     StepRecord(record_path(folder, 0), make=True).complete(5, seconds=7.5)
     assert [each.pace for each in restarts.reached()] == [7.5]
+
+
+def test_ranks_that_are_far_from_meeting_the_others_are_told_before_they_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a long evaluation nobody notices that a rank is gone; the last step was once lost, as all were killed."""
+    monkeypatch.setattr("paceline.launch.restarts.RESCUE_S", 0.1)
+    monkeypatch.setattr("paceline.launch.restarts.TOLD_S", 60.0)
+    restarts, folder = Restarts(tmp_path, None), tmp_path / STEPS / "key"
+    folder.mkdir(parents=True)
+    record = StepRecord(record_path(folder, 0), make=True)
+    record.complete(5, seconds=0.01)
+    told: list[int] = []
+
+    def tell() -> None:
+        told.append(len(told))
+        (tmp_path / RESCUE / "key" / step_name(5)).mkdir(parents=True)
+
+    restarts.wait_for_rescue(lambda: [0], time.sleep, tell)
+    assert told == [0]
+
+
+def test_a_rank_that_is_told_to_end_looks_whether_another_one_is_gone(tmp_path: Path) -> None:
+    gate = Gate(tmp_path, 0, 2, 30)
+    stops = StopRequests(Boundary(list, gate), gate.record, saves=True)
+    stops._note(signal.SIGTERM, None)  # nobody is: it ends after the step
+    if not (other := os.fork()):
+        StepRecord(record_path(tmp_path, 1), make=True)
+        os._exit(0)
+    os.waitpid(other, 0)
+    with pytest.raises(CommunicationError, match="rank 1 ended"):
+        stops._note(signal.SIGTERM, None)

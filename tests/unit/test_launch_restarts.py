@@ -90,17 +90,17 @@ def test_the_records_of_the_start_before_are_kept_for_the_next_one(tmp_path: Pat
 def test_nobody_waits_for_a_rescue_that_is_done_or_impossible(tmp_path: Path) -> None:
     looks: list[float] = []
     restarts = Restarts(tmp_path, None)
-    restarts.wait_for_rescue(lambda: [0], looks.append)  # no records
+    restarts.wait_for_rescue(lambda: [0], looks.append, list)  # no records
     start(tmp_path, [7, 6])
-    restarts.wait_for_rescue(list, looks.append)  # no rank is left
-    Restarts(tmp_path, 0).wait_for_rescue(lambda: [0], looks.append)  # nothing will be started again
+    restarts.wait_for_rescue(list, looks.append, list)  # no rank is left
+    Restarts(tmp_path, 0).wait_for_rescue(lambda: [0], looks.append, list)  # nothing will be started again
     assert looks == []
 
     def save(seconds: float) -> None:
         looks.append(seconds)
         (tmp_path / RESCUE / KEY / "step-00000007").mkdir(parents=True)
 
-    restarts.wait_for_rescue(lambda: [0], save)
+    restarts.wait_for_rescue(lambda: [0], save, list)
     assert len(looks) == 1
 
 

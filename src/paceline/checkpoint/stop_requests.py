@@ -16,7 +16,8 @@ from typing import NoReturn
 from paceline import rank_consensus
 from paceline.black_box import handles
 from paceline.checkpoint.boundary import Boundary
-from paceline.errors import Preempted
+from paceline.errors import CommunicationError, Preempted
+from paceline.rollcall import named_ranks
 from paceline.step_records import STOP_SIGNALS, StepRecord, Stopping
 
 ECHO_S = 0.5
@@ -101,6 +102,11 @@ class StopRequests:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        gate = self._boundary.gate
+        if gate is not None and (gone := gate.gone()):  # so the launcher tells a rank that is far from meeting others
+            raise CommunicationError(
+                f"rank {gate.rank}: {named_ranks(gone)} ended; look for that rank's own error"
+            ).because_of(gone)
         if not self._boundary.wish & bit:
             self._noted = now
         self._boundary.wish |= bit

@@ -25,7 +25,7 @@ InitSync = Literal[True, False, "verify"]
 
 @dataclass(frozen=True)
 class NcclOptions:
-    """Settings of the NCCL communicator that a wrapper has of its own. They have not run on a GPU yet."""
+    """Settings of the NCCL communicator that a wrapper has of its own."""
 
     registered_buckets: bool = False
     """Allocate buckets in memory that is registered with NCCL, which it then reads and writes without a copy where the

@@ -158,7 +158,7 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(range(size)))
         self._settle()
         self._obey()  # who sent us SIGTERM may have sent it to the ranks as well
-        self._restarts.wait_for_rescue(self._running, self._look)
+        self._restarts.wait_for_rescue(self._running, self._look, self._tell_of_failure)
         self._obey()
         self._hangs.ask_absent([*self._told(), *self._ends_of_running()], self._pids())
         self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
@@ -281,6 +281,11 @@ class Agent(LocalElasticAgent):
         self._signalled.update(self._running())
         heedless = [rank for rank, pid in self._pids().items() if self._preemption.would_save([pid])]
         self._ending.end(number, grace, self._failed(), heedless, quiet)
+
+    def _tell_of_failure(self) -> None:
+        """Signal ranks that mark their steps; they look then whether another one is gone."""
+        self._signalled.update(self._running())
+        self._preemption.ask(signal.SIGTERM, self._pids().values())
 
     def _failed(self) -> list[int]:
         return [rank for rank, end in self.ends.items() if end.code != 0]

@@ -22,6 +22,8 @@ LIMIT = 3
 """Starts without progress, by default."""
 RESCUE_S = 5.0
 """How long the ranks that are left may take, beyond two steps, to notice the failure and save their last step."""
+TOLD_S = 5.0
+"""How long they may take once they are told, as they are by then."""
 WRITING_S = 300.0
 """The same, once one of them is writing."""
 
@@ -122,25 +124,31 @@ class Restarts:
             number += f", {self._in_vain} of {self.limit} without progress"
         return f"starting all ranks again{where} ({number})"
 
-    def wait_for_rescue(self, running: Callable[[], Sequence[int]], look: Callable[[float], None]) -> None:
+    def wait_for_rescue(
+        self, running: Callable[[], Sequence[int]], look: Callable[[float], None], tell: Callable[[], None]
+    ) -> None:
         """Let the ranks that are left notice that one is gone, and save their last step.
 
         Args:
             running: gives the ranks that have not ended.
             look: waits for a rank to end, so many seconds at most.
+            tell: tells the ranks, which notice it by themselves when they meet, but may be far from that.
         """
         reached = self.reached()
         if not reached or not self.limit:
             return
         patience = RESCUE_S + 2 * max(each.pace for each in reached)  # they notice when they meet, in every step
-        began = time.monotonic()
+        began, is_told = time.monotonic(), False
         while running():
             # What a start went on from is kept where it came from.
             if all(each.is_rescued or each.completed == each.restored for each in self.reached()):
                 return
             waited = time.monotonic() - began
             if waited > (WRITING_S if self._is_writing() else patience):
-                return
+                if is_told:
+                    return
+                tell()
+                is_told, patience = True, waited + TOLD_S
             look(0.02)
 
     def _is_writing(self) -> bool:
