@@ -24,3 +24,19 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
+
+
+def show_tables_as_they_are(app: object, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Turn a table of a docstring, drawn with bars for the terminal, into a literal block."""
+    shown: list[str] = []
+    for line in lines:
+        in_table = line.startswith("|")
+        if in_table and not (shown and shown[-1].startswith("    |")):
+            shown += ["::", ""]
+        shown.append(f"    {line}" if in_table else line)
+    lines[:] = shown
+
+
+def setup(app: object) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", show_tables_as_they_are)  # type: ignore[attr-defined]

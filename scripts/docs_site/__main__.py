@@ -31,6 +31,11 @@ def write(tree: Path, page: str, text: str, suffix: str = ".md") -> None:
     file.write_text(text, "utf-8")
 
 
+def titled(entries: dict[str, str]) -> list[str]:
+    """Return entries of the sidebar with their short titles."""
+    return [f"{title} <{page}>" for page, title in entries.items()]
+
+
 def stage_reference(tree: Path) -> None:
     """Write a page for each public module."""
     names = documented(paceline)
@@ -40,7 +45,7 @@ def stage_reference(tree: Path) -> None:
     write(tree, "reference/index", head + toctree("API reference", names, hidden=False))
 
 
-def stage_notebooks(tree: Path) -> list[str]:
+def stage_notebooks(tree: Path, links: Links) -> list[str]:
     """Write a page for each notebook; returns their part of the sidebar."""
     found = notebooks()
     if not found:
@@ -48,7 +53,8 @@ def stage_notebooks(tree: Path) -> list[str]:
     folder = tree / "notebooks"
     folder.mkdir()
     for notebook in found:
-        write_page(notebook, folder)
+        path, page = f"notebooks/{notebook.name}", f"notebooks/{notebook.stem}"
+        write_page(notebook, folder, lambda text, path=path, page=page: links.rewrite(text, path, page))
     head = "# Notebooks\n\nAs they were run, with what they printed and drew.\n\n"
     write(tree, "notebooks/index", head + toctree("Notebooks", [notebook.stem for notebook in found], hidden=False))
     return [toctree("Notebooks", ["notebooks/index"])]
@@ -70,10 +76,10 @@ def stage(tree: Path) -> None:
         page = path.removeprefix("docs/").removesuffix(".md")
         write(tree, page, links.rewrite(text, path, page))
     stage_reference(tree)
-    sidebar = [toctree(caption, entries) for caption, entries in NAV.items()]
-    sidebar += [toctree("API", ["reference/index"]), *stage_notebooks(tree), toctree("About", [*ABOUT, "ddp"])]
+    sidebar = [toctree(caption, titled(entries)) for caption, entries in NAV.items()]
+    sidebar += [toctree("API", ["reference/index"]), *stage_notebooks(tree, links), toctree("About", titled(ABOUT))]
     for path, page in places.items():
-        if (ROOT / path).is_file():
+        if path.endswith(".md"):
             text = links.rewrite((ROOT / path).read_text("utf-8"), path, page)
             write(tree, page, text + "\n".join(["", *sidebar]) if page == "index" else text)
     stage_sources(tree, links)
@@ -84,7 +90,9 @@ def stage_sources(tree: Path, links: Links) -> None:
     written: set[str] = set()
     while left := sorted(links.sources - written):
         for path in left:
-            write(tree, f"source/{path}", links.rewrite(source_page(path, ROOT / path), path, f"source/{path}"))
+            text = source_page(path, ROOT / path)  # of these only a folder's list has links
+            page = f"source/{path}"
+            write(tree, page, links.rewrite(text, path, page) if (ROOT / path).is_dir() else text)
             written.add(path)
 
 

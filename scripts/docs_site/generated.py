@@ -11,6 +11,9 @@ from types import ModuleType
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml"}
 MEMBERS = "   :members:\n   :inherited-members: Module, DistributedDataParallel, Exception, SystemExit, Dataset, object\n"
 
+ORPHAN = "---\norphan: true\n---\n"
+"""Says that a page is not in the sidebar."""
+
 
 def toctree(caption: str, entries: Iterable[str], hidden: bool = True) -> str:
     """Return a piece of the sidebar, in MyST's Markdown."""
@@ -112,7 +115,8 @@ def source_page(path: str, file: Path) -> str:
     """Return a page that shows a file, or lists a folder, to which other pages link."""
     if file.is_dir():
         names = sorted(child.name for child in file.iterdir() if child.suffix == ".py")
-        return f"# {path}\n\n" + "".join(f"- [{name}](/{path}/{name})\n" for name in names)
+        return f"{ORPHAN}# {path}\n\n" + "".join(f"- [{name}]({file.name}/{name})\n" for name in names)
     language = LANGUAGES.get(file.suffix, "text")
     fence = "~" * 8
-    return f"# {file.name}\n\n`{path}`\n\n{fence}{{code-block}} {language}\n{file.read_text('utf-8').rstrip()}\n{fence}\n"
+    text = file.read_text("utf-8").rstrip()
+    return f"{ORPHAN}# {file.name}\n\n`{path}`\n\n{fence}{{code-block}} {language}\n{text}\n{fence}\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,13 @@ def picture(output: dict[str, Any], folder: Path, name: str) -> str | None:
     return None
 
 
-def write_page(notebook: Path, folder: Path) -> None:
-    """Write the page of `notebook`, and its pictures, into `folder`."""
+def write_page(notebook: Path, folder: Path, rewrite: Callable[[str], str]) -> None:
+    """Write the page of `notebook`, and its pictures, into `folder`; `rewrite` changes the links in its text."""
     parts: list[str] = []
     for number, cell in enumerate(json.loads(notebook.read_text("utf-8"))["cells"]):
         source = text_of(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(source + "\n")
+            parts.append(rewrite(source) + "\n")
             continue
         if source.strip():
             parts.append(block(source, "python", "cell"))

@@ -7,17 +7,48 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 NAV = {
-    "Start": ["guide", "drop-in", "examples", "recipes"],
-    "Train": ["data-parallel", "uneven-inputs", "sync-batch-norm", "compression", "torch-compile", "checkpoints"],
-    "Run": ["launching", "failures", "top", "gpu", "nccl"],
-    "Look inside": ["profiler", "stragglers", "collectives", "backend", "design"],
+    "Start": {
+        "guide": "From one script to several hosts",
+        "drop-in": "Coming from torch DDP",
+        "examples": "Examples",
+        "recipes": "Recipes",
+    },
+    "Train": {
+        "data-parallel": "Data parallelism",
+        "uneven-inputs": "Uneven inputs",
+        "sync-batch-norm": "SyncBatchNorm",
+        "compression": "Compression",
+        "torch-compile": "torch.compile",
+        "checkpoints": "Checkpoints",
+    },
+    "Run": {
+        "launching": "Launching",
+        "failures": "Failures",
+        "top": "A running job, live",
+        "gpu": "GPUs",
+        "nccl": "NCCL and CUDA graphs",
+    },
+    "Look inside": {
+        "profiler": "Profiler",
+        "stragglers": "Stragglers",
+        "collectives": "Collectives",
+        "backend": "The process group",
+        "design": "Design",
+    },
 }
-"""Headings of the sidebar, and the pages of ``docs/`` below each."""
+"""Headings of the sidebar, and the pages of ``docs/`` below each with their short titles."""
 
 LEFT_OUT: dict[str, str] = {}
 """Pages of ``docs/`` that are not on the site, and why."""
 
-ABOUT = ["promises", "benchmarks", "decisions/index", "contributing", "changelog"]
+ABOUT = {
+    "promises": "Promises",
+    "benchmarks": "Benchmarks",
+    "decisions/index": "Decisions",
+    "contributing": "Contributing",
+    "ddp": "The step in ten stages",
+    "changelog": "Changelog",
+}
 """The last part of the sidebar; some of its pages are made when the site is."""
 
 ELSEWHERE = {
@@ -36,7 +67,9 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     """Return the place on the site of each page, by its path in the repository; neither has a suffix on the site."""
     docs = [path.relative_to(root).as_posix() for path in sorted((root / "docs").glob("**/*.md"))]
     own = {path: path.removeprefix("docs/").removesuffix(".md") for path in docs}
-    return ELSEWHERE | {path: page for path, page in own.items() if page not in LEFT_OUT} | FOLDERS
+    shown = {path: page for path, page in own.items() if page not in LEFT_OUT}
+    ran = {path.relative_to(root).as_posix(): f"notebooks/{path.stem}" for path in notebooks(root)}
+    return ELSEWHERE | shown | ran | {path: page for path, page in FOLDERS.items() if (root / path).is_dir()}
 
 
 def notebooks(root: Path = ROOT) -> list[Path]:
