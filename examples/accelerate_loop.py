@@ -1,14 +1,14 @@
-"""Hugging Face Accelerate with Paceline's wrapper: wrap the model yourself, and give Accelerate the rest.
+"""Hugging Face Accelerate with Paceline's wrapper around the model; the rest is Accelerate's.
 
 paceline run --nproc 2 examples/accelerate_loop.py                          two ranks on this machine
-torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py        the same; or accelerate launch --cpu …
+torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py        the same
 
-``accelerator.prepare(model)`` would wrap in torch's DDP. ``accumulate``, ``no_sync``, ``unwrap_model`` and ``backward`` work
-on Paceline's wrapper, as it is a subclass of torch's. ``paceline.init()`` comes first, so that Accelerate takes the process
-group that is there, which on CPUs is Paceline's own.
+``accelerator.prepare(net)`` would wrap in torch's DDP. ``prepare_model(net, evaluation_mode=True)`` does all but that:
+device, mixed precision, and the place in ``save_state``. What Accelerate does with the wrapped model works on
+Paceline's, as it is a subclass of torch's. ``paceline.init()`` comes first: Accelerate takes the process group that is
+there, which on CPUs is Paceline's own.
 
-Tried with accelerate 1.15 on two ranks on CPUs. Not tried: GPUs, and mixed precision, which ``accelerator.autocast()`` gives;
-``accelerator.save_state()`` does not know of the model, so save it with ``paceline.Checkpointer``.
+Tried with accelerate 1.15 on two ranks on CPUs, also with mixed_precision="bf16". Not tried: GPUs, several hosts.
 """
 
 import torch
@@ -29,7 +29,8 @@ def main() -> None:
         y = (x.norm(dim=1) < 0.8).long()
         net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
 
-    model = paceline.DistributedDataParallel(net.to(accelerator.device))  # instead of accelerator.prepare(net)
+    net = accelerator.prepare_model(net, evaluation_mode=True)  # all that prepare does, without torch's wrapper
+    model = paceline.DistributedDataParallel(net)
     optimizer, loader = accelerator.prepare(
         torch.optim.AdamW(model.parameters(), lr=0.01),
         DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True),  # per rank

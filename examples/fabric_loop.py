@@ -1,13 +1,13 @@
-"""Lightning Fabric with Paceline's wrapper: a strategy of five lines.
+"""Lightning Fabric with Paceline's wrapper: a strategy with one method.
 
 paceline run --nproc 2 examples/fabric_loop.py                          two ranks on this machine
 torchrun --standalone --nproc-per-node 2 examples/fabric_loop.py        the same
 
-``DDPStrategy.setup_module`` is where Fabric wraps a model. Everything else of the strategy works on Paceline's wrapper, as it is
-a subclass of torch's. The process group is Paceline's own where ranks are on CPUs: ``paceline.init()`` makes it, and Fabric
-takes the one that is there.
+``DDPStrategy.setup_module`` is where Fabric wraps a model. Everything else of the strategy works on Paceline's wrapper,
+as it is a subclass of torch's. ``paceline.init()`` comes first: Fabric takes the process group that is there, which on
+CPUs is Paceline's own.
 
-Tried with lightning-fabric 2.6 on two ranks on CPUs. Not tried: GPUs, ``precision="bf16-mixed"``, several hosts.
+Tried with lightning-fabric 2.6 on two ranks on CPUs. Not tried: GPUs, precision="bf16-mixed", several hosts.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning_fabric import Fabric
-from lightning_fabric.strategies import DDPStrategy
+from lightning_fabric.strategies.ddp import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -26,8 +26,9 @@ maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 
 
-def show_tables_as_they_are(app: object, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+def show_tables_as_they_are(*event: object) -> None:
     """Turn a table of a docstring, drawn with bars for the terminal, into a literal block."""
+    lines: list[str] = event[-1]  # type: ignore[assignment]
     shown: list[str] = []
     for line in lines:
         in_table = line.startswith("|")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import paceline
 from docs_site.generated import (
     benchmarks_page,
     decisions_page,
@@ -21,8 +24,6 @@ from docs_site.generated import (
 from docs_site.links import Links
 from docs_site.notebook import write_page
 from docs_site.pages import ABOUT, NAV, ROOT, notebooks, pages
-
-import paceline
 
 
 def write(tree: Path, page: str, text: str, suffix: str = ".md") -> None:
@@ -53,8 +54,8 @@ def stage_notebooks(tree: Path, links: Links) -> list[str]:
     folder = tree / "notebooks"
     folder.mkdir()
     for notebook in found:
-        path, page = f"notebooks/{notebook.name}", f"notebooks/{notebook.stem}"
-        write_page(notebook, folder, lambda text, path=path, page=page: links.rewrite(text, path, page))
+        path = f"notebooks/{notebook.name}"
+        write_page(notebook, folder, partial(links.rewrite, path=path, page=path.removesuffix(".ipynb")))
     head = "# Notebooks\n\nAs they were run, with what they printed and drew.\n\n"
     write(tree, "notebooks/index", head + toctree("Notebooks", [notebook.stem for notebook in found], hidden=False))
     return [toctree("Notebooks", ["notebooks/index"])]
@@ -97,8 +98,10 @@ def stage_sources(tree: Path, links: Links) -> None:
 
 
 def main() -> int:
-    build = ROOT / "build"
-    source, site = build / "site-source", build / "site"
+    parser = argparse.ArgumentParser(prog="docs_site", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "build", help="the folder for 'site' and 'site-source'")
+    out = parser.parse_args().out.resolve()
+    source, site = out / "site-source", out / "site"
     stage(source)
     shutil.rmtree(site, ignore_errors=True)
     options = ["-q", "-W", "--keep-going", "-j", "auto", "-c", str(ROOT / "docs" / "site")]

@@ -9,7 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml"}
-MEMBERS = "   :members:\n   :inherited-members: Module, DistributedDataParallel, Exception, SystemExit, Dataset, object\n"
+OTHERS = "Module, DistributedDataParallel, Exception, SystemExit, Dataset, object"
+"""Bases that are not ours: what they give to a class is described elsewhere."""
+MEMBERS = f"   :members:\n   :inherited-members: {OTHERS}\n"
 
 ORPHAN = "---\norphan: true\n---\n"
 """Says that a page is not in the sidebar."""

@@ -9,7 +9,8 @@ from pathlib import Path, PurePosixPath
 
 # Code is passed over: a block between fences, an indented block after an empty line, and what stands between backticks.
 LINK_OR_CODE = re.compile(
-    r"(?P<code>^```.*?^```$|(?<=\n\n)(?: {4}[^\n]*\n)+|`[^`\n]+`(?!\]))|\]\((?!\w+:)(?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)",
+    r"(?P<code>^```.*?^```$|(?<=\n\n)(?: {4}[^\n]*\n)+|`[^`\n]+`(?!\]))"
+    r"|\]\((?!\w+:)(?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)",
     re.DOTALL | re.MULTILINE,
 )
 
