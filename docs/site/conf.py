@@ -26,18 +26,37 @@ maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 
 
-def show_tables_as_they_are(*event: object) -> None:
-    """Turn a table of a docstring, drawn with bars for the terminal, into a literal block."""
+def is_prose(line: str) -> bool:
+    """Return whether a line is an unindented one that no directive, field or list begins with."""
+    return (
+        bool(line)
+        and not line[0].isspace()
+        and not line.startswith((".. ", ":", "* ", "- ", "|"))
+        and line[-2:] != "::"
+    )
+
+
+def show_blocks_as_they_are(*event: object) -> None:
+    """Make indented blocks and tables with bars, which docstrings have for the terminal, literal blocks."""
     lines: list[str] = event[-1]  # type: ignore[assignment]
     shown: list[str] = []
-    for line in lines:
-        in_table = line.startswith("|")
-        if in_table and not (shown and shown[-1].startswith("    |")):
+    last, literal = "", False  # the last line of prose, and whether a block that began after it goes on
+    for number, line in enumerate(lines):
+        bars = line.startswith("|")
+        begins = (bars and not literal) or (
+            line.startswith("    ") and not lines[number - 1].strip() and is_prose(last)
+        )
+        if begins and not literal:
             shown += ["::", ""]
-        shown.append(f"    {line}" if in_table else line)
+            literal = True
+        elif line.strip() and not bars and not line.startswith("    "):
+            literal = False
+        if line.strip() and not literal:
+            last = line
+        shown.append(f"    {line}" if bars else line)
     lines[:] = shown
 
 
 def setup(app: object) -> None:
     """Called by Sphinx."""
-    app.connect("autodoc-process-docstring", show_tables_as_they_are)  # type: ignore[attr-defined]
+    app.connect("autodoc-process-docstring", show_blocks_as_they_are)  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml"}
-OTHERS = "Module, DistributedDataParallel, Exception, SystemExit, Dataset, object"
+OTHERS = "Module, DistributedDataParallel, BaseException, ImportError, Dataset, object"
 """Bases that are not ours: what they give to a class is described elsewhere."""
 MEMBERS = f"   :members:\n   :inherited-members: {OTHERS}\n"
 
