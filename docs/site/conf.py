@@ -47,7 +47,7 @@ def show_blocks_as_they_are(*event: object) -> None:
             line.startswith("    ") and not lines[number - 1].strip() and is_prose(last)
         )
         if begins and not literal:
-            shown += ["::", ""]
+            shown += [".. code-block:: none", ""]
             literal = True
         elif line.strip() and not bars and not line.startswith("    "):
             literal = False

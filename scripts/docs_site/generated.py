@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +17,9 @@ MEMBERS = f"   :members:\n   :inherited-members: {OTHERS}\n"
 
 ORPHAN = "---\norphan: true\n---\n"
 """Says that a page is not in the sidebar."""
+
+BESIDE = ["paceline.testing"]
+"""Public modules that ``import paceline`` does not load, where they are there."""
 
 
 def toctree(caption: str, entries: Iterable[str], hidden: bool = True) -> str:
@@ -35,9 +40,10 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 def public_modules(package: ModuleType) -> list[ModuleType]:
-    """Return the package and the modules that it shows."""
+    """Return the package, the modules that it shows, and those beside it."""
     shown = [getattr(package, name) for name in package.__all__]
-    return [package, *(value for value in shown if inspect.ismodule(value))]
+    beside = [import_module(name) for name in BESIDE if find_spec(name)]
+    return [package, *(value for value in shown if inspect.ismodule(value)), *beside]
 
 
 def documented(package: ModuleType) -> dict[str, dict[str, str]]:
