@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-recipes train test test-long test-torch check wheel-check chaos bench bench-mpi pictures notebooks clean
+.PHONY: help install install-recipes train test test-long test-torch check wheel-check chaos bench bench-mpi pictures notebooks docs clean
 
 help:  ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,11 @@ $(VENV)/.recipes: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing Paceline, PyTorch and what the recipes need into $(VENV) …"
 	$(PIP) -e '.[recipes]'
 	@touch $@ $(VENV)/.digits
+
+$(VENV)/.docs: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing Paceline, PyTorch and the tools for the docs into $(VENV) …"
+	$(PIP) -e '.[docs]'
+	@touch $@
 
 install: $(VENV)/.digits  ## install Paceline into .venv
 
@@ -82,6 +87,9 @@ pictures: $(VENV)/.digits  ## draw the pictures of the docs again
 
 notebooks: $(VENV)/.dev  ## run the notebooks again, and keep what they show
 	$(BIN)/python scripts/run_notebooks.py $(ARGS)
+
+docs: $(VENV)/.docs  ## build the docs site from docs/, docstrings, notebooks and results
+	$(BIN)/python scripts/docs_site
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist src/*.egg-info

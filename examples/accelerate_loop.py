@@ -1,0 +1,55 @@
+"""Hugging Face Accelerate with Paceline's wrapper around the model; the rest is Accelerate's.
+
+paceline run --nproc 2 examples/accelerate_loop.py                          two ranks on this machine
+torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py        the same
+
+``accelerator.prepare(net)`` would wrap in torch's DDP. ``prepare_model(net, evaluation_mode=True)`` does all but that:
+device, mixed precision, and the place in ``save_state``. What Accelerate does with the wrapped model works on
+Paceline's, as it is a subclass of torch's. ``paceline.init()`` comes first: Accelerate takes the process group that is
+there, which on CPUs is Paceline's own.
+
+Tried with accelerate 1.15 on two ranks on CPUs, also with mixed_precision="bf16". Not tried: GPUs, several hosts.
+"""
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+
+
+def main() -> None:
+    """Train on a circle in a square, and print how many points are told right."""
+    world = paceline.init()  # before the Accelerator
+    accelerator = Accelerator(cpu=world.device.type == "cpu", gradient_accumulation_steps=2)
+    with paceline.set_seed(0):
+        x = torch.rand(1024, 2) * 2 - 1
+        y = (x.norm(dim=1) < 0.8).long()
+        net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
+
+    net = accelerator.prepare_model(net, evaluation_mode=True)  # all that prepare does, without torch's wrapper
+    model = paceline.DistributedDataParallel(net)
+    optimizer, loader = accelerator.prepare(
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True),  # per rank
+    )
+    for _ in range(12):
+        for inputs, labels in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.cross_entropy(model(inputs), labels))
+                if accelerator.sync_gradients:
+                    paceline.clip_grad_norm_(model, 10.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    module = accelerator.unwrap_model(model)
+    with torch.no_grad():
+        predicted = module(x.to(accelerator.device)).argmax(1).cpu()
+    accelerator.print(f"accuracy {(predicted == y).float().mean().item():.3f} on {accelerator.num_processes} ranks")
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Lightning Fabric with Paceline's wrapper: a strategy with one method.
+
+paceline run --nproc 2 examples/fabric_loop.py                          two ranks on this machine
+torchrun --standalone --nproc-per-node 2 examples/fabric_loop.py        the same
+
+``DDPStrategy.setup_module`` is where Fabric wraps a model. Everything else of the strategy works on Paceline's wrapper,
+as it is a subclass of torch's. ``paceline.init()`` comes first: Fabric takes the process group that is there, which on
+CPUs is Paceline's own.
+
+Tried with lightning-fabric 2.6 on two ranks on CPUs. Not tried: GPUs, precision="bf16-mixed", several hosts.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning_fabric import Fabric
+from lightning_fabric.strategies.ddp import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline
+
+
+class PacelineStrategy(DDPStrategy):
+    """The strategy "ddp", with Paceline's wrapper; keyword arguments are the wrapper's."""
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Wrap `module`, which is on its device already."""
+        device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
+        return paceline.DistributedDataParallel(module, device_ids=device_ids, **self._ddp_kwargs)
+
+
+def main() -> None:
+    """Train on a circle in a square, and print how many points are told right."""
+    world = paceline.init()  # before launch()
+    fabric = Fabric(
+        accelerator="cpu" if world.device.type == "cpu" else "cuda", devices=world.size, strategy=PacelineStrategy()
+    )
+    fabric.launch()
+    with paceline.set_seed(0):
+        x = torch.rand(1024, 2) * 2 - 1
+        y = (x.norm(dim=1) < 0.8).long()
+        net = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
+
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True))  # 16 per rank
+    for _ in range(12):
+        for number, (inputs, labels) in enumerate(loader):
+            accumulating = number % 2 == 0
+            with fabric.no_backward_sync(model, enabled=accumulating):
+                fabric.backward(F.cross_entropy(model(inputs), labels) / 2)
+            if not accumulating:
+                fabric.clip_gradients(model, optimizer, max_norm=10.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with torch.no_grad():
+        accuracy = (model.module(x.to(fabric.device)).argmax(1).cpu() == y).float().mean().item()
+    fabric.print(f"accuracy {accuracy:.3f} on {fabric.world_size} ranks")
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

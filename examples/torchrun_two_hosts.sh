@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Two hosts with plain torchrun. Run it on both, at about the same time, in the same folder of the same code:
+#
+#   on the first host:     NODE_RANK=0 MASTER_ADDR=first-host examples/torchrun_two_hosts.sh
+#   on the second host:    NODE_RANK=1 MASTER_ADDR=first-host examples/torchrun_two_hosts.sh
+#
+# What can be set: NPROC (ranks on each host, default 2), MASTER_PORT (29500), and the script with its arguments, by default
+# examples/plain_loop.py. Inside each host Paceline's ranks on CPUs use shared memory, between hosts Gloo.
+#
+# Tried with two launchers on one machine, which imitate two hosts. Not tried: two real hosts.
+# If Gloo picks a network that the other host cannot reach, name the right one: GLOO_SOCKET_IFNAME=eth0 (NCCL_SOCKET_IFNAME).
+set -euo pipefail
+
+: "${NODE_RANK:?set NODE_RANK to 0 on the first host and to 1 on the second}"
+: "${MASTER_ADDR:?set MASTER_ADDR to a name or address of the first host that both hosts can reach}"
+if [ $# -eq 0 ]; then
+    set -- "$(dirname "${BASH_SOURCE[0]}")/plain_loop.py"
+fi
+
+exec torchrun \
+    --nnodes 2 \
+    --node-rank "$NODE_RANK" \
+    --nproc-per-node "${NPROC:-2}" \
+    --master-addr "$MASTER_ADDR" \
+    --master-port "${MASTER_PORT:-29500}" \
+    "$@"

@@ -1,0 +1,130 @@
+"""Pages that are made from the repository: API reference, decisions, results, and files that pages link to."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml"}
+OTHERS = "Module, DistributedDataParallel, BaseException, ImportError, Dataset, object"
+"""Bases that are not ours: what they give to a class is described elsewhere."""
+MEMBERS = f"   :members:\n   :inherited-members: {OTHERS}\n"
+
+ORPHAN = "---\norphan: true\n---\n"
+"""Says that a page is not in the sidebar."""
+
+BESIDE = ["paceline.testing"]
+"""Public modules that ``import paceline`` does not load, where they are there."""
+
+
+def toctree(caption: str, entries: Iterable[str], hidden: bool = True) -> str:
+    """Return a piece of the sidebar, in MyST's Markdown."""
+    options = f":caption: {caption}\n" + (":hidden:\n" if hidden else "")
+    return "```{toctree}\n" + options + "\n" + "".join(f"{entry}\n" for entry in entries) + "```\n"
+
+
+def public_names(module: ModuleType) -> list[str]:
+    """Return the names that `module` shows, without the modules among them."""
+    listed = getattr(module, "__all__", None)
+    names = listed if listed is not None else [name for name in vars(module) if not name.startswith("_")]
+
+    def is_ours(value: object) -> bool:
+        return not inspect.ismodule(value) and getattr(value, "__module__", "").startswith("paceline")
+
+    return [name for name in names if is_ours(getattr(module, name))]
+
+
+def public_modules(package: ModuleType) -> list[ModuleType]:
+    """Return the package, the modules that it shows, and those beside it."""
+    shown = [getattr(package, name) for name in package.__all__]
+    beside = [import_module(name) for name in BESIDE if find_spec(name)]
+    return [package, *(value for value in shown if inspect.ismodule(value)), *beside]
+
+
+def documented(package: ModuleType) -> dict[str, dict[str, str]]:
+    """Return, for each public module, its names and the full name under which each is described.
+
+    An object that several modules show is described once: where it is nearest to the top.
+    """
+    described: dict[int, str] = {}
+    modules: dict[str, dict[str, str]] = {}
+    for module in public_modules(package):
+        path = module.__name__
+        modules[path] = {
+            name: described.setdefault(id(getattr(module, name)), f"{path}.{name}") for name in public_names(module)
+        }
+    return modules
+
+
+def reference_page(module: ModuleType, names: Mapping[str, str]) -> str:
+    """Return the page of `module` in reStructuredText, the language of the docstrings."""
+    path = module.__name__
+    lines = [path, "=" * len(path), "", ".. highlight:: python", "", f".. automodule:: {path}", "   :no-members:", ""]
+    for name, full in names.items():
+        value = getattr(module, name)
+        if full != f"{path}.{name}":
+            lines += [f"- :py:obj:`{name} <{full}>`", ""]
+        elif inspect.isclass(value):
+            lines += [f".. autoclass:: {full}", MEMBERS]
+        else:
+            lines += [f".. autofunction:: {full}" if callable(value) else f".. autodata:: {full}", ""]
+    return "\n".join(lines)
+
+
+def title(page: Path) -> str:
+    """Return the first heading of a Markdown file."""
+    return page.read_text("utf-8").split("\n", 1)[0].removeprefix("# ")
+
+
+def decisions_page(folder: Path) -> str:
+    """Return the list of decisions, and their part of the sidebar."""
+    pages = sorted(folder.glob("*.md"))
+    rows = "".join(f"- {page.stem[:4]}: [{title(page)}]({page.name})\n" for page in pages)
+    head = "# Decisions\n\nWhy things are as they are: what was chosen, what was measured, what was turned down.\n\n"
+    return head + rows + "\n" + toctree("Decisions", [page.stem for page in pages])
+
+
+def measured_by(name: str, scripts: Iterable[Path]) -> str:
+    """Return the benchmark whose name the result's begins with, as a link, or nothing."""
+    fitting = [script for script in scripts if name.replace("-", "_").startswith(script.stem)]
+    return f"[{script.name}](../benchmarks/{script.name})" if (script := max(fitting, default=None, key=str)) else ""
+
+
+def benchmarks_page(results: Path) -> str:
+    """Return a table of all results: when, where and with which torch each was measured."""
+    scripts = sorted(results.parent.glob("*.py"))
+    rows = []
+    for file in sorted(results.glob("*.json"), reverse=True):
+        content = json.loads(file.read_text("utf-8"))
+        date, name = file.stem[:10], file.stem[11:]
+        ranks = content.get("ranks", content.get("world_size", ""))
+        cells = (
+            date,
+            f"[{name}](../benchmarks/results/{file.name})",
+            measured_by(name, scripts),
+            content.get("machine", ""),
+            content.get("torch", ""),
+            ranks,
+        )
+        rows.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |\n")
+    return (
+        "# Benchmarks\n\nEvery result, with its date. `make bench` measures again; the README's section "
+        "[What is measured](../README.md#what-is-measured) explains the main ones.\n\n"
+        "| date | result | measured by | machine | torch | ranks |\n|---|---|---|---|---|---|\n" + "".join(rows)
+    )
+
+
+def source_page(path: str, file: Path) -> str:
+    """Return a page that shows a file, or lists a folder, to which other pages link."""
+    if file.is_dir():
+        names = sorted(child.name for child in file.iterdir() if child.suffix == ".py")
+        return f"{ORPHAN}# {path}\n\n" + "".join(f"- [{name}]({file.name}/{name})\n" for name in names)
+    language = LANGUAGES.get(file.suffix, "text")
+    fence = "~" * 8
+    text = file.read_text("utf-8").rstrip()
+    return f"{ORPHAN}# {file.name}\n\n`{path}`\n\n{fence}{{code-block}} {language}\n{text}\n{fence}\n"

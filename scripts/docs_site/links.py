@@ -1,0 +1,56 @@
+"""Links between files of the repository, as links between pages of the site."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+# Code is passed over: a block between fences, an indented block after an empty line, and what stands between backticks.
+LINK_OR_CODE = re.compile(
+    r"(?P<code>^```.*?^```$|(?<=\n\n)(?: {4}[^\n]*\n)+|`[^`\n]+`(?!\]))"
+    r"|\]\((?!\w+:)(?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+class Links:
+    """Rewrites the links of pages, and remembers the other files to which they lead."""
+
+    def __init__(self, root: Path, pages: Mapping[str, str]) -> None:
+        self.root = root
+        # Path in the repository → page; only read.
+        self.pages = pages
+        # Files and folders that are no pages and were linked to: each gets a page that shows it.
+        self.sources: set[str] = set()
+
+    def rewrite(self, text: str, path: str, page: str) -> str:
+        """Return the Markdown `text` of the file `path` with links that hold where it becomes `page`.
+
+        A link to what is not in the repository stays, so that Sphinx complains of it.
+        """
+
+        def one(match: re.Match[str]) -> str:
+            if match["code"] is not None:
+                return match[0]
+            return f"]({self.target(match['target'], path, page)}{match['anchor'] or ''})"
+
+        return LINK_OR_CODE.sub(one, text)
+
+    def target(self, target: str, path: str, page: str) -> str:
+        """Return what a link to `target` in the file `path` is on `page`."""
+        linked = os.path.normpath(PurePosixPath(path).parent / target)
+        file = self.root / linked
+        if not file.exists():
+            return target
+        if linked in self.pages:
+            place = f"{self.pages[linked]}.md"
+        elif file.suffix == ".svg":
+            place = linked.removeprefix("docs/")
+        elif file.suffix == ".json":
+            place = f"files/{linked}"
+        else:
+            self.sources.add(linked)
+            place = f"source/{linked}.md"
+        return os.path.relpath(place, PurePosixPath(page).parent)

@@ -1,0 +1,64 @@
+"""A notebook as a page: its text, its code, and what was printed and drawn when it was run."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+PICTURES = {"image/png": "png", "image/svg+xml": "svg"}
+FENCE = "~" * 8  # longer than any in a cell
+
+
+def text_of(value: str | list[str]) -> str:
+    """Return a text of a notebook, which may be a list of lines."""
+    return value if isinstance(value, str) else "".join(value)
+
+
+def block(text: str, language: str, classes: str) -> str:
+    return f"{FENCE}{{code-block}} {language}\n:class: {classes}\n\n{text.rstrip()}\n{FENCE}\n"
+
+
+def printed(output: dict[str, Any]) -> str:
+    """Return what an output without a picture shows, without colours."""
+    if output["output_type"] == "error":
+        text = "\n".join(output["traceback"])
+    elif output["output_type"] == "stream":
+        text = text_of(output["text"])
+    else:
+        text = text_of(output["data"].get("text/plain", ""))
+    return ANSI.sub("", text)
+
+
+def picture(output: dict[str, Any], folder: Path, name: str) -> str | None:
+    """Write the picture of an output into `folder`; returns its file's name, or None if it has no picture."""
+    for kind, suffix in PICTURES.items():
+        if kind in output.get("data", {}):
+            content = text_of(output["data"][kind])
+            data = base64.b64decode(content) if suffix == "png" else content.encode()
+            (folder / f"{name}.{suffix}").write_bytes(data)
+            return f"{name}.{suffix}"
+    return None
+
+
+def write_page(notebook: Path, folder: Path, rewrite: Callable[[str], str]) -> None:
+    """Write the page of `notebook`, and its pictures, into `folder`; `rewrite` changes the links in its text."""
+    parts: list[str] = []
+    for number, cell in enumerate(json.loads(notebook.read_text("utf-8"))["cells"]):
+        source = text_of(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(rewrite(source) + "\n")
+            continue
+        if source.strip():
+            parts.append(block(source, "python", "cell"))
+        for index, output in enumerate(cell.get("outputs", [])):
+            drawn = picture(output, folder, f"{notebook.stem}-{number}-{index}")
+            if drawn:
+                parts.append(f"![what the cell above drew]({drawn})\n")
+            elif text := printed(output).strip("\n"):
+                parts.append(block(text, "text", "output"))
+    (folder / f"{notebook.stem}.md").write_text("\n".join(parts), "utf-8")
