@@ -94,7 +94,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
         nn.init.constant_(model.weight, 2.0)
         threading.Timer(0.05, go_on.set).start()
         checkpointer.save(2)
-        assert names(tmp_path)[-1] == "step-00000001"
+        assert "step-00000001" in names(tmp_path)
     checkpointer.restore(1)
     assert model.weight.unique().tolist() == [1.0]
     checkpointer.restore(2)
