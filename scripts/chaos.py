@@ -30,7 +30,7 @@ from rich.table import Table
 
 from paceline.failpoints import VARIABLE
 
-LOOP = Path(__file__).parent / "chaos_checks" / "loop.py"
+CHECKS = Path(__file__).parent / "chaos_checks"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MOMENTS = ("forward", "bucket", "rendezvous", "prepared", "gate", "optimizer", "stepped", "boundary")
 """In the order in which a sequence strikes; the first start has to complete a step."""
@@ -54,6 +54,8 @@ class Case:
     """Whether weights and optimizer are compared, not only random generators and samples."""
     recipe: bool = False
     """Whether it is the digits recipe, not the plain loop."""
+    fails: str = ""
+    """For a job that has to end with exit code 1 and not with equal bits: what its last line has to say."""
 
     @property
     def key(self) -> str:
@@ -71,7 +73,8 @@ class Outcome:
     restarts: int
     redone: int
     source: str | None
-    equal: bool
+    equal: bool | None
+    """None where the job has to fail."""
     seconds: float
     problems: list[str]
 
@@ -90,10 +93,37 @@ def sequences() -> Iterator[Case]:
         yield Case(f"every moment in turn: {wrapper}, {backend}", nproc, orders, settings, weights=is_reproducible)
 
 
+def features() -> Iterator[Case]:
+    """Yield scripts that have one thing more than the plain loop, each struck twice."""
+    moments = {
+        "PowerSGD": ("bucket rank=1 at=4", "gate rank=0 at=3"),
+        "TopK": ("prepared rank=1 at=4", "boundary rank=0 at=3"),
+        "static_graph": ("bucket rank=1 at=4", "forward rank=0 at=1"),
+        "workers": ("forward rank=0 at=4", "stepped rank=1 at=3"),
+        "a second Checkpointer": ("write rank=0 at=1", "forward rank=1 at=3"),
+        "two models in turn": ("forward rank=1 at=8", "forward rank=0 at=6"),
+        "evaluation between steps": ("evaluation rank=1 at=3", "gate rank=0 at=2"),
+        "frozen, then thawed": ("gate rank=1 at=4", "bucket rank=0 at=3"),
+        "accumulate": ("forward rank=1 at=8", "gate rank=0 at=2"),
+        "bfloat16": ("bucket rank=1 at=4", "optimizer rank=0 at=2"),
+        "GradScaler": ("forward rank=1 at=8", "prepared rank=0 at=3"),
+        "SyncBatchNorm": ("bucket rank=1 at=4", "forward rank=0 at=3"),
+        "an averaged model": ("gate rank=0 at=4", "stepped rank=1 at=3"),
+        "a stream": ("forward rank=1 at=10", "bucket rank=0 at=1"),
+    }
+    for feature, (first, second) in moments.items():
+        yield Case(f"with {feature}", 2, (first, f"{second} start=1"), {"feature": feature, "steps": 12})
+    for end in ("kill", "raise"):
+        order = f"sample rank=1 at=20 do={end}"
+        yield Case(f"a DataLoader worker, {end}", 2, (order,), {"feature": "workers", "steps": 12})
+
+
 def cases() -> list[Case]:
     """Return everything that is tried."""
     struck = "forward rank=1 at=5"
     saving = {"every": 3}
+    background = {"every": 3, "background": True}
+    again = (f"{struck} do=raise", *(f"forward rank=1 start={start} do=raise" for start in range(1, 5)))
     return [
         *sequences(),
         *(Case(f"{each} on disk", 2, (f"{each} rank=0 at={at}",), saving, source=None)
@@ -102,6 +132,8 @@ def cases() -> list[Case]:
         Case("in the middle of the rescue, too", 4, (struck, "write rank=0 at=2"), {}),
         Case("all but one, one after the other", 4, (struck, "forward rank=2 at=5", "rescue rank=3"), {}),
         Case("all ranks, saved on disk", 2, ("forward at=6",), saving, (2, 2), "disk"),
+        Case("write in the background", 2, ("write rank=0 at=2",), background),
+        Case("all ranks, saved in the background", 2, ("forward at=8",), background, (1, 4), "disk"),
         Case("all ranks, nothing saved", 2, ("forward at=6",), {}, (5, 5), None),
         Case("the only one that could rescue, saved on disk", 2, (struck, "rescue rank=0"), saving, (1, 1), "disk"),
         Case("in the restore", 2, (struck, "restore rank=0 at=2 start=1", "restore rank=1 at=1 start=2")),
@@ -110,9 +142,12 @@ def cases() -> list[Case]:
         Case("exception behind the gate", 2, ("gate rank=1 at=5 do=raise",)),
         Case("exception in forward", 2, ("forward rank=0 at=5 do=raise",)),
         Case("an early exit with code 0", 2, ("boundary rank=1 at=5 do=exit",)),
+        Case("the first step", 2, ("bucket rank=0 at=1",)),
         Case("the last step", 2, (f"boundary rank=1 at={STEPS + 1}",)),
         Case("one rank alone, saved on disk", 1, ("forward at=6",), saving, (2, 2), "disk"),
         Case("one rank alone, an exception", 1, ("forward at=6 do=raise",)),
+        Case("always at the same step", 2, again, fails="Struck: "),
+        *features(),
         *(Case(f"digits, {moment}", nproc, (f"{moment} rank={rank} at=30",), recipe=True)
           for moment, nproc, rank in (("forward", 2, 1), ("gate", 2, 0), ("bucket", 4, 3))),
     ]  # fmt: skip
@@ -134,8 +169,9 @@ def run(case: Case, orders: tuple[str, ...], folder: Path) -> tuple[int | None, 
             str(folder / "report.json"),
         ]
     else:
+        script = CHECKS / ("features.py" if "feature" in case.settings else "loop.py")
         settings = json.dumps({"steps": STEPS, **case.settings})
-        command += ["run", "--nproc", str(case.nproc), str(LOOP), str(folder), settings]
+        command += ["run", "--nproc", str(case.nproc), str(script), str(folder), settings]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         _, errors = process.communicate(timeout=TIMEOUT_S)
@@ -164,6 +200,11 @@ def _outcome(case: Case, folder: Path, rank: int) -> dict[str, Any] | None:
 def compare(case: Case, undisturbed: list[Any], ended: tuple[int | None, str, list[Any]], seconds: float) -> Outcome:
     """Return how `case` ended, beside the undisturbed run."""
     code, errors, ranks = ended
+    if case.fails:
+        said = (errors.splitlines() or [""])[-1]
+        problems = [] if code == 1 and case.fails in said else [f"exit code {code}", errors[-2000:]]
+        restarts = errors.count("; starting all ranks again")
+        return Outcome(case.name, case.nproc, len(case.orders), restarts, 0, None, None, round(seconds, 1), problems)
     problems = [] if code == 0 else [f"hung for {TIMEOUT_S:.0f} s" if code is None else f"exit code {code}"]
     first: dict[str, Any] = next((rank for rank in ranks if rank), {})
     equal = all(
@@ -209,13 +250,13 @@ def try_all(chosen: list[Case], console: Console) -> list[Outcome]:
             progress.update(task, description=f"{case.nproc} ranks, {case.name}")
             with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as place:
                 folder = Path(place)
-                if case.key not in undisturbed:
+                if case.key not in undisturbed and not case.fails:
                     (folder / "undisturbed").mkdir()
                     undisturbed[case.key] = run(case, (), folder / "undisturbed")[2]
                 (folder / "struck").mkdir()
                 began = time.monotonic()
                 ended = run(case, case.orders, folder / "struck")
-                outcome = compare(case, undisturbed[case.key], ended, time.monotonic() - began)
+                outcome = compare(case, undisturbed.get(case.key, []), ended, time.monotonic() - began)
                 outcome.problems += leftovers(folder)
             outcomes.append(outcome)
             if outcome.problems:

@@ -20,30 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from paceline import unwrap
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.world import World
-from ranks import TIMEOUT_S, Ranks
+from ranks import Pools as Pools
 
 INPUTS, OUTPUTS = 5, 3
-
-
-class Pools:
-    """Ranks by world size, started when first asked for and again after a failure."""
-
-    def __init__(self, backend: str | None = None, timeout: float = TIMEOUT_S) -> None:
-        self.backend, self.timeout = backend, timeout
-        self._pools: dict[int, Ranks] = {}
-
-    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        pool = self._pools.get(size)
-        if pool is None or not pool.processes:
-            pool = self._pools[size] = Ranks(size, self.timeout, self.backend)
-        return pool.run(function, *arguments)
-
-    def __enter__(self) -> Pools:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pool in self._pools.values():
-            pool.close()
 
 
 # -- models: forward takes the inputs and the names of the parts to use ------------------------------------------------

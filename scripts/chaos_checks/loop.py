@@ -93,7 +93,8 @@ def main() -> None:
     optimizer = Optimizer(groups, lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     loader = DataLoader(data, batch_size=32, shuffle=True)
-    checkpointer = paceline.Checkpointer(folder / "checkpoints", every=settings["every"])
+    in_background = settings.get("background", False)
+    checkpointer = paceline.Checkpointer(folder / "checkpoints", every=settings["every"], async_save=in_background)
     states: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
     for name, state in states.items():
         checkpointer.register(name, state)
@@ -103,7 +104,7 @@ def main() -> None:
     while done < settings["steps"]:
         for inputs, labels, samples in loader:
             with open(folder / f"used-{world.rank}", "a") as log:
-                log.write(f"{done + 1} {time.time()} {samples.tolist()}\n")
+                log.write(f"{done + 1} 0 {time.time()} {samples.tolist()}\n")
             mean = cross_entropy(model(inputs + torch.rand_like(inputs) * 0.1), labels)
             mean.backward()
             optimizer.step()
@@ -121,16 +122,16 @@ def main() -> None:
 
 def report(folder: Path, rank: int, checkpointer: paceline.Checkpointer, states: list[Any]) -> None:
     """Write what this rank came to."""
-    used: dict[int, str] = {}
+    used: dict[tuple[int, int], str] = {}
     for line in (folder / f"used-{rank}").read_text().splitlines():
-        step, _, samples = line.split(" ", 2)
-        used[int(step)] = samples
+        step, turn, _, samples = line.split(" ", 3)
+        used[int(step), int(turn)] = samples
     history = checkpointer.history
     outcome = {
         "states": digest(states),
         "generators": digest(torch.get_rng_state()),
         "samples": digest(used),
-        "steps": max(used),
+        "steps": max(used)[0],
         "restarts": history.restarts,
         "redone": history.steps_redone,
         "from": history.rescued_from,

@@ -74,6 +74,7 @@ def _among(part: str, ranks: Ranks) -> list[Check]:
         Check(part, "sparse", several_ranks.sparse, NUMBERS, ranks),
         Check(part, "late", several_ranks.late, NUMBERS, ranks),
         Check(part, "sync-batch-norm", several_ranks.batch_norm, NUMBERS, ranks),
+        Check(part, "sharded", several_ranks.sharded, NUMBERS, ranks),
         Check(part, "checkpoint", one_rank.checkpoint, NUMBERS, ranks),
         Check(part, "abort", several_ranks.abort, HANG, ranks),
         Check(part, "check-finite", one_rank.finite, NUMBERS, ranks),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -196,6 +197,42 @@ def _norms_differ(place: Place, one: nn.Module, sides: tuple[int, ...], dtype: t
         pairs.append((gradient_of(theirs), gradient_of(here)))
     pairs += zip(one.buffers(), ours.buffers(), strict=True)
     return max(difference([b.float()], [a.float()]) for a, b in pairs if b is not None)
+
+
+def sharded(place: Place) -> Iterator[Row]:
+    """The sharded optimizer gives the weights of the unsharded one, and its state is a share of it."""
+    kinds: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+        "foreach": (torch.float32, {"foreach": True}),
+        "fused": (torch.float32, {"fused": True}),
+        "fused, bfloat16": (torch.bfloat16, {"fused": True}),
+        "bfloat16, float32 master weights": (torch.bfloat16, {"master_dtype": torch.float32}),
+    }
+    for name, (dtype, settings) in kinds.items():
+        modules = [mlp(place, dtype) for _ in range(2)]
+        models = [with_buckets(module, bucket_cap_mb=0.01) for module in modules]
+        plain = {key: value for key, value in settings.items() if key != "master_dtype"}
+        ours = paceline.optim.ShardedOptimizer(models[1], torch.optim.AdamW, lr=0.01, **settings)
+        optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(models[0].parameters(), lr=0.01, **plain), ours]
+        for step in range(10):
+            whole, mine = rows_of(place, step, WIDTH)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model(whole[mine].to(dtype)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        error = between(modules[1], modules[0])
+        # Rounding to bfloat16 in every step, or not, makes the difference that master weights are for.
+        tolerance = 0.1 if "master_dtype" in settings else 1e-6 if dtype is torch.float32 else 1e-2
+        yield holds(f"sharded AdamW, {name}: weights differ by", f"{error:.1e}", error < tolerance)
+        yield holds(f"sharded AdamW, {name}: bits alike on all ranks", "", alike(modules[1]))
+        assert ours._inner is not None
+        held, all_of_it = (
+            sum(t.numel() for state in one for t in state.values() if isinstance(t, Tensor) and t.dim() > 0)
+            for one in (ours._inner.state.values(), optimizers[0].state.values())
+        )
+        most = 1.2 * all_of_it / place.size * (1.5 if "master_dtype" in settings else 1)
+        yield holds(f"sharded AdamW, {name}: its share of the state", f"{held / all_of_it:.2f}", held <= most)
+        del ours, optimizers, models
 
 
 def abort(place: Place) -> Iterator[Row]:

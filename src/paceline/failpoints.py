@@ -34,6 +34,8 @@ MOMENTS = (
     "prepared",  # between reduction and optimizer step: before the gate
     "gate",  # the same, behind the gate
     "optimizer",  # inside the optimizer; a script says when
+    "evaluation",  # between two steps; a script says when
+    "sample",  # when one is fetched, in a DataLoader's worker; a script says when
     "stepped",  # behind the optimizer, before the end of the step
     "boundary",  # behind the end of the step
     "write",  # in the middle of a checkpoint's files, on disk or in memory

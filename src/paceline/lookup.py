@@ -5,12 +5,16 @@ paceline.get("rank", mesh["dp"])            along a mesh's dimension, given as a
 paceline.get.register_mesh(mesh)
 paceline.get("rank", "dp")                  along that dimension of the registered mesh
 paceline.get("rank")                        in the registered mesh, if that has one dimension and no names
+
+:class:`cache_mesh` gives a function of one's own a registered mesh.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from typing import Any, Literal, overload
+from collections.abc import Callable
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -19,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.errors import UsageError, WorldError
 from paceline.world import current
 
+Answer = TypeVar("Answer")
 Where = DeviceMesh | str | None
 EVERYWHERE = ("grank", "lrank", "device")
 """Names whose values do not depend on a mesh, but for the type of the device."""
@@ -134,6 +139,45 @@ class Get:
         except KeyError:
             known = ", ".join(map(repr, mesh.mesh_dim_names))
             raise UsageError(f"the registered mesh has no dimension {name!r}; it has {known}") from None
+
+
+class cache_mesh(Generic[Answer]):
+    """A decorator for functions ``f(what, mesh)``, which calls without a mesh then get the registered one::
+
+        @paceline.cache_mesh
+        def size_of(what, mesh=None):
+            return mesh.size() if mesh is not None else dist.get_world_size()
+
+        size_of.register_mesh(mesh)
+        size_of("ranks")                  with the registered mesh
+        size_of("ranks", other)           with another one
+
+    A mesh lasts as long as the process group in which it was registered; without one, the function gets None.
+    """
+
+    def __init__(self, function: Callable[..., Answer]) -> None:
+        self._function = function
+        self._mesh: DeviceMesh | None = None
+        self._group: Any = None
+        """Weak reference to the process group of all ranks in which the mesh was registered."""
+        functools.update_wrapper(self, function)
+
+    def __call__(self, what: Any, mesh: DeviceMesh | None = None) -> Answer:
+        """Call the function with `mesh`, else with the registered one."""
+        if mesh is None and self._mesh is not None and dist.is_initialized() and self._group() is dist.group.WORLD:
+            mesh = self._mesh
+        return self._function(what, mesh)
+
+    def register_mesh(self, mesh: DeviceMesh) -> cache_mesh[Answer]:
+        """Give `mesh` to later calls that name none, until another one is registered or the process group ends.
+
+        Raises:
+            UsageError: if it is no ``DeviceMesh``.
+            WorldError: before :func:`paceline.init`.
+        """
+        current()
+        self._mesh, self._group = _expect_mesh(mesh), weakref.ref(dist.group.WORLD)
+        return self
 
 
 def _expect_mesh(mesh: Any) -> DeviceMesh:

@@ -171,7 +171,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     strike("rendezvous")
     place = _place(os.environ)
     if backend is not None:
-        _expect_available(backend)
+        expect_available(backend)
     gpu = None
     if torch.cuda.is_available() and (backend is None or "nccl" in backend or backend == OWN_BACKEND):
         gpu = choose_gpu(place["RANK"], place["LOCAL_RANK"], torch.cuda.device_count())
@@ -284,7 +284,12 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         raise WorldError(f"{name}={environment[name]!r} is not a whole number; torchrun sets it") from None
 
 
-def _expect_available(backend: str) -> None:
+def expect_available(backend: str) -> None:
+    """Refuse a backend that this PyTorch does not have.
+
+    Raises:
+        WorldError: names it.
+    """
     for part in backend.split(","):
         name = part.rpartition(":")[2]
         if not dist.is_backend_available(name):

@@ -1,11 +1,16 @@
-"""Promises of docs/promises.md: those that no other file holds, and that every test named there exists."""
+"""Promises of docs/promises.md: those that no other file holds, and that every test named there exists.
+
+Likewise for the faults of docs/failures.md.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
+import chaos
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,15 +22,31 @@ from twins import INPUTS, OUTPUTS, Pools, global_batch, same_tensor, summed_loss
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_test_that_is_named_exists() -> None:
+@cache
+def names_of_tests() -> set[str]:
     files = [path for folder in ("unit", "property", "peers") for path in (ROOT / "tests" / folder).glob("test_*.py")]
-    there = {node.name for path in files for node in ast.parse(path.read_text()).body if hasattr(node, "name")}
+    return {node.name for path in files for node in ast.parse(path.read_text()).body if hasattr(node, "name")}
+
+
+def test_every_test_that_is_named_exists() -> None:
     rows = [line for line in (ROOT / "docs" / "promises.md").read_text().splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 25
     for row in rows:
         named = re.findall(r"`(test_\w+)`", row)
         assert named or "gpu_check.py" in row, row
-        assert there.issuperset(named), f"{set(named) - there} in {row}"
+        assert names_of_tests().issuperset(named), f"{set(named) - names_of_tests()} in {row}"
+
+
+def test_every_test_and_chaos_case_that_is_named_for_a_fault_exists() -> None:
+    text = (ROOT / "docs" / "failures.md").read_text().partition("## Fault by fault")[2]
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 31
+    names = [case.name for case in chaos.cases()]
+    for row in rows:
+        tests, cases = re.findall(r"`(test_\w+)`", row), re.findall(r"`chaos: ([^`]+)`", row)
+        assert tests or cases, row
+        assert names_of_tests().issuperset(tests), f"{set(tests) - names_of_tests()} in {row}"
+        assert all(any(name.startswith(case) for name in names) for case in cases), row
 
 
 def linear() -> nn.Module:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,8 +24,11 @@ import paceline
 from models import Trip
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.agreement.late_reading import APART, USUAL_STEPS, LateReading
+from paceline.ddp.engine import reducer
+from paceline.ddp.engine.ending import Ending
 from paceline.ddp.engine.phase import Phase
 from paceline.errors import PacelineError, UsageError
+from paceline.torch_internals.autograd import GraphTask
 from paceline.world import World
 from twins import Pools
 
@@ -297,6 +301,43 @@ def test_an_exception_on_one_rank_is_told_to_the_others_at_their_step(pools: Poo
     early, late = pools.run(3, trip, ""), pools.run(3, trip, "always")
     assert early == late
     assert early[0][0].startswith("DesyncError: rank 0: backward was ended by an exception on rank 1")
+
+
+def kept_by_a_thread(world: World) -> list[Any]:
+    """Train where something holds on to each graph task until control blocks are being read, as GPUs' threads may."""
+    model, optimizer = make("always")
+    tasks: list[GraphTask] = []
+    read = Ending._read_blocks
+
+    def make_task() -> GraphTask:
+        tasks.append(GraphTask())
+        return tasks[-1]
+
+    def drop_and_read(ending: Ending) -> Any:
+        tasks.clear()
+        return read(ending)
+
+    with patch.object(reducer, "GraphTask", make_task), patch.object(Ending, "_read_blocks", drop_and_read):
+        for step in range(STEPS):
+            model(data(world, step)).sum().backward()
+            assert tasks or step == 0, "the first is not read late, the others are"
+            optimizer.step()
+            optimizer.zero_grad()
+    return bits(model)
+
+
+def test_a_graph_task_that_is_dropped_while_blocks_are_read_is_no_exception(pools: Pools) -> None:
+    """Found on a GPU, where the engine's threads let go of it after backward() has returned."""
+    assert pools.run(2, kept_by_a_thread) == pools.run(2, plain_steps)
+
+
+def plain_steps(world: World) -> list[Any]:
+    model, optimizer = make("")
+    for step in range(STEPS):
+        model(data(world, step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return bits(model)
 
 
 # -- the decision -----------------------------------------------------------------------------------------------------

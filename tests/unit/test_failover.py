@@ -219,6 +219,25 @@ def test_steps_are_not_redone_because_a_start_ended_before_it_restored_them(
     recovery.close(failing=False)
 
 
+def test_two_checkpointers_that_mark_steps_in_turns_are_told_that_a_failure_parts_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank once died between the two, and training went on with one model a step ahead of the other, in silence."""
+    monkeypatch.setattr(Recovery, "_were_told", False)
+    one, other, later = (
+        Recovery(World(0, 1, 0, 1, 0, torch.device("cpu")), name, Contents(tmp_path, {}, Ledger(), lambda: None))
+        for name in ("one", "other", "later")
+    )
+    for each in (one, one, other, other):  # trainings one after the other
+        each.mark()
+    other.close(failing=False)
+    one.mark()  # another one in between, which is over
+    assert caplog.text == ""
+    for each in (later, one, later):
+        each.mark()
+    assert caplog.text.count("two Checkpointers mark steps in turns") == 1
+
+
 def test_a_start_that_ended_before_its_checkpointer_is_followed_by_another(tmp_path: Path) -> None:
     restarts = Restarts(tmp_path, None)
     folder = tmp_path / STEPS / "key"

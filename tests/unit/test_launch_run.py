@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
-from processes import paceline, script
+from processes import Running, paceline, script
 
 ALL_REDUCE = """
 import sys, torch, torch.distributed as dist
@@ -126,6 +127,24 @@ def test_a_restart_gets_a_fresh_store_and_can_succeed(tmp_path: Path) -> None:
     (port, had), (new_port, has) = ((tmp_path / f"life-{life}").read_text().split() for life in range(2))
     assert (had, has) == ("False", "False")
     assert port != new_port
+
+
+def test_two_jobs_at_once_do_not_meet_though_they_are_given_one_name_and_one_port(tmp_path: Path) -> None:
+    text = """
+        import os, sys, time
+        from torch.distributed import TCPStore
+        store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+        job, rank = sys.argv[1], os.environ["RANK"]
+        store.set("rank " + rank, job)
+        open(f"{job}-{rank}", "w").close()
+        while not all(os.path.exists(f"{each}-{rank}") for each in ("one", "other")):
+            time.sleep(0.01)
+        sys.exit(any(store.get(f"rank {each}").decode() != job for each in range(2)))
+    """
+    name = script(tmp_path, dedent(text))
+    given = ("run", "--nproc", "2", "--rdzv-id", "job", "--master-port", "29500", name)
+    with Running(tmp_path, *given, "one", fork="all") as one, Running(tmp_path, *given, "other", fork="all") as other:
+        assert (one.wait(), other.wait()) == (0, 0)
 
 
 def test_restarts_end_and_the_last_failure_is_reported(tmp_path: Path) -> None:

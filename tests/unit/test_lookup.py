@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import paceline
-from paceline import get
+from paceline import cache_mesh, get
 from paceline.errors import UsageError, WorldError
 from paceline.lookup import EVERYWHERE, GROUPED
 from paceline.world import World
@@ -208,3 +208,53 @@ def test_a_mesh_of_several_dimensions_without_names_is_not_registered(pools: Poo
     assert set(pools.run(4, unnamed)) == {
         "the mesh has no names to ask for; make it with init_device_mesh('cpu', (2, 2), mesh_dim_names=(…))"
     }
+
+
+@cache_mesh
+def whole_name(what: str, mesh: DeviceMesh | None = None) -> str:
+    """A docstring."""
+    return f"{what} of {'no mesh' if mesh is None else mesh.size()}"
+
+
+def a_function_of_ones_own(world: World) -> list[str]:
+    found = [whole_name("rank")]
+    assert whole_name.register_mesh(DeviceMesh("cpu", torch.tensor([0, 1]))) is whole_name
+    found += [whole_name("rank"), whole_name("rank", DeviceMesh("cpu", torch.tensor([world.rank])))]
+    assert whole_name.__doc__ == "A docstring."
+    try:
+        whole_name.register_mesh([0, 1])  # type: ignore[arg-type]
+    except UsageError as error:
+        found.append(str(error)[:25])
+    dist.destroy_process_group()
+    return [*found, whole_name("rank")]
+
+
+def test_a_decorated_function_gets_the_registered_mesh_where_it_is_given_none() -> None:
+    for found in run_ranks(2, a_function_of_ones_own):
+        expected = ["rank of no mesh", "rank of 2", "rank of 1", "mesh must be a DeviceMesh", "rank of no mesh"]
+        assert found == expected
+
+
+def the_tutorials_own_helper(world: World) -> list[Any]:
+    """A helper of one's own on the decorator answers as ours does, with torch's own way to make a mesh."""
+
+    @cache_mesh
+    def place(what: str, mesh: DeviceMesh | None = None) -> Any:
+        group = None if mesh is None else mesh.get_group()
+        if what in ("rank", "grank"):
+            return dist.get_rank(group)
+        return dist.get_world_size(group) if what == "ws" else mesh.get_local_rank() if mesh else 0
+
+    mesh = dist.DeviceMesh("cpu", [0, 1])
+    get.register_mesh(mesh)
+    place.register_mesh(mesh)
+    both = [(get(what), place(what)) for what in ("ws", "rank", "grank", "lrank")]  # type: ignore[call-overload]
+    alone = dist.DeviceMesh("cpu", [world.rank])
+    assert get("ws", alone) == place("ws", alone) == 1
+    assert get("pg") is mesh.get_group()
+    return both
+
+
+def test_get_answers_as_a_helper_that_a_course_writes(pools: Pools) -> None:
+    for rank, both in enumerate(pools.run(2, the_tutorials_own_helper)):
+        assert both == [(2, 2), (rank, rank), (rank, rank), (rank, rank)]

@@ -14,6 +14,8 @@ import paceline.compression
 import paceline.data
 import paceline.ddp
 import paceline.nn
+import paceline.optim
+import paceline.testing
 import paceline.train
 from paceline import errors
 
@@ -24,6 +26,8 @@ MODULES = [
     paceline.data,
     paceline.ddp,
     paceline.nn,
+    paceline.testing,
+    paceline.optim,
     paceline.train,
 ]
 each_module = pytest.mark.parametrize("module", MODULES, ids=[module.__name__ for module in MODULES])

@@ -233,6 +233,16 @@ def test_a_store_that_rank_0_does_not_serve_is_said_so() -> None:
     assert "which rank 0 serves, was not reached within 0.5 s" in told
 
 
+def test_a_port_in_use_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        with pytest.raises(CommunicationError, match=f"{port} .MASTER_ADDR, MASTER_PORT. could not be opened .*in use"):
+            rollcall.open_store(LOOPBACK, port, 0, 2, timedelta(seconds=60))
+        assert time.monotonic() - began < 30
+
+
 @pytest.mark.parametrize("value", ["", "soon", "0", "-3", "nan", "inf", "1e300"])
 def test_a_bad_timeout_in_the_environment_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TIMEOUT, value)

@@ -47,6 +47,7 @@ from paceline.torch_internals import (
     dtensor,
     elastic,
     nccl,
+    optimizers,
     profiler,
     replicas,
     tensors,
@@ -674,6 +675,25 @@ def _() -> None:
     iterator = iter(DataLoader([1, 2]))
     assert isinstance(iterator, data.BatchIterator)
     assert type(iterator).__next__ is data.BatchIterator.__next__
+
+
+@contract(
+    "Optimizer._optimizer_state_dict_pre_hooks",
+    "Optimizer._optimizer_state_dict_post_hooks",
+    "Optimizer._optimizer_load_state_dict_pre_hooks",
+    "Optimizer._optimizer_load_state_dict_post_hooks",
+)
+def _() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    hooks = optimizers.hooks_of(optimizer)
+    for kind in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
+        getattr(optimizer, f"register_{kind}_hook")(print)
+    for kind in ("load_state_dict_pre", "load_state_dict_post"):
+        getattr(optimizer, f"register_{kind}_hook")(print)
+    assert len(hooks) == 6
+    assert all(list(each.values()) == [print] for each in hooks.values())
+    optimizers.drop_hooks(optimizer)
+    assert not any(optimizers.hooks_of(optimizer).values())
 
 
 @contract("GradScaler._per_optimizer_states")

@@ -6,7 +6,6 @@ import itertools
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,8 @@ from torch.utils.data import TensorDataset
 from paceline import Checkpointer, DistributedDataParallel
 from paceline.data import DataLoader
 from paceline.torch_internals.profiler import is_profiling
-from paceline.tracing import Recorder, Span, recorder
+from paceline.tracing import Recorder, recorder
 from paceline.world import World
-from ranks import run_ranks
 
 BUCKETS = 2
 
@@ -39,54 +37,46 @@ def train(folder: Path) -> None:
     checkpointer.save(3)
 
 
-def recorded(world: World, folder: Path) -> tuple[list[Span], int]:
-    train(folder)
-    off = len(recorder.spans)
+@pytest.mark.ranks(2)
+def test_a_step_is_recorded_from_its_batch_to_its_checkpoint(world: World, tmp_path: Path) -> None:
+    train(tmp_path)
+    assert recorder.spans == []
     recorder.on = True
-    train(folder)
-    recorder.on = False
-    return recorder.spans, off
+    train(tmp_path)
+    spans = recorder.spans
+    # A wait, and a bucket's own sum, are inside the spans of its steps.
+    one = [span for span in spans if span.label not in ("data wait", "collective", "reduce")]
+    labels = [span.label for span in sorted(one, key=lambda span: span.start)]
+    step = [
+        "forward",
+        "backward",
+        *["launch"] * BUCKETS,
+        "control",
+        "wait",
+        *["bucket wait"] * BUCKETS,
+        "optimizer",
+    ]
+    assert labels == [*step * 3, "checkpoint"]
+    assert [span.label for span in spans].count("data wait") >= 3
+    for name in ("launch", "bucket wait"):
+        assert [span.bucket for span in spans if span.label == name] == [*range(BUCKETS)] * 3
+    backward = next(span for span in spans if span.label == "backward")
+    launch = next(span for span in spans if span.label == "launch")
+    assert backward.start <= launch.start <= launch.end <= backward.end
 
 
-def test_a_step_is_recorded_from_its_batch_to_its_checkpoint(tmp_path: Path) -> None:
-    for spans, off in run_ranks(2, recorded, tmp_path):
-        assert off == 0
-        # A wait, and a bucket's own sum, are inside the spans of its steps.
-        one = [span for span in spans if span.label not in ("data wait", "collective", "reduce")]
-        labels = [span.label for span in sorted(one, key=lambda span: span.start)]
-        step = [
-            "forward",
-            "backward",
-            *["launch"] * BUCKETS,
-            "control",
-            "wait",
-            *["bucket wait"] * BUCKETS,
-            "optimizer",
-        ]
-        assert labels == [*step * 3, "checkpoint"]
-        assert [span.label for span in spans].count("data wait") >= 3
-        for name in ("launch", "bucket wait"):
-            assert [span.bucket for span in spans if span.label == name] == [*range(BUCKETS)] * 3
-        backward = next(span for span in spans if span.label == "backward")
-        launch = next(span for span in spans if span.label == "launch")
-        assert backward.start <= launch.start <= launch.end <= backward.end
-
-
-def profiled(world: World, folder: Path) -> tuple[list[str], int]:
+@pytest.mark.ranks(2)
+def test_torchs_profiler_shows_the_same_labels(world: World, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            train(folder)
-    return [event.name for event in profile.events()], len(recorder.spans)
-
-
-def test_torchs_profiler_shows_the_same_labels(tmp_path: Path) -> None:
-    for names, recorded_too in run_ranks(2, profiled, tmp_path):
-        for label in ("data wait", "forward", "backward", "launch 0", "launch 1", "control", "wait", "bucket wait 1"):
-            assert names.count(label) >= 3, label
-        assert names.count("optimizer") == 3
-        assert names.count("checkpoint") == 1
-        assert recorded_too == 0
+            train(tmp_path)
+    names = [event.name for event in profile.events()]
+    for label in ("data wait", "forward", "backward", "launch 0", "launch 1", "control", "wait", "bucket wait 1"):
+        assert names.count(label) >= 3, label
+    assert names.count("optimizer") == 3
+    assert names.count("checkpoint") == 1
+    assert recorder.spans == []
 
 
 def test_torch_says_whether_its_profiler_runs() -> None:
@@ -106,22 +96,12 @@ def test_a_span_is_recorded_although_its_block_raises_and_off_costs_nothing() ->
     assert Recorder().span("wait") is Recorder().span("launch")
 
 
-def logged(world: World) -> list[str]:
-    records: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: Any) -> None:
-            records.append(f"{record.name}: {record.getMessage()}")
-
-    logging.getLogger("paceline").addHandler(Keep())
-    logging.getLogger("paceline").setLevel(logging.INFO)
+@pytest.mark.ranks(2)
+def test_decisions_are_logged_for_who_wants_to_see_them(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "paceline")
     model = DistributedDataParallel(nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
-    return records
-
-
-def test_decisions_are_logged_for_who_wants_to_see_them() -> None:
-    for rank, records in enumerate(run_ranks(2, logged)):
-        assert f"paceline.ddp.transport.opening: rank {rank}: gradients travel through shared memory" in records
-        order = "paceline.ddp.engine.ending: rank %d: buckets are in rank 0's order of arrival; bytes: 80"
-        assert order % rank in records
+    records = [f"{record.name}: {record.getMessage()}" for record in caplog.records]
+    assert f"paceline.ddp.transport.opening: rank {world.rank}: gradients travel through shared memory" in records
+    order = "paceline.ddp.engine.ending: rank %d: buckets are in rank 0's order of arrival; bytes: 80"
+    assert order % world.rank in records

@@ -11,7 +11,6 @@ import torch
 from forked import call
 from paceline.errors import UsageError, WorldError
 from paceline.world import World, current, init
-from ranks import run_ranks
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 COMPLETE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -81,27 +80,20 @@ def test_an_unknown_backend_is_a_world_error() -> None:
     assert call(refused, "carrier-pigeon").startswith("backend 'carrier-pigeon' ")
 
 
-def seen(world: World) -> tuple[World, str]:
-    try:
+@pytest.mark.ranks(2)
+def test_every_rank_knows_its_place_and_a_second_init_uses_what_is_there(world: World) -> None:
+    with pytest.raises(WorldError, match="but 'mpi' was asked for"):
         init("mpi")
-    except WorldError as error:
-        message = str(error)
     assert init("paceline") == init(timeout=timedelta(seconds=5)) == world
-    return world, message
+    rank = int(os.environ["RANK"])
+    assert world == World(rank, 2, rank, 2, 0, torch.device("cpu"))
+    assert world.is_main == (rank == 0)
 
 
-def test_every_rank_knows_its_place_and_a_second_init_uses_what_is_there() -> None:
-    for rank, (world, message) in enumerate(run_ranks(2, seen)):
-        assert world == World(rank, 2, rank, 2, 0, torch.device("cpu"))
-        assert world.is_main == (rank == 0)
-        assert "but 'mpi' was asked for" in message
-
-
-def without_local_names(world: World) -> World:
+@pytest.mark.ranks(2)
+def test_a_group_made_without_torchruns_local_names_is_taken_as_one_host(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name)
-    return current()
-
-
-def test_a_group_made_without_torchruns_local_names_is_taken_as_one_host() -> None:
-    assert [world.local_rank for world in run_ranks(2, without_local_names)] == [0, 1]
+        monkeypatch.delenv(name)
+    assert current().local_rank == world.rank

@@ -42,6 +42,7 @@ class Watched:
         self.optimizers = [entry.object for entry in entries if isinstance(entry.object, torch.optim.Optimizer)]
         self.parameters = parameters_of(entries)
         self.buffers = SmallBuffers(entries)
+        self.holds_shards = any(entry.holds_shard for entry in entries)
         self.is_on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
 
     def versions(self) -> list[int]:
@@ -122,6 +123,11 @@ class Boundary:
         is_step = self._turn.has_begun or not self._hooks
         self.step += is_step
         if self._gate is not None and self._is_of_no_use(watched):
+            if watched.holds_shards and self._gate.rank == 0:
+                logger.warning(
+                    "the optimizer is sharded, and no other rank has a lost rank's shard: a failure will cost the "
+                    "steps since the last save on disk"
+                )
             self.leave_gate()
         if self._gate is not None and is_first:  # the optimizer has not waited
             self._prepare(self.step, watched)
@@ -218,6 +224,7 @@ class Boundary:
         """Whether the surviving ranks could not tell what the others need.
 
         Inside ``join`` ranks take different numbers of steps; without a registered optimizer nobody says when
-        parameters change; and on a GPU the host is ahead of what the device has computed.
+        parameters change; on a GPU the host is ahead of what the device has computed; and of a sharded optimizer
+        nobody else has a rank's shard.
         """
-        return not self._hooks or not watched.is_on_cpu or self.joins
+        return not self._hooks or not watched.is_on_cpu or self.joins or watched.holds_shards

@@ -147,7 +147,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             self._world()
         boundary, stops = self._recovery.boundary, self._recovery.stops
         stops.watch()
-        if boundary.mark():
+        if self._recovery.mark():
             stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
             if stop is not None or is_due:
                 self.save(boundary.step, metadata)

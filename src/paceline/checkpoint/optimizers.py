@@ -53,7 +53,7 @@ def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -
     groups = [group["params"] for group in optimizer.param_groups]
     options = options + options_of(optimizer)[len(options) :]  # groups may be added later
     return {
-        "class": type(optimizer).__qualname__,
+        "class": getattr(optimizer, "optimizer_class", type(optimizer)).__qualname__,
         "options": [{name: _plain(value) for name, value in group.items()} for group in options],
         "names": [[names.get(id(parameter)) for parameter in group] for group in groups],
         "shapes": [[list(parameter.shape) for parameter in group] for group in groups],

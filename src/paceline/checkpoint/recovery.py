@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from paceline import rank_consensus
 from paceline.checkpoint.boundary import Boundary
@@ -46,6 +48,11 @@ class Recovery:
         contents: of the Checkpointer.
     """
 
+    _latest: ClassVar[weakref.ref[Recovery] | None] = None
+    """The one whose steps were marked last."""
+    _were_told: ClassVar[bool] = False
+    """Whether it was said that two take turns."""
+
     def __init__(self, world: World, key: str, contents: Contents) -> None:
         self._gate = _open_gate(world, key)
         self._reached, self._redone = 0, 0
@@ -56,6 +63,8 @@ class Recovery:
         record = None if self._gate is None else self._gate.record
         self.stops = StopRequests(self.boundary, record, saves=job is None or job not in contents.folder.parents)
         self._source: str | None = None
+        self._marks = self._is_closed = False
+        """Whether a step was marked, and whether none will be any more."""
         self._forget: Callable[[], None] | None = None
         if self._gate is not None:
             before = records_in(self._gate.folder.parent.parent / BEFORE / self._gate.folder.name)
@@ -98,6 +107,20 @@ class Recovery:
         if self._gate is not None:
             self._gate.record.restore(step, source, max(0, self._redone + self._reached - step))
 
+    def mark(self) -> bool:
+        """Mark the end of a step; returns whether it is one, see :meth:`Boundary.mark`."""
+        latest = None if Recovery._latest is None else Recovery._latest()
+        if latest is not self:
+            if self._marks and latest is not None and not latest._is_closed and not Recovery._were_told:
+                Recovery._were_told = True
+                logger.warning(
+                    "two Checkpointers mark steps in turns: a failure or a signal brings each back to a step of its "
+                    "own; register all that a loop trains with one of them, and let the other only save()"
+                )
+            Recovery._latest = weakref.ref(self)
+        self._marks = True
+        return self.boundary.mark()
+
     def history(self) -> History:
         """Return what has happened so far."""
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -107,6 +130,7 @@ class Recovery:
     def close(self, failing: bool) -> None:
         """Rescue nothing any more; while an exception is handled that may end this rank, only let no optimizer wait."""
         self.stops.close()
+        self._is_closed = True
         if failing:
             self.boundary.retire()
             return

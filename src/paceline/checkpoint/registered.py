@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard, runtime_checkable
@@ -12,8 +11,10 @@ from torch import nn
 
 from paceline.checkpoint import optimizers, shards
 from paceline.checkpoint.codec import Encoder, Unencodable, decode
+from paceline.checkpoint.compared_states import as_in, check_module, check_optimizer, without_compile
 from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
-from paceline.unwrapping import Accumulates, HasBucketLayout, plain_name, unwrap
+from paceline.optimizer_shards import Assembly, Window
+from paceline.unwrapping import Accumulates, HasBucketLayout, unwrap
 
 
 class Stateful(Protocol):
@@ -32,6 +33,24 @@ class Mergeable(Protocol):
 
     def load_rank_states(self, states: Sequence[Any], /) -> None:
         """Load this rank's part of the states that all ranks had."""
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """An optimizer of whose state each rank holds a shard; see :mod:`paceline.optimizer_shards`."""
+
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The optimizer that it shares out."""
+
+    def local_state(self) -> dict[str, Any]:
+        """Return this rank's shard."""
+
+    def windows(self) -> dict[int, Window]:
+        """Return what this rank holds of each parameter's state."""
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Load a shard of this rank, an :class:`Assembly` of shards, or the state of the unsharded optimizer."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,7 @@ class Registered:
     @classmethod
     def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
         """Register `object` as it is now under `name`; `peers` are the objects registered with it."""
+        per_rank = per_rank or isinstance(object, Sharded)
         return cls(name, object, per_rank, peers, optimizers.options_of(object) if _is_optimizer(object) else [])
 
     @property
@@ -67,6 +87,16 @@ class Registered:
         if _is_optimizer(self.object):
             return shards.has_any(shards.parameters(self.object))
         return False
+
+    @property
+    def is_optimizer(self) -> bool:
+        """Whether it is an optimizer, sharded or not."""
+        return _is_optimizer(self.object)
+
+    @property
+    def holds_shard(self) -> bool:
+        """Whether each rank holds a shard of it, which together are one state."""
+        return isinstance(self.object, Sharded)
 
     @property
     def is_constant(self) -> bool:
@@ -92,10 +122,10 @@ class Registered:
         Raises:
             UsageError: if the state holds a value that cannot be encoded; names object and path.
         """
-        state = self._target.state_dict()
+        state = self.object.local_state() if isinstance(self.object, Sharded) else self._target.state_dict()
         metadata = getattr(state, "_metadata", None)
         if isinstance(self.object, nn.Module):
-            state, metadata = _without_compile(state), _without_compile(metadata)
+            state, metadata = without_compile(state), without_compile(metadata)
         try:
             node = {
                 "state": encoder.encode(state, prefix),
@@ -121,9 +151,9 @@ class Registered:
                 unless `allow_changed`.
         """
         if isinstance(self.object, nn.Module):
-            _check_module(self.name, _without_compile(self._target.state_dict()), _without_compile(saved.state), step)
+            check_module(self.name, without_compile(self._target.state_dict()), without_compile(saved.state), step)
         elif _is_optimizer(self.object):
-            _check_optimizer(self.name, self.object.state_dict(), saved.state, step)
+            check_optimizer(self.name, self.object, saved.state, step)
             if saved.optimizer is not None:
                 try:
                     optimizers.check(self.name, self._description(), saved.optimizer, step, allow_changed)
@@ -159,8 +189,8 @@ class Registered:
         try:
             if isinstance(self.object, nn.Module):
                 own_state = self._target.state_dict()
-                state = shards.of_module(own_state, _as_in(own_state, state))
-                metadata = _as_in(getattr(own_state, "_metadata", None), metadata)
+                state = shards.of_module(own_state, as_in(own_state, state))
+                metadata = as_in(getattr(own_state, "_metadata", None), metadata)
             elif _is_optimizer(self.object):
                 state = shards.of_optimizer(self.object, state)
             if metadata is not None:
@@ -196,6 +226,36 @@ class Registered:
                 f"({type(error).__name__}: {error}); resume with as many ranks"
             ) from error
 
+    def assembly(self) -> Assembly:
+        """Return what puts together, from shards, as much of an optimizer's state as this rank loads."""
+        if isinstance(self.object, Sharded):
+            return Assembly(self.object.windows())
+        parameters = enumerate(shards.parameters(self.object))
+        return Assembly({index: Window(tuple(each.shape), each.stride(), None) for index, each in parameters})
+
+    def add_shard(self, assembly: Assembly, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Add the shard that `node` and `tensors` hold.
+
+        Raises:
+            CheckpointMismatch: if it is of other parameters.
+            ValueError: if `node` is malformed.
+        """
+        assembly.add(decode(node["state"], tensors))
+
+    def load_shards(self, assembly: Assembly, outline: Outline, step: int) -> None:
+        """Load what was put together from the shards of `step`.
+
+        Raises:
+            CheckpointMismatch: if one is missing, or the optimizer does not take it.
+        """
+        if isinstance(self.object, Sharded):
+            self.object.load_state_dict(assembly)
+            return
+        state = shards.of_optimizer(self.object, {"state": assembly.state(), "param_groups": assembly.groups})
+        self.object.load_state_dict(state)
+        if outline.optimizer is not None:
+            optimizers.bring_back_dtypes(self.object, state, outline.optimizer)
+
     def load_layout(self, node: Mapping[str, Any]) -> None:
         """Load the bucket layout that `node` holds.
 
@@ -229,78 +289,3 @@ class Registered:
 
 def _is_optimizer(object: Any) -> TypeGuard[torch.optim.Optimizer]:
     return isinstance(object, torch.optim.Optimizer)
-
-
-def _without_compile(state: Any) -> Any:
-    """Return `state` with keys that do not say which sub-modules are compiled; other kinds of state unchanged."""
-    if not isinstance(state, dict) or not any("_orig_mod" in str(key) for key in state):
-        return state
-    return OrderedDict((_plain_path(key), value) for key, value in state.items())
-
-
-def _as_in(own_state: Any, state: Any) -> Any:
-    """Return `state` with the keys of `own_state`, which may have other sub-modules compiled."""
-    plain = _without_compile(state)
-    if (
-        not isinstance(own_state, dict)
-        or not isinstance(plain, dict)
-        or not any("_orig_mod" in str(key) for key in own_state)
-    ):
-        return plain
-    renamed = OrderedDict((key, plain[_plain_path(key)]) for key in own_state if _plain_path(key) in plain)
-    known = {_plain_path(key) for key in own_state}
-    renamed.update((key, value) for key, value in plain.items() if key not in known)
-    return renamed
-
-
-def _plain_path(name: str) -> str:
-    """Return the name of a parameter or module without the parts that ``torch.compile`` puts into it."""
-    return plain_name(f"{name}.").removesuffix(".")
-
-
-def _check_module(name: str, own_state: Mapping[str, Any], saved: Any, step: int) -> None:
-    remedy = "build the model that was saved, or choose another checkpoint folder"
-    if not isinstance(saved, dict):
-        raise CheckpointMismatch(f"{name!r} is a module, but no module was saved as it in step {step}; {remedy}")
-    for key, value in own_state.items():
-        if key not in saved:
-            raise CheckpointMismatch(f"parameter {key!r} of {name!r} is not in the checkpoint of step {step}; {remedy}")
-        other = saved[key]
-        if not isinstance(value, torch.Tensor) and not isinstance(other, torch.Tensor):
-            continue
-        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
-            raise CheckpointMismatch(
-                f"{key!r} of {name!r} is a {type(other).__name__} in the checkpoint of step {step} but a "
-                f"{type(value).__name__} in this run; {remedy}"
-            )
-        if value.shape != other.shape:
-            raise CheckpointMismatch(
-                f"parameter {key!r} of {name!r} has shape {tuple(other.shape)} in the checkpoint of step "
-                f"{step} but {tuple(value.shape)} in this run; {remedy}"
-            )
-        if value.dtype != other.dtype:
-            raise CheckpointMismatch(
-                f"parameter {key!r} of {name!r} has dtype {other.dtype} in the checkpoint of step {step} "
-                f"but {value.dtype} in this run; {remedy}"
-            )
-    for key in saved:
-        if key not in own_state:
-            raise CheckpointMismatch(
-                f"the checkpoint of step {step} has a parameter {key!r} of {name!r}, this run's has none; {remedy}"
-            )
-
-
-def _check_optimizer(name: str, own_state: Mapping[str, Any], saved: Any, step: int) -> None:
-    try:
-        before = [len(group["params"]) for group in saved["param_groups"]]
-    except (TypeError, KeyError):
-        raise CheckpointMismatch(
-            f"{name!r} is an optimizer, but no optimizer was saved as it in step {step}; register it under "
-            "the name that it was saved as"
-        ) from None
-    now = [len(group["params"]) for group in own_state["param_groups"]]
-    if before != now:
-        raise CheckpointMismatch(
-            f"{name!r} has parameter groups of {before} parameters in the checkpoint of step {step} but of "
-            f"{now} in this run; build the optimizer as it was when saved"
-        )

@@ -105,22 +105,27 @@ def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_cha
     undo: list[_Before] = []
     try:
         for entry in entries:
-            if not entry.per_rank:
+            if saved.is_own(entry):
+                if saved.has_shards(entry.name):
+                    _load_shards(world, entry, saved, undo)
+            else:
                 tensors = saved.tensors(world, entry.name)
                 _load(world, entry, saved.objects[entry.name], tensors, saved.step, undo)
-                strike("restore")
+            strike("restore")
         if saved.manifest.world_size == world.size:
-            tensors = saved.rank_tensors(world)
-            for entry in [*(entry for entry in entries if entry.per_rank), generators()]:
+            in_shards = [entry.name for entry in entries if saved.is_own(entry) and saved.has_shards(entry.name)]
+            tensors = saved.rank_tensors(world, without=in_shards)
+            own = [entry for entry in entries if saved.is_own(entry) and entry.name not in in_shards]
+            for entry in [*own, generators()]:
                 _load(world, entry, saved.ranks[world.rank][entry.name], tensors, saved.step, undo)
         else:
             for entry in entries:
-                if entry.per_rank:
+                if saved.is_own(entry) and not saved.has_shards(entry.name):
                     _load_merged(world, entry, saved, undo)
             rank_consensus.decide(world, lambda: _warn_of_other_size(saved, world))
         # Last, because a layout ends the search for the order in which gradients arrive.
         for entry in entries:
-            if not entry.per_rank:
+            if not saved.is_own(entry):
                 rank_consensus.agree(world, rank_consensus.error_of(entry.load_layout, saved.objects[entry.name]))
         if allow_changed:
             rank_consensus.agree(world, rank_consensus.error_of(_take_over, world, saved, entries))
@@ -156,6 +161,24 @@ def _load(
     rank_consensus.agree(world, rank_consensus.error_of(load))
 
 
+def _load_shards(world: World, entry: Registered, saved: Saved, undo: list[_Before]) -> None:
+    """Load an optimizer from the shards of all ranks that saved it, one after the other: no rank holds them all."""
+    assembly = entry.assembly()
+    errors: list[Exception] = []
+    for rank, nodes in enumerate(saved.ranks):
+        tensors = saved.shard_tensors(world, entry.name, rank)
+        error = rank_consensus.error_of(entry.add_shard, assembly, nodes[entry.name], tensors)
+        errors += [] if error is None else [error]
+    rank_consensus.agree(world, errors[0] if errors else None)
+
+    def load() -> None:
+        undo.append(before := _Before.of(entry))
+        entry.load_shards(assembly, saved.outline_for(entry, world), saved.step)
+        before.took_another = True
+
+    rank_consensus.agree(world, rank_consensus.error_of(load))
+
+
 def _load_merged(world: World, entry: Registered, saved: Saved, undo: list[_Before]) -> None:
     def load() -> None:
         undo.append(before := _Before.of(entry))
@@ -168,7 +191,7 @@ def _load_merged(world: World, entry: Registered, saved: Saved, undo: list[_Befo
 def _take_over(world: World, saved: Saved, entries: Sequence[Registered]) -> None:
     changes: list[str] = []
     for entry in entries:
-        outline = saved.outline(entry.name, world.rank if entry.per_rank else None)
+        outline = saved.outline_for(entry, world)
         changes += entry.changes(outline)
         entry.take_over(outline)
     for entry in entries:

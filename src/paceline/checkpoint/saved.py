@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from paceline.checkpoint import codec, manifest, tensor_transfer, tensorfile, ve
 from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.registered import Mergeable, Outline, Registered
 from paceline.errors import CheckpointError, CheckpointMismatch, UsageError
+from paceline.optimizer_shards import is_shard
 from paceline.world import World
 
 RANK_ROLE = "rank"
@@ -113,6 +114,34 @@ class Saved:
         except (ValueError, RuntimeError) as error:
             raise _malformed(self.path, error) from None
 
+    def outline_for(self, entry: Registered, world: World) -> Outline:
+        """Return the outline of what this rank loads into `entry`; of shards that of one."""
+        rank = world.rank if world.rank < len(self.ranks) else 0
+        return self.outline(entry.name, rank if self.is_own(entry) else None)
+
+    def is_own(self, entry: Registered) -> bool:
+        """Whether `entry` was saved by each rank; an optimizer may have been sharded then, or not."""
+        if entry.holds_shard:
+            return entry.name not in self.objects
+        return entry.per_rank or (entry.is_optimizer and self.has_shards(entry.name))
+
+    def has_shards(self, name: str) -> bool:
+        """Whether `name` was saved in shards."""
+        return bool(self.ranks) and name in self.ranks[0] and is_shard(self.outline(name, 0).state)
+
+    def shard_tensors(self, world: World, name: str, rank: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of the shard of `name` that `rank` saved, on the CPU of every rank.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 cannot read them.
+        """
+        file = self.manifest.file(RANK_ROLE, rank)
+        if file is None:
+            return {}
+        specs = {key: spec for key, spec in file.tensors.items() if key.startswith(f"{name}.")}
+        tensors = self._read(world, replace(file, tensors=specs))
+        return tensor_transfer.broadcast_tensors(world, specs, tensors)
+
     def tensors(self, world: World, name: str) -> dict[str, torch.Tensor]:
         """Return the tensors of the shared object `name`, on the CPU of every rank.
 
@@ -122,8 +151,8 @@ class Saved:
         file = self.manifest.file(name)
         return {} if file is None else tensor_transfer.broadcast_tensors(world, file.tensors, self._read(world, file))
 
-    def rank_tensors(self, world: World) -> dict[str, torch.Tensor]:
-        """Return the tensors of this rank's own state, on the CPU. Every rank calls this.
+    def rank_tensors(self, world: World, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """Return the tensors of this rank's own state, on the CPU, but for objects `without`. Every rank calls this.
 
         Raises:
             CheckpointError: on every rank, if rank 0 cannot read them.
@@ -133,11 +162,12 @@ class Saved:
             file = self.manifest.file(RANK_ROLE, rank)
             if file is None:
                 continue
-            tensors = self._read(world, file)
+            specs = {key: spec for key, spec in file.tensors.items() if key.partition(".")[0] not in without}
+            tensors = self._read(world, replace(file, tensors=specs))
             if rank == world.rank:
-                own_tensors = tensors if rank == 0 else tensor_transfer.receive_tensors(0, file.tensors)
+                own_tensors = tensors if rank == 0 else tensor_transfer.receive_tensors(0, specs)
             elif world.rank == 0:
-                tensor_transfer.send_tensors(rank, file.tensors, tensors)
+                tensor_transfer.send_tensors(rank, specs, tensors)
         return own_tensors
 
     def _read(self, world: World, file: File) -> dict[str, torch.Tensor]:
@@ -173,23 +203,24 @@ def compare(entries: Collection[Registered], saved: Saved, world: World, allow_c
         CheckpointMismatch: if they do not fit; names what differs first.
         CheckpointError: if `saved` is malformed.
     """
-    shared = [entry for entry in entries if not entry.per_rank]
+    shared = [entry for entry in entries if not saved.is_own(entry)]
     _compare_names({entry.name for entry in shared}, set(saved.objects), saved.step)
-    own_names = {entry.name for entry in entries if entry.per_rank}
+    own_names = {entry.name for entry in entries if saved.is_own(entry)}
     for nodes in saved.ranks:
         _compare_names(own_names, set(nodes) - {GENERATORS}, saved.step)
-    fixed = {entry.name for entry in entries if entry.per_rank and not isinstance(entry.object, Mergeable)}
+    in_shards = [entry for entry in entries if saved.is_own(entry) and saved.has_shards(entry.name)]
+    own = [entry for entry in entries if entry.per_rank and saved.is_own(entry) and entry not in in_shards]
+    fixed = {entry.name for entry in own if not isinstance(entry.object, Mergeable)}
     if fixed and saved.manifest.world_size != world.size:
         raise CheckpointMismatch(
             f"{min(fixed)!r} has a state per rank, saved by {saved.manifest.world_size} ranks, but this run "
             f"has {world.size}; resume with {saved.manifest.world_size} ranks"
         )
-    for entry in shared:
-        entry.check(saved.outline(entry.name), saved.step, allow_changed)
+    for entry in [*shared, *in_shards]:
+        entry.check(saved.outline_for(entry, world), saved.step, allow_changed)
     if saved.manifest.world_size == world.size:
-        for entry in entries:
-            if entry.per_rank:
-                entry.check(saved.outline(entry.name, world.rank), saved.step, allow_changed)
+        for entry in own:
+            entry.check(saved.outline(entry.name, world.rank), saved.step, allow_changed)
         saved.outline(GENERATORS, world.rank)  # a malformed one is refused
 
 

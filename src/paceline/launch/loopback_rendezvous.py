@@ -7,7 +7,7 @@ import sys
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from paceline.launch.store import LOOPBACK, loopback_store
+from paceline.launch.store import LOOPBACK, loopback_listener, loopback_store
 from paceline.rendezvous import make_file, path_of
 from paceline.torch_internals.c10d import HashStore, TCPStore
 
@@ -18,6 +18,10 @@ class LoopbackRendezvous(RendezvousHandler):
     There are three, because every user of the host can write into a TCPStore: the agent's own stays in this process,
     :func:`paceline.init` finds the private one in ``PACELINE_STORE``, and torch's own functions find the public one
     in ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    Args:
+        run_id: the job's name.
+        port: of the public store; 0 for a free one.
     """
 
     private: str
@@ -27,8 +31,8 @@ class LoopbackRendezvous(RendezvousHandler):
     _public: TCPStore | None
     """Serves as long as it is held."""
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    def __init__(self, run_id: str, port: int = 0) -> None:
+        self._run_id, self._port = run_id, port
         self.private, self._file, self._public = "", -1, None
 
     def get_backend(self) -> str:
@@ -41,9 +45,13 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return fresh stores, after releasing those of the start before."""
+        """Return fresh stores, after releasing those of the start before.
+
+        Raises:
+            OSError: if the port is in use.
+        """
         self.shutdown()
-        self._public = loopback_store()
+        self._public = loopback_store(listener=loopback_listener(self._port))
         if sys.platform == "linux":
             self._file = make_file(str(self._public.port))
             self.private = f"{self._public.port} {path_of(self._file)}"

@@ -14,15 +14,31 @@ from paceline.torch_internals.c10d import TCPStore
 LOOPBACK = "127.0.0.1"
 
 
-def loopback_store(timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
-    """Serve a fresh store on a free port of the loopback interface.
+def loopback_listener(port: int = 0) -> socket.socket:
+    """Listen on `port` of the loopback interface, by default a free one.
+
+    Raises:
+        OSError: if the port is in use.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if port:  # connections of the job before, which have ended, keep it for a minute
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((LOOPBACK, port))
+    except OSError:
+        listener.close()
+        raise
+    listener.listen(128)
+    return listener
+
+
+def loopback_store(timeout: timedelta = timedelta(minutes=5), listener: socket.socket | None = None) -> TCPStore:
+    """Serve a fresh store at `listener`, which is the store's from then on; by default on a free port of loopback.
 
     The server lives as long as the returned object. Ranks join it as clients, with ``MASTER_ADDR`` and
     ``MASTER_PORT`` (``store.port``) and ``TORCHELASTIC_USE_AGENT_STORE=True``.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((LOOPBACK, 0))
-    listener.listen(128)
+    listener = listener or loopback_listener()
     port = listener.getsockname()[1]
     # The store owns the descriptor from here on, hence detach().
     return TCPStore(

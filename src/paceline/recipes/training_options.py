@@ -41,6 +41,7 @@ class TrainingOptions(ProgramConfig):
     micro_batch: str | None = option(
         None, "auto: more micro-batches where a rank's memory is short, with the same global batch.", "auto"
     )
+    sharded: bool = option(False, "Give every rank its share of the optimizer alone.")
     checkpoint_dir: str | None = option(None, "Where checkpoints go.", "DIR")
     checkpoint_every: int | None = option(None, "Steps between two checkpoints.")
     async_save: bool = option(False, "Write them in the background, from a copy in rank 0's memory.")
@@ -141,8 +142,8 @@ class TrainingOptions(ProgramConfig):
     def train_config(self) -> TrainConfig:
         """Return the Trainer's settings."""
         same: tuple[str, ...] = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps")
-        same += ("decay", "decay_steps", "decay_to", "clip_norm", "checkpoint_dir", "checkpoint_every", "async_save")
-        same += ("resume", "allow_changed_settings", "allow_changed_data", "log_every")
+        same += ("decay", "decay_steps", "decay_to", "clip_norm", "sharded", "checkpoint_dir", "checkpoint_every")
+        same += ("async_save", "resume", "allow_changed_settings", "allow_changed_data", "log_every")
         settings: dict[str, Any] = {name: getattr(self, name) for name in same}
         return TrainConfig(
             **settings, metrics_file=self.metrics, tensorboard_dir=self.tensorboard, wandb_project=self.wandb

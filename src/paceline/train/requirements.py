@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
+from paceline.optim import ShardedOptimizer
 from paceline.train.train_config import TrainConfig
 from paceline.unwrapping import unwrap
 
@@ -88,6 +89,24 @@ def expect_optimizer(optimizer: Any, model: nn.Module) -> None:
             "the optimizer has none of the model's parameters, so training would change nothing; make it from this "
             "model: torch.optim.SGD(model.parameters(), …)"
         )
+
+
+def shared_out(
+    optimizer: torch.optim.Optimizer, scheduler: Any, model: DistributedDataParallel, config: TrainConfig
+) -> torch.optim.Optimizer:
+    """Return the sharded optimizer that takes the place of `optimizer` if `config` says so; all ranks call this.
+
+    Raises:
+        UsageError: if it cannot be sharded, or a `scheduler` was made for it already.
+    """
+    if not config.sharded or isinstance(optimizer, ShardedOptimizer):
+        return optimizer
+    if scheduler is not None:
+        raise UsageError(
+            "with sharded=True the scheduler has to be of the sharded optimizer; give the Trainer "
+            "paceline.optim.ShardedOptimizer(…) and a scheduler that was made from it"
+        )
+    return ShardedOptimizer.of(optimizer, model.process_group)
 
 
 def expect_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:

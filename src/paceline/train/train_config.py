@@ -43,6 +43,8 @@ class TrainConfig:
     check_finite: bool = True
     """Whether a gradient that holds NaN or Inf ends training on every rank, before the optimizer steps. On a GPU
     the CPU waits for that in every step."""
+    sharded: bool = False
+    """Whether every rank holds and computes only its share of the optimizer."""
     checkpoint_dir: str | None = None
     """Folder of checkpoints; None to keep none."""
     checkpoint_every: int | None = None
@@ -78,7 +80,8 @@ class TrainConfig:
         for name in ("base_batch_size", "checkpoint_every", "decay_steps"):
             if (value := getattr(self, name)) is not None:
                 self._take(name, _whole_number(name, value, 1))
-        for name in ("resume", "show_progress", "async_save", "allow_changed_settings", "allow_changed_data"):
+        flags = ("sharded", "resume", "show_progress", "async_save", "allow_changed_settings", "allow_changed_data")
+        for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")
         for name in ("checkpoint_dir", "metrics_file", "tensorboard_dir"):

@@ -42,6 +42,7 @@ from paceline.train.requirements import (
     expect_scheduler,
     expect_shared_buffers,
     expect_wrapper,
+    shared_out,
     summed_loss,
 )
 from paceline.train.result import Result
@@ -94,6 +95,7 @@ class Trainer:
         self.model, self.optimizer, self.loss, self.loader, self.loggers = model, optimizer, loss, loader, loggers
         self.config, self.evaluation, self.result = config, evaluation, Result()
         self._refuse_what_cannot_work(scheduler)
+        self.optimizer = optimizer = shared_out(optimizer, scheduler, model, config)
         assert isinstance(loader.progress, GlobalBatchSampler)
         expect_same_data(loader, model)
         self._sampler = loader.progress
@@ -109,10 +111,8 @@ class Trainer:
         self._closed = self._resumed = False
         model.watch(loader.progress)
         model.check_finite = model.check_finite or config.check_finite
-        self._checkpointer = self._open_checkpoints()
-        self._saves = None
-        if self._checkpointer is not None and config.checkpoint_dir:
-            self._saves = Saves(self._checkpointer, self.result.failed_saves)
+        opened = self._checkpointer = self._open_checkpoints()
+        self._saves = Saves(opened, self.result.failed_saves) if opened and config.checkpoint_dir else None
 
     def _schedule(self) -> LRScheduler:
         config, optimizer = self.config, self.optimizer

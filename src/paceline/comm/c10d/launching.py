@@ -64,6 +64,14 @@ class Launching(Exchanging):
         assert isinstance(self._collectives, Collectives), "only among ranks of one host; see native"
         return self._collectives.post_all_reduce(tensor, ReduceOp.SUM, None, note, factor)
 
+    def launch_gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Operation:
+        """Begin to copy `parts` of the other ranks' tensors, one list for each rank, into `tensor`, in place.
+
+        :meth:`allocate` gave it on every rank. No thread works on it, as in :meth:`launch_all_reduce`.
+        """
+        assert isinstance(self._collectives, Collectives), "only among ranks of one host; see native"
+        return self._collectives.post_gather(tensor, parts)
+
     def progress(self) -> None:
         """Take launched operations as far as they go now, without waiting."""
         self._whole_engine().progress()

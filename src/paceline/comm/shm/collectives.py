@@ -53,6 +53,22 @@ class Collectives:
         """Begin to sum what all ranks show in their shared memory, each for itself into its `result`."""
         return self._reductions.post_own(shown, result, ReduceOp.SUM)
 
+    def post_gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Operation:
+        """Begin to copy into `tensor`, which lies in this rank's shared memory, what others have in theirs.
+
+        Args:
+            tensor: not to be written to until the operation is finished.
+            parts: which elements come from the rank in each place; the same on every rank.
+        """
+
+        def compute(headers: list[Header]) -> None:
+            for place, operand in enumerate(self._engine.operands(headers)):
+                if place != self.place:
+                    for part in parts[place]:
+                        tensor[part].copy_(operand[part])
+
+        return self._engine.post(self._header(Kind.launched_gather, tensor, tensor, 0), compute)
+
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Make `tensor` equal to that of the rank in place `root`."""
 

@@ -49,6 +49,8 @@ class Kind(IntEnum):
     gather = 8
     scatter = 9
     all_to_all = 10
+    launched_gather = 11
+    """One that was launched, in place; all ranks' operands lie in shared memory."""
 
 
 _REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.reduce)

@@ -114,7 +114,7 @@ class Backward:
                 self.parts.channel.leave(self.block)
 
     def forget_task(self) -> None:
-        """Take no exception for this rank's own any more, as the wrapper is gone; the end of backward raises then."""
+        """Take no exception for this rank's own any more: the wrapper is gone, or backward has ended without one."""
         self._task = None
 
     @torch.no_grad()

@@ -55,6 +55,8 @@ class Ending:
             parts.buffers.wait()
             return (yield from self._conclude(statuses, mine, None))
         early = self._show_early()
+        # The rest does not run in autograd: a thread of its may drop the graph task while blocks are being read.
+        backward.forget_task()
         backward.enter(Phase.UNREAD)
         yield False
         backward.enter(Phase.WAITING)

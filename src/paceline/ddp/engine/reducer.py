@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.ddp.agreement.join_events import Event
@@ -74,6 +75,28 @@ class Reducer(Settling):
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that are averaged; of a DTensor, what stands for this rank's shard."""
         return self._parts.parameters
+
+    # -- as a sharded optimizer sees it -------------------------------------------------------------------------
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group that it averages over."""
+        return self._parts.channel.given
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Names of the parameters that the module has now, by ``id``."""
+        return {id(parameter): name for name, parameter in self._parts.new_parameters.watch.named_parameters()}
+
+    @property
+    def module(self) -> nn.Module:
+        """The module as it is now."""
+        return self._parts.new_parameters.watch.module
+
+    @property
+    def is_in_join(self) -> bool:
+        """Whether ranks may run out of data at different times."""
+        return self._parts.join.is_active
 
     def bucket_bytes(self) -> list[int]:
         """Size of each bucket, in the order of launch."""

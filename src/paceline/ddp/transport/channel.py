@@ -26,7 +26,6 @@ from paceline.comm.own_group import is_alive
 from paceline.comm.registered_memory import RegisteredMemory
 from paceline.comm.shm.header import Note
 from paceline.communicators import release
-from paceline.ddp.agreement.weighting import compute_scale
 from paceline.errors import CommunicationError, PacelineError
 from paceline.rollcall import failed
 from paceline.torch_internals.c10d import (
@@ -81,7 +80,8 @@ class Channel:
         self.name: str = own.group_name
         self.host: Channel = self
         """Carries what lies in the host's memory; another channel where gradients are on GPUs."""
-        self._given = group
+        self.given = group
+        """The group that it was opened for."""
         self._memory = memory  # where tensors on its device are allocated; None for the usual place
         self._process = os.getpid()
         self._outstanding = Outstanding()
@@ -102,7 +102,7 @@ class Channel:
                 f"rank {self.rank}: this process was forked from a rank, and only the rank itself trains the wrapped "
                 "model; call model.module here, or wrap a copy in a process group of the child's own"
             )
-        if not is_alive(self._given):
+        if not is_alive(self.given):
             raise CommunicationError(
                 f"rank {self.rank}: the process group of this DistributedDataParallel was destroyed; "
                 "wrap the model again"
@@ -267,53 +267,3 @@ def _channels() -> WeakSet[Channel]:
 def _join_all(channels: WeakSet[Channel]) -> None:
     for channel in list(channels):
         channel.join_threads()
-
-
-class SharedChannel(Channel):
-    """A channel through shared memory: buckets are reduced where they lie, by the hooks of backward."""
-
-    scales = True
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-        """A zeroed flat tensor in shared memory."""
-        tensor: Tensor = self.group.allocate(numel, dtype)
-        return tensor
-
-    def free(self, tensor: Tensor) -> None:
-        """Give its memory back to the host."""
-        self.group.free(tensor)
-
-    def all_reduce(self, tensor: Tensor, note: Note | None = None) -> Launched:
-        """Launch the sum of `tensor`; one that :meth:`allocate` did not give takes a copy there and back."""
-        self._outstanding.count += 1
-        return _InSharedMemory(self, tensor, note)
-
-    def progress(self) -> None:
-        """Reduce what every rank has launched."""
-        self.group.progress()
-
-
-class _InSharedMemory:
-    """A launched reduction."""
-
-    def __init__(self, channel: SharedChannel, tensor: Tensor, note: Note | None) -> None:
-        self._channel, self._tensor, self._copy = channel, tensor, None
-        shared = tensor
-        if not channel.group.holds(tensor):
-            self._copy = shared = channel.allocate(tensor.numel(), tensor.dtype)
-            shared.copy_(tensor.view(-1))
-        factor = compute_scale if note is not None else None
-        self._operation = channel.group.launch_all_reduce(shared, note, factor)
-
-    def is_completed(self) -> bool:
-        """Whether it is finished."""
-        finished: bool = self._operation.finished
-        return finished
-
-    def wait(self) -> None:
-        """Return when it is finished."""
-        self._channel.group.wait_for(self._operation)
-        if self._copy is not None:
-            self._tensor.view(-1).copy_(self._copy)
-            self._channel.free(self._copy)
-            self._copy = None

@@ -16,8 +16,9 @@ from paceline.comm.own_group import open_own_group
 from paceline.comm.registered_memory import RegisteredMemory
 from paceline.ddp.agreement.late_reading import APART
 from paceline.ddp.config import NcclOptions
-from paceline.ddp.transport.channel import Channel, SharedChannel
+from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.device_channel import DeviceChannel, HostChannel
+from paceline.ddp.transport.shared_channel import SharedChannel
 from paceline.errors import CommunicationError
 from paceline.rollcall import called_by_all, collective
 from paceline.torch_internals.nccl import nccl_of
@@ -26,8 +27,13 @@ DEFAULT = NcclOptions()
 logger = logging.getLogger(__name__)
 
 
-def open_channel(group: dist.ProcessGroup, device: torch.device, nccl: NcclOptions = DEFAULT) -> Channel:
-    """A channel among the ranks of `group` for gradients on `device`; called by all of them together.
+def open_channel(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    nccl: NcclOptions = DEFAULT,
+    caller: str = "DistributedDataParallel(…)",
+) -> Channel:
+    """A channel among the ranks of `group` for gradients on `device`; called by all of them together, for `caller`.
 
     Raises:
         CommunicationError: if a rank does not come in time, or cannot be connected with.
@@ -37,7 +43,7 @@ def open_channel(group: dist.ProcessGroup, device: torch.device, nccl: NcclOptio
     on_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group))
     backend = "nccl" if on_nccl else dist.get_backend(group)
     timeout = timeout_of(group, device)
-    with called_by_all("DistributedDataParallel(…)"), collective("connection of the ranks", group):
+    with called_by_all(caller), collective("connection of the ranks", group):
         own = open_own_group(group, backend, timeout, high_priority=nccl.high_priority)
         is_shared = isinstance(own, PacelineProcessGroup) and own.native
         channel: Channel

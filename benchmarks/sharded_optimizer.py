@@ -1,0 +1,158 @@
+"""Whole training steps with a sharded optimizer, ours and torch's, beside unsharded ones, in turns in one run.
+
+With --memory, the peak of a rank's memory instead, of each variant in processes of its own.
+Run by: paceline run --nproc 2 benchmarks/sharded_optimizer.py --help; with --memory, without paceline run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import paceline
+from dated_results import save
+from memory import Peak
+from paceline.bench.turns import median_ratio, slowest_timed, take_turns
+from paceline.buckets import MIB
+from paceline.optim import ShardedOptimizer
+from step_time import torch_ddp
+from workloads import WORKLOADS
+
+ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
+VARIANTS = ("torch DDP", "torch DDP + ZeRO", "paceline", "paceline, sharded")
+
+
+def trained_by(
+    variant: str, module: nn.Module, gloo: dist.ProcessGroup | None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the wrapped module and its optimizer."""
+    if variant.startswith("torch"):
+        model = torch_ddp(module, gloo)
+        if variant == "torch DDP":
+            return model, torch.optim.AdamW(model.parameters(), **ADAMW)
+        # Its fastest setting.
+        view: dict[str, Any] = {"parameters_as_bucket_view": True, "process_group": gloo}
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **view, **ADAMW)
+    ours = paceline.DistributedDataParallel(module)
+    if variant == "paceline":
+        return ours, torch.optim.AdamW(ours.parameters(), **ADAMW)
+    return ours, ShardedOptimizer(ours, torch.optim.AdamW, **ADAMW)
+
+
+def step_of(workload: str, variant: str, gloo: dist.ProcessGroup | None) -> Callable[[], None]:
+    """Return a function that trains one step."""
+    torch.manual_seed(0)
+    model, optimizer = trained_by(variant, WORKLOADS[workload].build(), gloo)
+    x, y = WORKLOADS[workload].batch()
+
+    def step() -> None:
+        out = model(x)
+        F.cross_entropy(out, y.clamp(max=out.shape[-1] - 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure_memory(workload: str, variant: str, steps: int, result: Path) -> None:
+    """Train in this rank; rank 0 leaves the largest peak of all ranks in `result`."""
+    world = paceline.init("paceline" if variant.startswith("paceline") else "gloo")
+    step = step_of(workload, variant, dist.group.WORLD)
+    for number in range(steps):
+        if number == 2:  # buckets have been rebuilt, and the optimizer has its state
+            peak = Peak().__enter__()
+        step()
+    peak.__exit__()
+    most = torch.tensor(float(peak.bytes))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    if world.is_main:
+        result.write_text(str(int(most)))
+    world.close()
+
+
+def compare_memory(workloads: list[str], nproc: int) -> None:
+    table = Table("workload", *(f"{name}, MiB" for name in VARIANTS), title="peak memory of a rank")
+    results: dict[str, dict[str, float]] = {}
+    for workload in workloads:
+        results[workload] = {}
+        for variant in VARIANTS:
+            with tempfile.TemporaryDirectory() as folder:
+                result = Path(folder) / "peak"
+                command = [sys.executable, "-m", "paceline", "run", "--nproc", str(nproc), __file__]
+                command += ["--train", workload, variant, str(result)]
+                subprocess.run(command, check=True, timeout=600)
+                results[workload][variant] = round(int(result.read_text()) / MIB, 1)
+        table.add_row(workload, *(f"{value:.0f}" for value in results[workload].values()))
+        print(json.dumps({workload: results[workload]}), flush=True)
+    Console().print(table)
+    print("kept in", save("sharded-optimizer-memory", results, nproc))
+
+
+def compare_times(workloads: list[str], rounds: int, seconds: float) -> None:
+    world = paceline.init("paceline")
+    gloo = dist.new_group(backend="gloo")
+    columns = ("torch DDP ms", *(f"torch DDP / {name}" for name in VARIANTS[1:]), "ZeRO / ours", "unsharded / sharded")
+    table = Table("workload", *columns, title=f"whole steps with fused AdamW, {world.size} ranks")
+    results = {}
+    for workload in workloads:
+        steps = {name: step_of(workload, name, gloo) for name in VARIANTS}
+        for step in steps.values():  # the first ones make the optimizer's state, and rebuild buckets
+            step(), step()
+        calls = torch.tensor(max(1, round(seconds / slowest_timed(steps["torch DDP"], 2))))
+        dist.broadcast(calls, 0)
+        turns = {name: partial(slowest_timed, step, int(calls)) for name, step in steps.items()}
+        times = take_turns(turns, rounds, rotated=True)
+        torch_zero, ours = times["torch DDP + ZeRO"], times["paceline, sharded"]
+        found = {f"{name} ms": 1000 * statistics.median(each) for name, each in times.items()}
+        found |= {f"torch DDP / {name}": median_ratio(times["torch DDP"], times[name]) for name in VARIANTS[1:]}
+        found |= {"ZeRO / ours": median_ratio(torch_zero, ours)}
+        found |= {"unsharded / sharded": median_ratio(times["paceline"], ours)}
+        results[workload] = {name: round(value, 3) for name, value in found.items()}
+        table.add_row(workload, *(f"{results[workload][name]:.2f}" for name in columns))
+        if world.is_main:
+            print(json.dumps({workload: results[workload]}), flush=True)
+        del steps, turns
+        gc.collect()
+    if world.is_main:
+        Console().print(table)
+        print("kept in", save("sharded-optimizer", results))
+    world.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", default=["mlp-10M", "mlp-100M"], choices=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--seconds", type=float, default=0.5, help="length of a variant's turn in a round")
+    parser.add_argument("--memory", action="store_true", help="measure memory, not time")
+    parser.add_argument("--nproc", type=int, default=2, help="with --memory")
+    parser.add_argument("--train", nargs=3, metavar=("WORKLOAD", "VARIANT", "RESULT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        workload, variant, result = options.train
+        measure_memory(workload, variant, 8, Path(result))
+    elif options.memory:
+        compare_memory(options.workloads, options.nproc)
+    else:
+        compare_times(options.workloads, options.rounds, options.seconds)
+
+
+if __name__ == "__main__":
+    main()

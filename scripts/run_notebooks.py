@@ -1,0 +1,40 @@
+"""Run the notebooks in their folder, and keep what they show: ``make notebooks``.
+
+Cells that are meant to fail have the tag ``raises-exception``; any other error ends this with its traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
+TIMEOUT_S = 120
+
+
+def run(path: Path) -> float:
+    """Run the notebook at `path`, write it back with its output, and return the seconds that took."""
+    notebook: Any = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    began = time.perf_counter()
+    NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(path.parent)}}).execute()
+    seconds = time.perf_counter() - began
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # when it was run
+    notebook.metadata = {name: notebook.metadata[name] for name in ("kernelspec",)}
+    nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
+    return seconds
+
+
+def main(names: list[str]) -> None:
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        if not names or any(name in path.name for name in names):
+            print(f"{path.name} … {run(path):.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,163 @@
+"""The arguments of a sharded optimizer: a model or parameters, and the ranks that share the work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.ddp.engine.concurrent_wrappers import wrappers
+from paceline.ddp.engine.reducer import Reducer
+from paceline.ddp.engine.sparse import sparse_by_layer
+from paceline.errors import UsageError
+from paceline.torch_internals.dtensor import is_sharded
+from paceline.unwrapping import joins, plain_name, unwrap
+
+
+@dataclass
+class Subject:
+    """What is trained, and by which ranks."""
+
+    groups: list[Any]
+    """Parameters or groups, as torch's optimizers take them."""
+    group: dist.ProcessGroup | None
+    """The ranks that share the work; None in a world of one without a process group."""
+    model: nn.Module | None = None
+    """The model, where it was given."""
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Names of parameters, by ``id``; of those of the model, or of a wrapper."""
+    sparse: frozenset[int] = frozenset()
+    """Parameters whose gradients are sparse, by ``id``; every rank updates these."""
+    wrapper: Reducer | None = None
+    """That averages the gradients, if it is ours."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return what messages call a parameter."""
+        name = self.names.get(id(parameter))
+        return f"a parameter of shape {tuple(parameter.shape)}" if name is None else f"parameter {name!r}"
+
+    def is_joining(self) -> bool:
+        """Whether ranks may run out of data at different times."""
+        if self.wrapper is not None:
+            return self.wrapper.is_in_join
+        return self.model is not None and joins(self.model)
+
+
+def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGroup | None) -> Subject:
+    """Return what `params` is, and who shares the work.
+
+    Raises:
+        UsageError: if there is nothing to train, or a wrapper averages over other ranks.
+    """
+    model = params if isinstance(params, nn.Module) else None
+    if isinstance(params, Tensor | set | frozenset) or not (model is not None or isinstance(params, Iterable)):
+        raise UsageError(  # the order of a set is another on every rank
+            f"ShardedOptimizer takes a model, or a list of parameters or of groups, not a {type(params).__name__}"
+        )
+    groups: list[Any] = list(params.parameters() if isinstance(params, nn.Module) else params)
+    if not groups:
+        raise UsageError("ShardedOptimizer got no parameters; give the model, or those that it is to train")
+    ids = {id(parameter) for parameter in _parameters(groups)}
+    wrapper = next((each for each in wrappers() if isinstance(each, Reducer) and ids & each.names.keys()), None)
+    group = process_group
+    if group is None and dist.is_initialized():
+        group = getattr(model, "process_group", None)
+        group = wrapper.group if group is None and wrapper is not None else group or dist.group.WORLD
+    if wrapper is not None and group is not None:
+        ours = dist.get_process_group_ranks(group)
+        if ours != dist.get_process_group_ranks(wrapper.group):
+            raise UsageError(
+                f"the ShardedOptimizer is of ranks {ours}, but the wrapper averages over ranks "
+                f"{dist.get_process_group_ranks(wrapper.group)}; give both the same process_group"
+            )
+    names = wrapper.names if wrapper is not None else {}
+    module = model if model is not None else None if wrapper is None else wrapper.module
+    if model is not None:
+        names |= {id(parameter): plain_name(name) for name, parameter in unwrap(model).named_parameters()}
+    sparse = frozenset() if module is None else frozenset(sparse_by_layer(module))
+    return Subject(groups, group, model, names, sparse, wrapper)
+
+
+def _parameters(groups: Iterable[Any]) -> Iterable[Any]:
+    for entry in groups:
+        if isinstance(entry, Mapping):
+            params = entry.get("params", ())
+            yield from _parameters([params] if isinstance(params, Tensor) else params)
+        elif isinstance(entry, tuple):
+            yield entry[-1]
+        else:
+            yield entry
+
+
+def expect_plain(group: Any, before: Sequence[Mapping[str, Any]], subject: Subject) -> None:
+    """Refuse a group with parameters that cannot be sharded.
+
+    Raises:
+        UsageError: names one that is there twice, is a DTensor, is not the wrapper's, or is on another device.
+    """
+    if not isinstance(group, dict) or "params" not in group:
+        raise UsageError(f'a parameter group is a dict with "params", not {group!r:.80}')
+    params = group["params"]
+    if not isinstance(params, Tensor | set):  # which torch takes or refuses itself
+        group["params"] = params = list(params)
+    seen = {id(parameter) for other in before for parameter in other["params"]}
+    device = next((parameter.device for other in before for parameter in other["params"]), None)
+    averaged = subject.wrapper.names if subject.wrapper is not None else None
+    for parameter in _parameters([group]):
+        if not isinstance(parameter, Tensor):
+            raise UsageError(f"ShardedOptimizer trains tensors, not {type(parameter).__name__}")
+        name = subject.name_of(parameter)
+        if id(parameter) in seen:
+            raise UsageError(f"{name} is in two parameter groups, or twice in one; give it once")
+        seen.add(id(parameter))
+        if is_sharded(parameter):
+            raise UsageError(f"{name} is a DTensor, which is sharded already; use the optimizer itself")
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(f"{name} has no shape yet; run a forward before the optimizer is made")
+        if parameter.device.type != (device := device or parameter.device).type:
+            raise UsageError(
+                f"{name} is on {parameter.device}, but another on {device}; make one optimizer for each device"
+            )
+        if averaged is not None and parameter.requires_grad and id(parameter) not in averaged:
+            raise UsageError(
+                f"{name} is none that the wrapper averages, unlike the others; give the wrapper's parameters alone, "
+                "and make another optimizer for the rest"
+            )
+
+
+def describe_groups(
+    optimizer_class: type[Optimizer],
+    by: str,
+    master_dtype: torch.dtype | None,
+    groups: Sequence[Mapping[str, Any]],
+) -> list[Any]:
+    """Describe what is trained and how, as plain values that have to be equal on every rank."""
+    return [
+        (optimizer_class.__qualname__, by, str(master_dtype)),
+        *(
+            (
+                sorted((name, _plain(value)) for name, value in group.items() if name != "params"),
+                [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in group["params"]],
+            )
+            for group in groups
+        ),
+    ]
+
+
+def _plain(value: Any) -> str:
+    return repr(value.tolist() if isinstance(value, Tensor) else value)

@@ -1,0 +1,102 @@
+"""Whether an optimizer treats every element by itself, so that pieces of parameters can be trained apart."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+from paceline.torch_internals.optimizers import drop_hooks
+
+_NAMES = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
+_ELEMENTWISE = {getattr(torch.optim, name) for name in [*_NAMES, "SparseAdam"]}
+_STEPS = 4
+
+
+class Prototype:
+    """An optimizer that was made already, whose class may take other arguments than parameters and settings."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __call__(self, groups: Any) -> Optimizer:
+        """Return another optimizer of this kind, over `groups`, without state and hooks."""
+        made = copy.copy(self.optimizer)
+        drop_hooks(made)
+        made.state, made.param_groups = defaultdict(dict), []
+        for group in groups if isinstance(groups[0], dict) else [{"params": groups}]:
+            made.add_param_group(group)
+        return made
+
+
+def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> None:
+    """Refuse what is no optimizer, and one that cannot be sharded, `by` ``"element"`` or ``"tensor"``.
+
+    Raises:
+        UsageError: names it, and the remedy.
+    """
+    if by not in ("element", "tensor"):
+        raise UsageError(f'ShardedOptimizer(by=…) takes "element" or "tensor", not {by!r}')
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
+        given = optimizer_class if isinstance(optimizer_class, type) else f"a {type(optimizer_class).__name__}"
+        raise UsageError(
+            f"ShardedOptimizer takes the class of an optimizer, such as torch.optim.AdamW, not {given}; "
+            "ShardedOptimizer.of(optimizer) takes an optimizer"
+        )
+    name = optimizer_class.__name__
+    if issubclass(optimizer_class, torch.optim.LBFGS):
+        raise UsageError(f"{name} needs a closure and all parameters at once, and cannot be sharded; use it as it is")
+    if options.get("differentiable"):
+        raise UsageError(f"{name}(differentiable=True) cannot be sharded; leave it out, or use the optimizer as it is")
+    if by == "element" and not is_elementwise(optimizer_class, options):
+        raise UsageError(
+            f"{name} does not treat every element of a parameter by itself, so parameters cannot be cut into pieces "
+            'for it; give by="tensor", which gives every rank whole parameters'
+        )
+
+
+def is_known_elementwise(optimizer_class: type[Optimizer]) -> bool:
+    """Return whether it is one of torch's that treat every element by itself."""
+    return optimizer_class in _ELEMENTWISE
+
+
+def is_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> bool:
+    """Return whether a parameter can be cut for the optimizer; one that is not known is tried on a small one."""
+    if is_known_elementwise(optimizer_class):
+        return True
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        shape, cut = (6, 40), 100
+        start = torch.randn(shape, device="cpu")
+        gradients = [torch.randn(shape, device="cpu") for _ in range(_STEPS)]
+        try:
+            whole = _trained(optimizer_class, options, [start], [[gradient] for gradient in gradients])
+            flat = [[each.flatten()[:cut], each.flatten()[cut:]] for each in [start, *gradients]]
+            parts = _trained(optimizer_class, options, flat[0], flat[1:])
+        except Exception:  # it does not take parameters of one dimension, or needs more than a gradient
+            return False
+    return torch.allclose(whole[0].flatten(), torch.cat(parts), rtol=1e-6, atol=0.0)
+
+
+def _trained(
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
+    start: list[torch.Tensor],
+    gradients: list[list[torch.Tensor]],
+) -> list[torch.Tensor]:
+    parameters = [nn.Parameter(value.clone()) for value in start]
+    optimizer: Any = optimizer_class(parameters, **options)
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), float):
+            group["lr"] = max(group["lr"], 0.01)  # with a small one no difference would show
+    for values in gradients:
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.grad = value.clone()
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]

@@ -1,0 +1,167 @@
+"""Segments: neighbouring parameters whose new values are gathered together from the ranks that own pieces of them.
+
+Among ranks that share memory, parameters move into it, and each rank reads what the others have updated where it lies.
+Elsewhere the parameters stay where they are, and pieces go through a buffer of the segment's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paceline.buckets import shaped_like
+from paceline.ddp.transport.channel import Channel, Launched
+from paceline.ddp.transport.shared_channel import SharedChannel
+from paceline.optim.plan import Piece, joined
+from paceline.torch_internals.tensors import copy_each
+
+
+class Segment(Protocol):
+    """Parameters of one dtype on one device, with the pieces that ranks own of them."""
+
+    parameters: list[nn.Parameter]
+
+    def take(self) -> None:
+        """Take the parameters as they are now, after someone has given them other memory."""
+
+    def launch(self) -> Launched:
+        """Begin to gather what the other ranks own of the parameters; all ranks call this."""
+
+
+def flat_view(parameter: nn.Parameter) -> Tensor:
+    """Return the elements of a dense `parameter` as they lie in memory, as one dimension; a view."""
+    return flattened(parameter.detach())
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense `tensor` as they lie in memory, as one dimension; a view."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+class SharedSegment:
+    """A segment in the memory that the ranks of a host share."""
+
+    def __init__(self, channel: SharedChannel, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> None:
+        self.parameters = list(parameters)
+        self._channel = channel
+        total = sum(parameter.numel() for parameter in parameters)
+        self._flat = channel.allocate(total, parameters[0].dtype)
+        self._parts = _parts(parameters, pieces, channel.size)
+        self.take()
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Move the parameters into the shared memory, one by one."""
+        offset = 0
+        for parameter in self.parameters:
+            size = parameter.numel()
+            if size:
+                # With a storage of its own: who saves a single parameter saves no other.
+                raw = torch.utils.dlpack.from_dlpack(self._flat[offset : offset + size].view(torch.uint8))
+                place = shaped_like(parameter, raw.view(parameter.dtype))
+                if place.data_ptr() != parameter.data_ptr():
+                    parameter.data = place.copy_(parameter)
+            offset += size
+
+    def launch(self) -> Launched:
+        """Begin to read what the others own."""
+        return self._channel.gather(self._flat, self._parts)
+
+
+class StagedSegment:
+    """A segment that travels through the backend's all-gather."""
+
+    def __init__(self, channel: Channel, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> None:
+        self.parameters = list(parameters)
+        self._channel, self._pieces = channel, _by_owner(pieces, channel.size)
+        self._row = max(sum(piece.numel for piece in owned) for owned in self._pieces)
+        self._places: list[list[tuple[Tensor, slice]]] = []
+        self.take()
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Find the pieces in the parameters' memory."""
+        for parameter in self.parameters:
+            expect_dense(parameter)
+        views = [flat_view(parameter) for parameter in self.parameters]
+        self._places = []
+        for owned in self._pieces:
+            offset, places = 0, []
+            for piece in owned:
+                view = views[piece.parameter][piece.start : piece.stop]
+                places.append((view, slice(offset, offset + piece.numel)))
+                offset += piece.numel
+            self._places.append(places)
+
+    def launch(self) -> Launched:
+        """Copy this rank's pieces into the buffer, and begin to gather."""
+        first = self.parameters[0]
+        flat = torch.empty(self._channel.size * self._row, dtype=first.dtype, device=first.device)
+        rows = list(flat.view(self._channel.size, self._row)) if self._row else []
+        _copy([(rows[self._channel.rank][part], view) for view, part in self._places[self._channel.rank]])
+        return _Staged(self._channel.all_gather(flat), self._channel.rank, rows, self._places)
+
+
+class _Staged:
+    """A launched all-gather, after which the pieces of the other ranks are copied to where they belong."""
+
+    def __init__(
+        self, launched: Launched, rank: int, rows: list[Tensor], places: list[list[tuple[Tensor, slice]]]
+    ) -> None:
+        self._launched, self._rank, self._rows, self._places = launched, rank, rows, places
+
+    def wait(self) -> None:
+        """Return when the parameters are whole, or will be for whatever the device is given from now on."""
+        self._launched.wait()
+        for owner, (row, places) in enumerate(zip(self._rows, self._places, strict=True)):
+            if owner != self._rank:
+                _copy([(view, row[part]) for view, part in places])
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        with torch.no_grad():
+            copy_each([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def make_segment(channel: Channel, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> Segment:
+    """Make a segment; all ranks call this. Of a piece, the parameter is its number among `parameters`."""
+    if isinstance(channel, SharedChannel):
+        return SharedSegment(channel, parameters, pieces)
+    return StagedSegment(channel, parameters, pieces)
+
+
+def expect_dense(parameter: nn.Parameter) -> None:
+    """Give a parameter whose memory has gaps, or is shared by several of its elements, memory without them."""
+    expected = 1
+    for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if extent != 1 and stride != expected:
+            parameter.data = parameter.data.contiguous()
+            return
+        expected *= extent
+
+
+def _by_owner(pieces: Sequence[Piece], ranks: int) -> list[list[Piece]]:
+    return [[piece for piece in pieces if piece.owner == owner] for owner in range(ranks)]
+
+
+def _parts(parameters: Sequence[nn.Parameter], pieces: Sequence[Piece], ranks: int) -> list[list[slice]]:
+    """Return which elements of the segment each rank owns."""
+    offsets, offset = [], 0
+    for parameter in parameters:
+        offsets.append(offset)
+        offset += parameter.numel()
+    return [
+        [
+            slice(start, stop)
+            for start, stop in joined(
+                sorted((offsets[piece.parameter] + piece.start, offsets[piece.parameter] + piece.stop) for piece in own)
+            )
+        ]
+        for own in _by_owner(pieces, ranks)
+    ]

@@ -1,0 +1,296 @@
+"""The sharded optimizer: every rank holds the state of its own pieces of the parameters, and updates these alone.
+
+    p.grad, equal on all ranks ──► pieces' gradients ──► the inner optimizer's step ──► parameters are gathered
+                                   (of this rank)        (state of this rank's pieces)   (whole on all ranks)
+
+Elementwise optimizers give the same bits as an unsharded one. This is stage 1 of Rajbhandari et al., "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models", SC 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, Literal
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.comm.forking import finalize
+from paceline.ddp.transport.channel import Channel
+from paceline.errors import UsageError
+from paceline.optim import states
+from paceline.optim.arguments import Subject, describe_groups, expect_plain, subject_of
+from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise
+from paceline.optim.owned import Owned
+from paceline.optim.sharding import Sharding
+from paceline.optimizer_shards import Assembly, Window
+from paceline.torch_internals.compile import never_compiled
+from paceline.torch_internals.optimizers import (
+    after_load,
+    after_state_dict,
+    before_load,
+    before_state_dict,
+    share_hooks,
+)
+
+_NOT_SETTINGS = ("params", "param_names")
+
+
+class ShardedOptimizer(Optimizer):
+    """Runs `optimizer_class` over this rank's share of the parameters, and gathers what every rank has updated.
+
+    Make it on all ranks alike, in place of the optimizer itself, and use it as one::
+
+        model = paceline.DistributedDataParallel(model)
+        optimizer = paceline.optim.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
+
+    Each rank holds 1/N of the state and does 1/N of the work. Gradients are the averages as ever, so clipping, a
+    GradScaler and whatever else looks at ``p.grad`` work unchanged. Without our wrapper gradients are made equal by
+    anyone, such as torch's DistributedDataParallel; it takes the place of
+    ``torch.distributed.optim.ZeroRedundancyOptimizer``, whose arguments come first.
+
+    Args:
+        params: a model, or parameters or groups as any optimizer takes them.
+        optimizer_class: such as ``torch.optim.AdamW``.
+        process_group: the ranks that share the work; by default those of the wrapper, or all.
+        parameters_as_bucket_view: taken and ignored; where parameters lie is decided by how ranks reach each other.
+        overlap_with_ddp: refused unless False; a step does not begin before the gradients are all there.
+        by: ``"element"`` cuts parameters into pieces, so that all ranks have the same share. ``"tensor"`` gives out
+            whole ones, for optimizers that need them (Muon, Adafactor, Shampoo).
+        master_dtype: such as ``torch.float32``, in which each rank keeps and trains copies of its pieces of bf16 and
+            fp16 parameters.
+        defaults: of the optimizer, such as ``lr=1e-3, fused=True``.
+
+    Raises:
+        UsageError: for arguments that are wrong or not supported.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        optimizer_class: type[Optimizer] | Prototype,
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        by: Literal["element", "tensor"] = "element",
+        master_dtype: torch.dtype | None = None,
+        **defaults: Any,
+    ) -> None:
+        if overlap_with_ddp:
+            raise UsageError("ShardedOptimizer does not take overlap_with_ddp=True; leave it out")
+        self._class = type(optimizer_class.optimizer) if isinstance(optimizer_class, Prototype) else optimizer_class
+        check_class(self._class, defaults, by)
+        make: Callable[[Any], Optimizer] = partial[Any](optimizer_class, **defaults)
+        self._subject: Subject = subject_of(params, process_group)
+        self._by, self._master_dtype = by, master_dtype
+        template = make([nn.Parameter(torch.zeros(1))])  # the class refuses settings that it does not know
+        self._inner: Optimizer | None = None
+        """Trains this rank's pieces; None until all groups are there."""
+        self._sharding: Sharding | None = None
+        """Who owns what, and the way to the other ranks."""
+        self._consolidated: dict[str, Any] | None = None
+        """What :meth:`consolidate_state_dict` has brought together, until the next step."""
+        self._versions = -1
+        """Of the parameters' version counters, after the last step."""
+        super().__init__(self._subject.groups, template.defaults)
+        self._expect_apart(self.param_groups)
+        self._sharding = Sharding(self._subject, by, master_dtype, self._description)
+        if self._sharding.channel is not None:
+            finalize(self, self._sharding.channel.close)
+        for group in self.param_groups:
+            self._sharding.add(group["params"])
+        self._inner = make([self._inner_group(group) for group in self.param_groups])
+        _living().add(self)
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: Optimizer,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        by: Literal["element", "tensor"] | None = None,
+        master_dtype: torch.dtype | None = None,
+    ) -> ShardedOptimizer:
+        """Return a sharded optimizer in the place of one that was made already; all ranks call it.
+
+        Groups, settings, hooks and state are taken over; make schedulers of what is returned.
+
+        Args:
+            optimizer: not to be used any more.
+            process_group: as for the class.
+            by: as for the class; by default ``"element"`` for optimizers of torch's that allow it, else ``"tensor"``.
+            master_dtype: as for the class.
+        """
+        chosen = by or ("element" if is_known_elementwise(type(optimizer)) else "tensor")
+        groups = [dict(group) for group in optimizer.param_groups]
+        sharded = cls(groups, Prototype(optimizer), process_group, by=chosen, master_dtype=master_dtype)
+        if optimizer.state:
+            sharded.load_state_dict(optimizer.state_dict())
+        share_hooks(optimizer, sharded)
+        return sharded
+
+    # -- what is sharded ----------------------------------------------------------------------------------------
+
+    @property
+    def owned(self) -> list[Owned]:
+        """The pieces that this rank updates."""
+        return [] if self._sharding is None else self._sharding.owned
+
+    @property
+    def optimizer_class(self) -> type[Optimizer]:
+        """The optimizer that is shared out."""
+        return self._class
+
+    @property
+    def channel(self) -> Channel | None:
+        """The way to the other ranks; None in a world of one."""
+        return None if self._sharding is None else self._sharding.channel
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, in the order in which states number them."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train further parameters; called on all ranks with the same ones.
+
+        Raises:
+            UsageError: if one is trained already, or ranks give different ones.
+        """
+        expect_plain(param_group, self.param_groups, self._subject)
+        super().add_param_group(param_group)
+        if self._inner is not None:
+            self._expect_apart([param_group])
+            assert self._sharding is not None
+            self._sharding.expect_equal(self._description())
+            self._sharding.add(param_group["params"])
+            self._inner.add_param_group(self._inner_group(param_group))
+
+    def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        ours = {id(parameter) for parameter in group["params"]}
+        trained = [owned.trained for owned in self.owned if id(owned.parameter) in ours]
+        return {**_settings(group), "params": trained}
+
+    def _expect_apart(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse parameters that another sharded optimizer trains."""
+        ours = {id(parameter) for group in groups for parameter in group["params"]}
+        for other in list(_living()):
+            for parameter in other.parameters if other is not self else ():
+                if id(parameter) in ours:
+                    raise UsageError(
+                        f"{self._subject.name_of(parameter)} is trained by another ShardedOptimizer already; make one "
+                        "for a model, and delete it before you make another"
+                    )
+
+    def _description(self) -> Any:
+        return describe_groups(self._class, self._by, self._master_dtype, self.param_groups)
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    @never_compiled
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update this rank's pieces, and gather what the others have updated. All ranks call it.
+
+        Raises:
+            UsageError: for a closure, without any gradient, and inside ``model.join()``.
+            CommunicationError: if a rank ended or did not come.
+        """
+        self._expect_gradients(closure)
+        assert self._inner is not None
+        assert self._sharding is not None
+        self._consolidated = None
+        changed = self._versions != (now := self._count_versions()) and self._versions >= 0
+        self._sharding.follow(changed=changed and now != self._versions)
+        for owned in self._sharding.owned:
+            owned.take_gradient(owned.parameter.grad)
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(_settings(group))
+        try:
+            self._inner.step()
+        finally:
+            for owned in self._sharding.owned:
+                owned.end_step()
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update(_settings(inner))  # some keep there what they have learned
+        self._sharding.gather()
+        torch.autograd.graph.increment_version(self.parameters)
+        self._versions = self._count_versions()
+
+    def _count_versions(self) -> int:
+        return sum(parameter._version for parameter in self.parameters) if self._master_dtype is not None else 0
+
+    def _expect_gradients(self, closure: Any) -> None:
+        if closure is not None:
+            raise UsageError("ShardedOptimizer.step() takes no closure; call it before the step, and leave it out here")
+        if self._subject.is_joining():
+            raise UsageError(
+                "a ShardedOptimizer cannot step inside model.join(), as a rank that has run out of data would not "
+                "update its share; leave join() out, or use the optimizer itself"
+            )
+        if all(parameter.grad is None for group in self.param_groups for parameter in group["params"]):
+            raise UsageError(
+                "ShardedOptimizer.step() was called without a gradient in any parameter; call loss.backward() first"
+            )
+
+    # -- states -------------------------------------------------------------------------------------------------
+
+    def local_state(self) -> dict[str, Any]:
+        """Return this rank's shard of the state, with what it is of; see :mod:`paceline.optimizer_shards`."""
+        assert self._inner is not None
+        return states.local_state(self.owned, self.parameters, self.param_groups, self._inner, self._subject)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's shard, as :meth:`local_state` does; see :meth:`full_state_dict` for all of it.
+
+        After :meth:`consolidate_state_dict` all of it, on the rank that it was brought to, until the next step.
+        """
+        before_state_dict(self)
+        return after_state_dict(self, self.local_state() if self._consolidated is None else self._consolidated)
+
+    def full_state_dict(self, to: int | None = None) -> dict[str, Any] | None:
+        """Return the state as the unsharded optimizer has it, on every rank, or on rank `to` alone and None elsewhere.
+
+        All ranks call it. It can be loaded into the optimizer itself, and into a sharded one of any number of ranks.
+        """
+        return states.full_state(self.local_state(), self.parameters, self.channel, to)
+
+    def windows(self) -> dict[int, Window]:
+        """Return what this rank holds of each parameter's state."""
+        return states.windows(self.owned)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Let :meth:`state_dict` return all of the state on rank `to`, until the next step; all ranks call it."""
+        self._consolidated = self.full_state_dict(to)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Iterable[Mapping[str, Any]] | Assembly) -> None:
+        """Load the state of an unsharded optimizer, this rank's own shard, or the shards of all ranks of a run.
+
+        Shards are given one by one, or as what they were put together to.
+
+        Raises:
+            CheckpointMismatch: if it is of other parameters, the shard of another rank, or one is missing.
+        """
+        assert self._inner is not None
+        loaded = states.find_owned(before_load(self, state_dict), self.owned, self.parameters, self._subject)
+        states.load(loaded, self.owned, self.param_groups, self._inner)
+        self._consolidated, self._versions = None, self._count_versions()
+        after_load(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError("a ShardedOptimizer cannot be copied or pickled; make another, and load its state_dict()")
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in _NOT_SETTINGS}
+
+
+@cache
+def _living() -> WeakSet[ShardedOptimizer]:
+    """The sharded optimizers of this process."""
+    return WeakSet()

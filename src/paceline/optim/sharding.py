@@ -1,0 +1,139 @@
+"""The sharding of an optimizer's parameters on this rank: its own pieces, and the segments that it has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.buckets import CAPACITY, assign
+from paceline.ddp.transport.channel import Channel
+from paceline.ddp.transport.opening import open_channel
+from paceline.errors import UsageError
+from paceline.optim.arguments import Subject
+from paceline.optim.owned import Owned, owned_by
+from paceline.optim.plan import Piece, cut_evenly, deal_out
+from paceline.optim.segments import Segment, make_segment
+
+
+class Sharding:
+    """Who owns what; all ranks make it together.
+
+    Args:
+        subject: what is trained, and by whom.
+        by: ``"element"`` or ``"tensor"``.
+        master_dtype: of copies of half-precision parameters; None for none.
+        description: of the groups, which has to be equal on all ranks.
+
+    Raises:
+        UsageError: if ranks give different groups.
+    """
+
+    def __init__(
+        self, subject: Subject, by: str, master_dtype: torch.dtype | None, description: Callable[[], Any]
+    ) -> None:
+        self.owned: list[Owned] = []
+        """The pieces of this rank, in the order of parameters."""
+        self.channel: Channel | None = None
+        """The way to the other ranks; None in a world of one."""
+        self._subject, self._by, self._master_dtype = subject, by, master_dtype
+        self._segments: list[Segment] = []
+        self._loads = [0] * subject.size
+        self._count = 0
+        """Parameters that were added."""
+        self._addresses: list[int] = []
+        """Where they lay when they were last looked at."""
+        self._parameters: list[nn.Parameter] = []
+        if subject.size > 1:
+            assert subject.group is not None
+            device = _device_of(subject)
+            self.channel = open_channel(subject.group, device, caller="ShardedOptimizer(…)")
+            self.expect_equal(description())
+
+    def expect_equal(self, description: Any) -> None:
+        """Compare what ranks are about to train.
+
+        Raises:
+            UsageError: names ranks that differ.
+        """
+        if self.channel is None:
+            return
+        found = self.channel.all_gather_object(description)
+        for rank, theirs in enumerate(found):
+            if theirs != found[0]:
+                index = next(
+                    (at for at, pair in enumerate(zip(theirs, found[0], strict=False)) if pair[0] != pair[1]), 0
+                )
+                what = "the optimizer" if index == 0 and len(theirs) == len(found[0]) else "parameter groups"
+                what = f"parameter group {index - 1}" if index else what
+                raise UsageError(
+                    f"rank {self.channel.members[rank]} has given the ShardedOptimizer another {what} than rank "
+                    f"{self.channel.members[0]}; give the same class, settings and groups on every rank"
+                )
+
+    def add(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Share out further `parameters`."""
+        first, size = self._count, self._subject.size
+        self._count += len(parameters)
+        self._parameters += parameters
+        sizes = [parameter.numel() for parameter in parameters]
+        replicated = [index for index, each in enumerate(parameters) if size == 1 or id(each) in self._subject.sparse]
+        pieces = [Piece(index, 0, sizes[index], self._subject.rank) for index in replicated]
+        for members in _segments_of(parameters, replicated):
+            if self._by == "tensor":
+                shared = deal_out(sizes, members, size, self._loads)
+            else:
+                shared = cut_evenly(sizes, members, size)
+            if shared:
+                assert self.channel is not None
+                number = {index: place for place, index in enumerate(members)}
+                local = [Piece(number[each.parameter], each.start, each.stop, each.owner) for each in shared]
+                self._segments.append(make_segment(self.channel, [parameters[index] for index in members], local))
+            pieces += shared
+        pieces.sort(key=lambda piece: (piece.parameter, piece.start))
+        self.owned += owned_by(self._subject.rank, pieces, parameters, first, self._master_dtype)
+        self._addresses = _addresses(self._parameters)
+
+    def follow(self, *, changed: bool) -> None:
+        """Take in parameters that were given other memory, and values that were `changed` since the last step."""
+        if (now := _addresses(self._parameters)) != self._addresses:
+            for segment in self._segments:
+                segment.take()
+            for owned in self.owned:
+                owned.look_again()
+            self._addresses = _addresses(self._parameters)
+            del now
+        elif changed:
+            for owned in self.owned:
+                owned.take_changes()
+
+    def gather(self) -> None:
+        """Make the parameters whole on every rank that were trained in this step."""
+        if self.channel is None:
+            return
+        active = [each for each in self._segments if any(parameter.grad is not None for parameter in each.parameters)]
+        launched = [segment.launch() for segment in active]
+        for work in launched:
+            self.channel.meet(work, "gathering of updated parameters")
+
+
+def _segments_of(parameters: Sequence[nn.Parameter], apart: Sequence[int]) -> list[list[int]]:
+    """Return which parameters are gathered together: neighbours of one kind, frozen ones by themselves."""
+    kinds: list[Hashable] = [(each.dtype, each.device, each.requires_grad) for each in parameters]
+    sizes = [each.numel() * each.element_size() for each in parameters]
+    inside = [index for index in range(len(parameters)) if index not in set(apart) and sizes[index]]
+    return assign(sizes, kinds, inside, [CAPACITY])
+
+
+def _addresses(parameters: Sequence[nn.Parameter]) -> list[int]:
+    return [parameter.data_ptr() for parameter in parameters]
+
+
+def _device_of(subject: Subject) -> torch.device:
+    for entry in subject.groups:
+        tensors = entry["params"] if isinstance(entry, dict) else [entry[-1] if isinstance(entry, tuple) else entry]
+        for tensor in tensors:
+            return (tensor[-1] if isinstance(tensor, tuple) else tensor).device  # type: ignore[no-any-return]
+    return torch.device("cpu")

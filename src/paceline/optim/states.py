@@ -1,0 +1,233 @@
+"""The state of a sharded optimizer: taken from the inner optimizer, brought together over ranks, and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.ddp.transport.channel import Channel
+from paceline.errors import CheckpointMismatch
+from paceline.optim.arguments import Subject
+from paceline.optim.owned import Owned
+from paceline.optimizer_shards import KEY, Assembly, Window, cut_state, is_shard
+
+MASTER = "master"
+"""Name under which a state has the copy of a parameter that was trained in its place."""
+
+
+def local_state(
+    owned: Sequence[Owned],
+    parameters: Sequence[nn.Parameter],
+    groups: Sequence[Mapping[str, Any]],
+    inner: Optimizer,
+    subject: Subject,
+) -> dict[str, Any]:
+    """Return this rank's shard; see :mod:`paceline.optimizer_shards`."""
+    state: dict[int, dict[str, Any]] = {}
+    for each in owned:
+        entry = dict(inner.state[each.trained]) if each.trained in inner.state else {}
+        if each.master_dtype is not None:
+            entry[MASTER] = each.trained.detach()
+        if entry:
+            state[each.index] = entry
+    return {
+        "state": state,
+        "param_groups": _packed(groups),
+        KEY: {
+            "rank": subject.rank,
+            "ranks": subject.size,
+            "pieces": {each.index: list(each.piece) for each in owned if each.piece is not None},
+            "shapes": {index: list(each.shape) for index, each in enumerate(parameters)},
+            "strides": {index: list(each.stride()) for index, each in enumerate(parameters)},
+            "dtypes": {index: each.dtype for index, each in enumerate(parameters)},
+        },
+    }
+
+
+def _packed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups with numbers for parameters, as torch's optimizers do."""
+    packed, first = [], 0
+    for group in groups:
+        count = len(group["params"])
+        settings = {name: value for name, value in group.items() if name != "params"}
+        packed.append({**settings, "params": list(range(first, first + count))})
+        first += count
+    return packed
+
+
+def full_state(
+    shard: Mapping[str, Any], parameters: Sequence[nn.Parameter], channel: Channel | None, to: int | None
+) -> dict[str, Any] | None:
+    """Bring all ranks' shards together, on every rank or on rank `to`, one shard after the other."""
+    size = 1 if channel is None else channel.size
+    if to is not None and not 0 <= to < size:
+        raise CheckpointMismatch(f"there is no rank {to} to bring the optimizer's state to; give one below {size}")
+    wanted = {index: Window(tuple(each.shape), each.stride(), None) for index, each in enumerate(parameters)}
+    assembly = Assembly(wanted)
+    is_kept = channel is None or to in (None, channel.rank)
+    for rank in range(size):
+        theirs = shard if channel is None else _sent(shard, rank, channel)
+        if is_kept:
+            assembly.add(theirs)
+    if not is_kept:
+        return None
+    return {"state": dict(sorted(assembly.state().items())), "param_groups": deepcopy(assembly.groups)}
+
+
+def _sent(shard: Mapping[str, Any], source: int, channel: Channel) -> Mapping[str, Any]:
+    """Return the shard of rank `source`, on every rank; its tensors travel as what they are."""
+    tensors: list[Tensor] = []
+
+    def replaced(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value)
+        return _Placeholder(tuple(value.shape), value.dtype, value.device.type)
+
+    mine = channel.rank == source
+    plain = _mapped(shard, replaced) if mine else None
+    plain = channel.all_gather_object(plain)[source]
+    if not mine:
+        device = torch.device("cpu")
+        here = next(
+            (
+                value.device
+                for entry in shard["state"].values()
+                for value in entry.values()
+                if isinstance(value, Tensor) and value.device.type != "cpu"
+            ),
+            device,
+        )
+
+        def made(value: Any) -> Any:
+            if isinstance(value, _Placeholder):
+                tensors.append(
+                    torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.device == "cpu" else here)
+                )
+                return tensors[-1]
+            return value
+
+        plain = _mapped(plain, made)
+    channel.broadcast([tensor.reshape(-1) if tensor.dim() == 0 else tensor for tensor in tensors], source)
+    return shard if mine else plain
+
+
+class _Placeholder:
+    """Stands for a tensor that travels by itself."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+
+
+def _mapped(value: Any, function: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _mapped(each, function) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(each, function) for each in value)
+    return function(value)
+
+
+def windows(owned: Sequence[Owned]) -> dict[int, Window]:
+    """Return what this rank wants of a state, by parameter."""
+    return {each.index: Window(tuple(each.parameter.shape), each.parameter.stride(), each.piece) for each in owned}
+
+
+def find_owned(
+    state: Mapping[str, Any] | Iterable[Mapping[str, Any]] | Assembly,
+    owned: Sequence[Owned],
+    parameters: Sequence[nn.Parameter],
+    subject: Subject,
+) -> dict[str, Any]:
+    """Return what this rank owns of `state`, in the form of a shard.
+
+    Raises:
+        CheckpointMismatch: as :meth:`ShardedOptimizer.load_state_dict`.
+    """
+    wanted = windows(owned)
+    if not isinstance(state, Mapping):
+        assembly = state if isinstance(state, Assembly) else _assembled(wanted, state)
+        return {"state": assembly.state(), "param_groups": assembly.groups, "dtypes": assembly.dtypes}
+    if not is_shard(state):
+        found = {index: cut_state(state["state"][index], wanted[index]) for index in wanted if index in state["state"]}
+        return {"state": found, "param_groups": state["param_groups"], "dtypes": {}}
+    about = state[KEY]
+    if about["ranks"] == 1:
+        return find_owned([state], owned, parameters, subject)
+    if (about["rank"], about["ranks"]) != (subject.rank, subject.size):
+        raise CheckpointMismatch(
+            f"rank {subject.rank} of {subject.size}: the optimizer's state is the shard of rank {about['rank']} of "
+            f"{about['ranks']}; load the shards of all ranks as a list, or what full_state_dict() returns"
+        )
+    pieces = {index: tuple(piece) for index, piece in about["pieces"].items()}
+    if pieces != {each.index: each.piece for each in owned if each.piece is not None}:
+        raise CheckpointMismatch(
+            f"rank {subject.rank}: the shard was cut otherwise than this optimizer's parameters are; load the shards "
+            "of all ranks as a list, or what full_state_dict() returns"
+        )
+    return {"state": state["state"], "param_groups": state["param_groups"], "dtypes": about["dtypes"]}
+
+
+def _assembled(wanted: Mapping[int, Window], shards: Iterable[Any]) -> Assembly:
+    assembly = Assembly(wanted)
+    for shard in shards:
+        if not is_shard(shard):
+            raise CheckpointMismatch("a list of shards holds something else; give the local_state() of every rank")
+        assembly.add(shard)
+    return assembly
+
+
+def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dict[str, Any]], inner: Optimizer) -> None:
+    """Load what :func:`find_owned` found, into the inner optimizer and the settings of `groups`.
+
+    Raises:
+        CheckpointMismatch: if there are other groups.
+    """
+    saved = deepcopy(loaded["param_groups"])
+    before, now = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    if before != now:
+        raise CheckpointMismatch(
+            f"the optimizer's state has groups of {before} parameters, but this optimizer of {now}; give the groups "
+            "that were saved"
+        )
+    number = {index: place for place, index in enumerate(each for group in saved for each in group["params"])}
+    entries = {number.get(index, index): _copied(entry) for index, entry in loaded["state"].items()}
+    places = {id(each.trained): place for place, each in enumerate(owned)}
+    packed = [
+        {
+            **{name: value for name, value in group.items() if name not in ("params", "param_names")},
+            "params": [places[id(trained)] for trained in own["params"]],
+        }
+        for group, own in zip(saved, inner.param_groups, strict=True)
+    ]
+    for each in owned:
+        master = entries.get(each.index, {}).pop(MASTER, None)
+        if each.master_dtype is not None:
+            values = each.values() if master is None else master
+            each.trained.data = values.to(device=each.parameter.device, dtype=each.master_dtype, copy=True)
+    state = {place: entries[each.index] for place, each in enumerate(owned) if entries.get(each.index)}
+    inner.load_state_dict({"state": state, "param_groups": packed})
+    for place, each in enumerate(owned):
+        if place in state and loaded["dtypes"].get(each.index) == each.parameter.dtype:
+            _bring_back_dtypes(inner.state[each.trained], state[place])
+    for group, other in zip(groups, saved, strict=True):
+        names = {"param_names": group["param_names"]} if "param_names" in group else {}
+        parameters = group["params"]
+        group.clear()
+        group.update({**names, **other, "params": parameters})
+
+
+def _bring_back_dtypes(now: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Undo the casts of ``load_state_dict`` to the parameter's dtype; "step" is kept in float32 on purpose."""
+    for key, value in saved.items():
+        if key != "step" and isinstance(value, Tensor) and value.is_floating_point() and value.dtype != now[key].dtype:
+            now[key] = value.to(device=now[key].device, copy=True)
+
+
+def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `entry` with tensors of its own, as the optimizer is going to change them in place."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in entry.items()}

@@ -1,0 +1,154 @@
+"""States of sharded optimizers: how a shard says what it is of, and how the shards of all ranks are put together.
+
+A shard is a dict as ``torch.optim.Optimizer.state_dict`` returns it, but of every parameter it has only this rank's
+piece, in one dimension, in the order of the parameter's memory. Its entry ``"shards"`` says of which:
+
+    rank, ranks     whose shard it is, and how many there are
+    pieces          by parameter, the first element and the one behind the last; of whole ones nothing
+    shapes, strides, dtypes    of all parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import CheckpointMismatch
+
+KEY = "shards"
+
+
+def is_shard(state: Any) -> bool:
+    """Return whether `state` is a shard of an optimizer's state."""
+    return isinstance(state, Mapping) and isinstance(state.get(KEY), Mapping)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The elements that are wanted of a parameter's state: all, or a piece of the flat tensor in its memory's order."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    piece: tuple[int, int] | None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return torch.Size(self.shape).numel()
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return what is wanted of the `whole` tensor of :attr:`shape`."""
+        if self.piece is None:
+            return whole
+        start, stop = self.piece
+        laid_out = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
+        return laid_out.as_strided((self.numel,), (1,))[start:stop].clone()
+
+
+def cut_state(entry: Mapping[str, Any], window: Window) -> dict[str, Any]:
+    """Return the state of a whole parameter with the tensors that have its shape cut to the `window`."""
+    return {
+        key: window.cut(value) if isinstance(value, Tensor) and value.shape == window.shape and value.dim() else value
+        for key, value in entry.items()
+    }
+
+
+@dataclass
+class Assembly:
+    """Puts the state of the `wanted` windows together, by parameter, from one shard after the other."""
+
+    wanted: Mapping[int, Window]
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """The parameter groups, as the shards have them."""
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+    """Of the parameters, as they were when the shards were saved."""
+    _ranks: dict[int, int] = field(default_factory=dict)
+    """By rank whose shard was added, how many ranks it says there were."""
+    _entries: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What was found, by parameter; tensors of pieces are still in :attr:`_parts`."""
+    _parts: dict[tuple[int, str], list[tuple[int, Tensor]]] = field(default_factory=dict)
+    """By parameter and name: first element and values of what was found of a tensor."""
+    _strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def add(self, shard: Mapping[str, Any]) -> None:
+        """Take what is wanted of `shard`.
+
+        Raises:
+            CheckpointMismatch: if it is of other parameters.
+        """
+        about = shard[KEY]
+        self._ranks[about["rank"]] = about["ranks"]
+        self.groups = self.groups or shard["param_groups"]
+        for index, window in self.wanted.items():
+            if tuple(about["shapes"].get(index, ())) != window.shape:
+                raise CheckpointMismatch(
+                    f"parameter {index} of the optimizer has shape {window.shape}, but the shard of rank "
+                    f"{about['rank']} is of one of shape {tuple(about['shapes'].get(index, ()))}; build the model and "
+                    "the parameter groups that were saved"
+                )
+            self.dtypes[index] = about["dtypes"][index]
+            self._strides[index] = tuple(about["strides"][index])
+            if index in shard["state"]:
+                self._take(index, window, shard["state"][index], about["pieces"].get(index))
+
+    def _take(self, index: int, window: Window, entry: Mapping[str, Any], piece: Sequence[int] | None) -> None:
+        found = self._entries.setdefault(index, {})
+        for key, value in entry.items():
+            if piece is None:
+                found.setdefault(key, value)
+            elif isinstance(value, Tensor) and value.shape == (piece[1] - piece[0],):
+                start, stop = self._span(index, window)
+                first, last = max(start, piece[0]), min(stop, piece[1])
+                if first < last:
+                    part = value[first - piece[0] : last - piece[0]]
+                    self._parts.setdefault((index, key), []).append((first, part.clone()))
+            else:
+                found.setdefault(key, value)
+
+    def _span(self, index: int, window: Window) -> tuple[int, int]:
+        """The elements to be kept, in the order in which they were saved: all where that is another one."""
+        if window.piece is None or window.stride != self._strides[index]:
+            return 0, window.numel
+        return window.piece
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        """Return the state of the windows, by parameter, once all shards were added.
+
+        Raises:
+            CheckpointMismatch: if a shard is missing; names it.
+        """
+        ranks = max(self._ranks.values(), default=1)
+        if missing := [rank for rank in range(ranks) if rank not in self._ranks]:
+            raise CheckpointMismatch(
+                f"the optimizer's state was saved in {ranks} shards, and that of rank {missing[0]} is missing; load "
+                "all of them, or use optimizer.full_state_dict()"
+            )
+        if not self._ranks or set(self._ranks.values()) != {ranks}:
+            raise CheckpointMismatch("the shards are of different numbers of ranks; load those of one save")
+        for (index, key), parts in self._parts.items():
+            self._entries[index][key] = self._whole(index, key, parts)
+        return {
+            index: cut_state(entry, self.wanted[index]) if self._is_whole(index) else entry
+            for index, entry in self._entries.items()
+        }
+
+    def _is_whole(self, index: int) -> bool:
+        return self.wanted[index].piece is not None and not any(index == of for of, _ in self._parts)
+
+    def _whole(self, index: int, key: str, parts: list[tuple[int, Tensor]]) -> Tensor:
+        window = self.wanted[index]
+        start, stop = self._span(index, window)
+        flat = torch.empty(stop - start, dtype=parts[0][1].dtype, device=parts[0][1].device)
+        if sum(part.numel() for _, part in parts) != flat.numel():
+            raise CheckpointMismatch(
+                f"the shards do not hold all of {key!r} of parameter {index} of the optimizer; load those of one save"
+            )
+        for first, part in parts:
+            flat[first - start : first - start + part.numel()] = part
+        if (start, stop) == window.piece and window.stride == self._strides[index]:
+            return flat
+        return window.cut(flat.as_strided(window.shape, self._strides[index]))

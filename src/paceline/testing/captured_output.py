@@ -1,0 +1,52 @@
+"""The captured output of a rank: pytest's own capturing, into files that the rank does not share with the others.
+
+A fork has the test process's files, and one offset in them with all ranks. So a rank puts files of its own in their
+place, and ``capsys``, ``capfd`` and the report find there what this rank printed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+
+def separate(config: pytest.Config) -> None:
+    """Give this rank files of its own wherever pytest captures into files."""
+    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    for capturing in _capturings(manager):
+        for capture in (capturing.out, capturing.err):
+            file = getattr(capture, "tmpfile", None)
+            descriptor = getattr(capture, "targetfd", None)
+            if file is None or descriptor is None:  # none, or in memory, of which a fork has a copy
+                continue
+            with tempfile.TemporaryFile(buffering=0) as own:
+                os.dup2(own.fileno(), file.fileno())
+            if capture._state == "started":
+                os.dup2(file.fileno(), descriptor)
+
+
+def read(config: pytest.Config) -> list[tuple[str, str]]:
+    """Return what this rank printed and nobody has read: ``stdout`` or ``stderr``, and the text."""
+    manager: Any = config.pluginmanager.getplugin("capturemanager")
+    texts = {"stdout": "", "stderr": ""}
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(ValueError, OSError):
+            stream.flush()
+    for capturing in _capturings(manager):
+        with suppress(ValueError, OSError, AssertionError):
+            out, err = capturing.readouterr()
+            texts["stdout"] += out if isinstance(out, str) else out.decode(errors="replace")
+            texts["stderr"] += err if isinstance(err, str) else err.decode(errors="replace")
+    return [(name, text) for name, text in texts.items() if text]
+
+
+def _capturings(manager: Any) -> list[Any]:
+    """Return pytest's objects that capture now: that of the session, and that of a fixture."""
+    fixture = getattr(manager, "_capture_fixture", None)
+    found = [getattr(manager, "_global_capturing", None), getattr(fixture, "_capture", None)]
+    return [capturing for capturing in found if capturing is not None]

@@ -1,0 +1,52 @@
+"""Coverage of what ranks run, added to that of the test process, if coverage.py measures it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PATTERN = "coverage-*"
+
+
+@contextmanager
+def measured(folder: Path, rank: int) -> Iterator[None]:
+    """In a rank: measure the block as the test process is measured, into a file in `folder`."""
+    inherited = _current()
+    if inherited is None:
+        yield
+        return
+    coverage: Any = sys.modules["coverage"]
+    inherited.stop()
+    options = {name: inherited.get_option(f"run:{name}") for name in ("branch", "source", "include", "omit")}
+    options["config_file"] = getattr(inherited.config, "config_file", None) or False
+    own = coverage.Coverage(data_file=str(folder / f"coverage-{rank}"), messages=False, **options)
+    own.set_option("run:parallel", False)
+    own.set_option("run:patch", [])
+    own._warn_no_data = False
+    own.start()
+    try:
+        yield
+    finally:
+        own.stop()
+        own.save()
+
+
+def harvest(folder: Path) -> None:
+    """In the test process: add what the ranks measured into `folder`."""
+    current = _current()
+    if current is None:
+        return
+    coverage: Any = sys.modules["coverage"]
+    for file in sorted(folder.glob(PATTERN)):
+        measured_there = coverage.CoverageData(basename=str(file))
+        measured_there.read()
+        current.get_data().update(measured_there)
+
+
+def _current() -> Any:
+    """Return the coverage.py object that measures this process; None without one."""
+    coverage: Any = sys.modules.get("coverage")
+    return coverage.Coverage.current() if coverage is not None and hasattr(coverage, "Coverage") else None

@@ -1,0 +1,63 @@
+"""Fixtures that need the world: set up and torn down on the ranks, while all others are set up in the test process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+RUNNER = re.compile(r"event_loop|_function_scoped_runner")
+"""Fixtures of pytest-asyncio with an event loop, which has descriptors that ranks cannot share."""
+
+
+class _Deferred:
+    """Stands for the value of a fixture that the test process does not set up."""
+
+    def __repr__(self) -> str:
+        return "<set up on the ranks>"
+
+
+DEFERRED = _Deferred()
+
+
+def defer(item: Any, needed: frozenset[str]) -> None:
+    """Keep the test process from setting up the fixtures `needed` on ranks alone, and those that use them."""
+    if getattr(item, "funcargs", None) is None:
+        return
+    definitions: dict[str, Any] = item._fixtureinfo.name2fixturedefs
+    for name in item.fixturenames:
+        if _needs(name, needed, definitions, set()):
+            item.funcargs[name] = DEFERRED
+
+
+def _needs(name: str, needed: frozenset[str], definitions: dict[str, Any], seen: set[str]) -> bool:
+    """Return whether the fixture is one of `needed`, or is made from one."""
+    if name in needed or RUNNER.fullmatch(name):
+        return True
+    if name in seen or name not in definitions:
+        return False
+    seen.add(name)
+    return any(
+        _needs(argument, needed, definitions, seen)
+        for definition in definitions[name]
+        for argument in definition.argnames
+    )
+
+
+def run_new_finalizers(item: Any) -> Callable[[], None]:
+    """Return a function that runs what is registered to be torn down from now on, the latest first."""
+    stack: dict[Any, Any] = item.session._setupstate.stack
+    before = {node: len(finalizers) for node, (finalizers, _) in stack.items()}
+
+    def run() -> None:
+        errors = []
+        for node, (finalizers, _) in reversed(list(stack.items())):
+            for finalizer in reversed(finalizers[before.get(node, 0) :]):
+                try:
+                    finalizer()
+                except BaseException as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+    return run

@@ -1,0 +1,147 @@
+"""Faults that a test orders: a rank that is killed or hangs at a moment, one that is slow, a collective that is lost.
+
+They strike any model: the moments are those of torch's own hooks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paceline.errors import UsageError
+
+MOMENTS = ("forward", "backward", "optimizer", "now")
+
+
+@dataclass
+class Order:
+    """An order to strike."""
+
+    number: int  # the signal
+    moment: str
+    step: int  # the how-many-th time that the rank comes to the moment
+
+
+@dataclass
+class Faults:
+    """The faults of one rank."""
+
+    rank: int
+    size: int
+    tell: Callable[[str], None]
+    """Tells the test process that this rank is about to end, and why."""
+    slow: float = 0.0
+    orders: list[Order] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+    """Numbers of the collectives that this rank does not call, counted from 1."""
+    _times: Counter[str] = field(default_factory=Counter)
+    _depth: int = 0  # of forwards inside each other
+    _hooked: bool = False
+
+    def kill(self, rank: int, at: str = "now", step: int = 1) -> None:
+        """Order that `rank` is killed (SIGKILL) when it comes to a moment for the `step`-th time.
+
+        Every rank calls it. The rank's end does not fail the test; what the others do about it is what is tested.
+
+        Args:
+            rank: which one.
+            at: ``"forward"`` of the outermost module, ``"backward"`` through its output, ``"optimizer"`` before its
+                step, or ``"now"``.
+            step: counted from 1.
+
+        Raises:
+            UsageError: if there is no such rank or moment.
+        """
+        self._order(rank, at, step, signal.SIGKILL)
+
+    def hang(self, rank: int, at: str = "now", step: int = 1) -> None:
+        """Order that `rank` stops (SIGSTOP) for ever, as :meth:`kill` does."""
+        self._order(rank, at, step, signal.SIGSTOP)
+
+    def lose(self, rank: int, collective: int) -> None:
+        """Order that the `collective`-th collective that `rank` calls from ``torch.distributed`` is not made.
+
+        Raises:
+            UsageError: if there is no such rank, or the number is not positive.
+        """
+        self._expect(rank)
+        if type(collective) is not int or collective < 1:
+            raise UsageError(f"lose(collective={collective!r}): give a whole number above 0")
+        if rank == self.rank:
+            self.lost.add(collective)
+
+    def hook(self) -> None:
+        """Begin to count the moments, if something is to strike."""
+        if self._hooked or not (self.slow or self.orders):
+            return
+        self._hooked = True
+        register_module_forward_pre_hook(self._before_forward)
+        register_module_forward_hook(self._after_forward, always_call=True)
+        register_optimizer_step_pre_hook(lambda *_: self._strike("optimizer"))
+
+    def _order(self, rank: int, moment: str, step: int, number: int) -> None:
+        self._expect(rank)
+        if moment not in MOMENTS:
+            raise UsageError(f"at={moment!r} is none of the moments {', '.join(map(repr, MOMENTS))}")
+        if type(step) is not int or step < 1:
+            raise UsageError(f"step={step!r}: give a whole number above 0")
+        if rank != self.rank:
+            return
+        self.orders.append(Order(number, moment, step + self._times[moment]))
+        if moment == "now":
+            self._times[moment] += step - 1
+            self._strike(moment)
+        self.hook()
+
+    def _expect(self, rank: int) -> None:
+        if type(rank) is not int or not 0 <= rank < self.size:
+            raise UsageError(f"there is no rank {rank!r}; the test has ranks 0 to {self.size - 1}")
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        self._depth += 1
+        if self._depth == 1 and module.training:
+            time.sleep(self.slow)
+            self._strike("forward")
+
+    def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0 and module.training and self.orders:
+            waiting = [True]
+
+            def strike_once(_: Tensor) -> None:
+                if waiting:
+                    waiting.clear()
+                    self._strike("backward")
+
+            for tensor in tensors_of(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(strike_once)
+
+    def _strike(self, moment: str) -> None:
+        self._times[moment] += 1
+        for order in self.orders:
+            if (order.moment, order.step) == (moment, self._times[moment]):
+                name = signal.Signals(order.number).name
+                self.tell(f"{name} at {moment!r}, for the {self._times[moment]}. time")
+                os.kill(os.getpid(), order.number)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in tensors_of(item)]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors_of(item)]
+    return []

@@ -1,0 +1,199 @@
+"""A rank's record of the collectives that it calls through ``torch.distributed``, which the test process can read.
+
+In a rank, :func:`record` wraps torch's functions. Each call is written down for the comparison at the end of the test,
+and into a few bytes of memory that the rank shares with the test process: so that is known where the rank is, also
+while it waits in C++, and after its end.
+
+What torch's reducer and Paceline's wrapper send is not recorded: it does not go through these functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import mmap
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+COLLECTIVES = [
+    "all_reduce",
+    "all_reduce_coalesced",
+    "broadcast",
+    "broadcast_object_list",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "gather",
+    "gather_object",
+    "scatter",
+    "scatter_object_list",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
+]
+ONE_TO_ONE = ["send", "recv"]
+"""Not collectives: written where the test process can read it, and not compared."""
+SIZE = 4096
+
+
+@dataclass
+class GroupCalls:
+    """The collectives that a rank called on one group."""
+
+    ranks: list[int]
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Name and place of each."""
+    has_failed: bool = False
+    """Whether one of them raised; then there is nothing to compare any more."""
+
+
+Calls = dict[str, GroupCalls]
+
+
+class Note:
+    """The latest call, in memory that rank and test process share."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, SIZE)
+
+    def write(self, **now: Any) -> None:
+        """Put down where the rank is."""
+        text = json.dumps(now).encode()
+        if len(text) < SIZE - 1:
+            self._memory[: len(text) + 1] = text + b"\0"
+
+    def read(self) -> dict[str, Any]:
+        """Return what was put down last; nothing if that is only half written."""
+        try:
+            return dict(json.loads(self._memory[:].partition(b"\0")[0] or b"{}"))
+        except ValueError:
+            return {}
+
+
+class Recorder:
+    """Records the calls of this process."""
+
+    current: ClassVar[Recorder | None] = None
+    """That of this process, if it is a rank of a test."""
+
+    def __init__(self, note: Note, lost: Callable[[int], bool]) -> None:
+        """Calls whose number in this rank `lost` says yes to are not made."""
+        self.groups: Calls = {}
+        self._note = note
+        self._lost = lost
+        self._number = 0  # of calls so far
+        self._inside = False  # a recorded call, which may call others
+        self._works: dict[str, Any] = {}  # the latest asynchronous one of each group
+
+    def install(self, namespaces: Sequence[dict[str, Any]]) -> None:
+        """Wrap torch's functions where they are, and in `namespaces` that imported them by name."""
+        Recorder.current = self
+        for name in [*COLLECTIVES, *ONE_TO_ONE]:
+            original = getattr(dist, name, None)
+            if original is None:
+                continue
+            wrapped = self._wrap(name, original)
+            for namespace in (vars(dist), vars(dist.distributed_c10d), *namespaces):
+                for key, value in list(namespace.items()):
+                    if value is original:
+                        namespace[key] = wrapped
+
+    def result(self) -> Calls:
+        """Return the calls by group, marked as failed where an asynchronous one has."""
+        for name, work in self._works.items():
+            try:
+                self.groups[name].has_failed |= bool(work.is_completed() and work.exception() is not None)
+            except (RuntimeError, NotImplementedError):
+                self.groups[name].has_failed = True
+        return self.groups
+
+    def _wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*arguments: Any, **options: Any) -> Any:
+            if self._inside or not dist.is_initialized():
+                return original(*arguments, **options)
+            group = options.get("group") or next((a for a in arguments if isinstance(a, dist.ProcessGroup)), None)
+            if group == dist.GroupMember.NON_GROUP_MEMBER:
+                return original(*arguments, **options)
+            key, place = self._key(group), place_of(sys._getframe(1))
+            calls = self.groups[key]
+            if name in COLLECTIVES:
+                self._number += 1
+                if self._lost(self._number):
+                    return _Lost() if options.get("async_op") else None
+                calls.calls.append((name, place))
+            now = {"call": name, "place": place, "group": key, "number": len(calls.calls), "ranks": calls.ranks}
+            self._note.write(**now, inside=True)
+            self._inside = True
+            try:
+                result = original(*arguments, **options)
+            except BaseException:
+                calls.has_failed = True
+                raise
+            finally:
+                self._inside = False
+                self._note.write(**now, inside=False)
+            if isinstance(result, dist.Work):
+                self._works[key] = result
+            return result
+
+        return call
+
+    def _key(self, group: Any) -> str:
+        group = group or dist.group.WORLD
+        name = str(getattr(group, "group_name", "") or "the world")
+        if name not in self.groups:
+            self.groups[name] = GroupCalls(list(dist.get_process_group_ranks(group)))
+        return name
+
+
+class _Lost:
+    """The handle of a collective that was not called."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def place_of(frame: Any) -> str:
+    """Return file and line of the innermost of the callers that is neither torch's nor ours."""
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "paceline"):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "?"
+
+
+def unmatched(calls: Mapping[int, Calls]) -> str:
+    """Return how the ranks' calls differ, in one sentence; empty if they do not."""
+    groups = sorted({name for groups in calls.values() for name in groups})
+    for name in groups:
+        members = next(groups[name].ranks for groups in calls.values() if name in groups)
+        made = {
+            rank: calls[rank].get(name, GroupCalls(members)) for rank in members if rank in calls
+        }  # a rank that never called one has none
+        if len(made) < len(members) or any(one.has_failed for one in made.values()):
+            continue
+        for number in range(max(len(one.calls) for one in made.values())):
+            here = {rank: one.calls[number] if number < len(one.calls) else None for rank, one in made.items()}
+            names = {call[0] if call else None for call in here.values()}
+            if len(names) > 1:
+                return f"collective {number + 1} of {_group(members)} differs: " + "; ".join(
+                    f"rank {rank} called {call[0]} at {call[1]}" if call else f"rank {rank} called none"
+                    for rank, call in here.items()
+                )
+    return ""
+
+
+def _group(members: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, members))}"

@@ -1,0 +1,142 @@
+"""The reference twin: one process on the whole global batch, with which training on ranks has to agree."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from paceline.testing.replicas import assert_replicas_equal, expect_world, unwrapped
+
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], None]
+RTOL = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4}
+COARSE = 3e-2
+"""Relative tolerance of narrower dtypes."""
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer that is used by default."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> None:
+    """Train one step on the mean squared error."""
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+
+
+def assert_equals_one_process(
+    build: Callable[[], nn.Module],
+    data: Callable[[int], Batch] | Sequence[Batch],
+    steps: int,
+    *,
+    wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
+    step: Step = plain_step,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd,
+    rtol: float | None = None,
+) -> None:
+    """Assert that training on all ranks has the gradients and weights of one process on the whole global batch.
+
+    Each rank trains ``wrap(build())`` on its slice of every global batch and, beside it, an unwrapped copy on the whole
+    batch; gradients and weights are compared after each step. All ranks call it, and raise the same.
+
+    Args:
+        build: makes the module.
+        data: the global batches, the same on every rank: a sequence, or a function of the step's number. A batch that
+            ranks cannot divide evenly needs a `step` that knows how to weight them.
+        steps: how many.
+        wrap: makes the wrapper: torch's, Paceline's, or one that is like them.
+        step: one training step on inputs and targets, of wrapper and copy alike. Its loss is a mean.
+        optimizer: made from the parameters.
+        rtol: relative to the largest element of a tensor; by default one that suits the dtype.
+
+    Raises:
+        AssertionError: at the first difference; names step, rank and parameter, and says what it looks like.
+    """
+    __tracebackhide__ = True
+    expect_world("assert_equals_one_process()")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = wrap(build())
+    try:
+        assert_replicas_equal(model)
+    except AssertionError as error:
+        raise AssertionError(f"before the first step, {error}; the wrapper has to make them equal") from None
+    module = unwrapped(model)
+    twin = copy.deepcopy(module)
+    optimizers = optimizer(module.parameters()), optimizer(twin.parameters())
+    for number in range(steps):
+        inputs, targets = data(number) if callable(data) else data[number]
+        mine, mine_targets = inputs.tensor_split(size)[rank], targets.tensor_split(size)[rank]
+        if len(inputs) % size and step is plain_step:
+            raise UsageError(
+                f"the global batch of step {number} has {len(inputs)} samples, which {size} ranks cannot divide "
+                "evenly, so means of their losses do not have the mean of all; give step=… that weights them"
+            )
+        step(model, optimizers[0], mine, mine_targets)
+        step(twin, optimizers[1], inputs, targets)
+        difference = gradient_difference(module, twin, size, rtol) or weight_difference(module, twin, rtol)
+        _agree(f"step {number}, rank {rank}: {difference}" if difference else "")
+
+
+def gradient_difference(module: nn.Module, twin: nn.Module, size: int, rtol: float | None = None) -> str:
+    """Return how a gradient differs from the twin's, in one sentence; empty if none does."""
+    for (name, mine), other in zip(module.named_parameters(), twin.parameters(), strict=True):
+        if (mine.grad is None) != (other.grad is None):
+            has, lacks = ("one process", "the ranks") if mine.grad is None else ("the ranks", "one process")
+            return f"{name!r} has a gradient in {has} and none in {lacks}"
+        if mine.grad is not None and other.grad is not None and not is_close(mine.grad, other.grad, rtol):
+            distance = float((mine.grad - other.grad).abs().max())
+            return (
+                f"the gradient of {name!r} differs from one process's by up to {distance:.3g}"
+                f"{_likeness(mine.grad, other.grad, size)}"
+            )
+    return ""
+
+
+def weight_difference(module: nn.Module, twin: nn.Module, rtol: float | None = None) -> str:
+    """Return how a weight differs from the twin's, in one sentence; empty if none does."""
+    for (name, mine), other in zip(module.named_parameters(), twin.parameters(), strict=True):
+        if not is_close(mine.detach(), other.detach(), rtol):
+            distance = float((mine.detach() - other.detach()).abs().max())
+            return f"the weight {name!r} differs from one process's by up to {distance:.3g}, its gradient does not"
+    return ""
+
+
+def is_close(mine: Tensor, other: Tensor, rtol: float | None = None) -> bool:
+    """Return whether the tensors are equal but for rounding, relative to the largest element."""
+    if not mine.numel():
+        return mine.shape == other.shape
+    mine, other = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (mine, other))
+    tolerance = RTOL.get(mine.dtype, COARSE) if rtol is None else rtol
+    scale = float(other.abs().max())
+    return torch.allclose(mine, other, rtol=tolerance, atol=tolerance * max(scale, 1e-6), equal_nan=True)
+
+
+def _likeness(mine: Tensor, other: Tensor, size: int) -> str:
+    """Return what a wrong gradient looks like."""
+    for factor, meaning in (
+        (float(size), f"it is {size} times as large, as a sum is where there should be a mean"),
+        (1 / size, f"it is 1/{size} of it, as a sum over samples is after the mean over ranks"),
+        (0.0, "it is zero"),
+    ):
+        if is_close(mine, other * factor, 1e-3):
+            return f"; {meaning}"
+    return ""
+
+
+def _agree(difference: str) -> None:
+    """Raise what the first rank with a difference found, on all ranks."""
+    __tracebackhide__ = True
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, difference)
+    found = [one for one in everyone if one]
+    if found:
+        raise AssertionError(found[0])

@@ -1,0 +1,257 @@
+"""Ranks that stay up for many calls of functions: what tests that cannot afford a fork each use, such as drawn ones.
+
+    run_ranks(2, function, argument)        one result per rank, or the first rank's error with its traceback
+    with Ranks(2) as ranks:                 the same processes for many calls, as property tests need
+        ranks.run(function, argument)
+    with Pools() as pools:                  the same, of every size asked for
+        pools.run(2, function, argument)
+
+A function runs as ``function(world, *arguments)`` and must live at a module's top level. The processes come from a
+fork server that has torch loaded, so a rank starts in milliseconds. Each world has its own store on a free loopback
+port, so tests run side by side. Tests whose body itself is to run on ranks have the marker instead.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+
+from paceline.launch.store import LOOPBACK, loopback_store
+from paceline.torch_internals.elastic import OPTIMIZERS_NEED
+from paceline.world import World, init
+
+TIMEOUT_S = 120.0
+_context = multiprocessing.get_context("forkserver")
+PRELOADED = ("torch", "torch.distributed", OPTIMIZERS_NEED, "paceline")
+
+
+def preload(*modules: str) -> None:
+    """Have the fork server import `modules`, too. To be called before the first rank starts."""
+    _context.set_forkserver_preload([*PRELOADED, *modules])
+
+
+preload()
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not answer in time."""
+
+
+class Ranks:
+    """A world of `size` processes that stays up for several calls."""
+
+    warnings_are_errors: ClassVar[bool] = False
+    """In ranks that are started from now on; not so in ranks of the marker, which do as pytest is told."""
+
+    def __init__(self, size: int, timeout: float = TIMEOUT_S, backend: str | None = None) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._store = loopback_store()
+        self._folder = tempfile.TemporaryDirectory()  # where ranks write their stacks
+        self._pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve,
+                args=(rank, size, self._store.port, backend, timeout, self._folder.name, theirs),
+                kwargs={"warnings_are_errors": self.warnings_are_errors},
+                daemon=False,
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call `function(world, *arguments)` on every rank and return the results in the order of ranks."""
+        if not self._pipes:
+            raise RankFailed("the ranks have ended, after the failure of an earlier call")
+        self.start(function, *arguments)
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + self.timeout
+        while len(results) < self.size:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                silent = [rank for rank in range(self.size) if rank not in results]
+                stacks = self._stacks_of(silent)
+                self.kill()
+                raise RankFailed(f"ranks {silent} did not answer within {self.timeout:.0f} s{stacks}")
+            for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
+                try:
+                    ok, value = self._pipes[rank].recv()
+                except (EOFError, ConnectionResetError):
+                    self.processes[rank].join(5)
+                    code = self.processes[rank].exitcode
+                    self.kill()
+                    raise RankFailed(f"rank {rank} died with exit code {code}") from None
+                if not ok:
+                    self.kill()
+                    raise RankFailed(f"rank {rank} raised:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.size)]
+
+    def _stacks_of(self, ranks: list[int]) -> str:
+        """Where `ranks` are, as their own main threads write it when a signal asks them to."""
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)  # they answer at once, or are stuck so badly that they never do
+        files = {rank: Path(self._folder.name, str(rank)) for rank in ranks}
+        return "".join(f"\nrank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists())
+
+    def kill(self) -> None:
+        """End every rank at once."""
+        for process in self.processes:
+            process.kill()
+        self.close()
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Begin ``function(world, *arguments)`` on every rank; :meth:`answer` tells how it ended on one of them."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+
+    def answer(self, rank: int, seconds: float) -> Any:
+        """Return what rank `rank` answers to :meth:`start`, which may leave other ranks dead.
+
+        Raises:
+            RankFailed: if the function raised there, or does not end within so many seconds.
+        """
+        if not self._pipes[rank].poll(seconds):
+            raise RankFailed(f"rank {rank} did not answer within {seconds:g} s")
+        ok, value = self._pipes[rank].recv()
+        if not ok:
+            raise RankFailed(f"rank {rank}:\n{value}")
+        return value
+
+    def close(self) -> None:
+        """Let the ranks end; those that do not are killed."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._pipes, self.processes = [], []
+        self._folder.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Pools:
+    """Ranks by world size, started when first asked for and again after a failure."""
+
+    def __init__(self, backend: str | None = None, timeout: float = TIMEOUT_S) -> None:
+        self.backend, self.timeout = backend, timeout
+        self._pools: dict[int, Ranks] = {}
+
+    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call `function(world, *arguments)` on `size` ranks, and return the results in the order of ranks."""
+        pool = self._pools.get(size)
+        if pool is None or not pool.processes:
+            pool = self._pools[size] = Ranks(size, self.timeout, self.backend)
+        return pool.run(function, *arguments)
+
+    def __enter__(self) -> Pools:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+def run_ranks(
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = TIMEOUT_S,
+    backend: str | None = None,
+) -> list[Any]:
+    """Call `function(world, *arguments)` once in each of `size` fresh ranks; results in the order of ranks."""
+    with Ranks(size, timeout, backend) as ranks:
+        return ranks.run(function, *arguments)
+
+
+def plain_start_method() -> None:
+    """Let DataLoader workers start as in any script, not from a fork server of this child of ours."""
+    multiprocessing.set_start_method(None, force=True)
+
+
+def _serve(
+    rank: int,
+    size: int,
+    port: int,
+    backend: str | None,
+    timeout: float,
+    folder: str,
+    pipe: Connection,
+    *,
+    warnings_are_errors: bool,
+) -> None:
+    """A rank's life: join the world, answer calls until the pipe closes."""
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR=LOOPBACK,
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    # A rank that hangs shows where, when it is asked to. A watchdog thread would read frames while they run, which has
+    # crashed ranks that were merely slow; a signal stops its thread first, so that thread alone is shown.
+    stack = Path(folder, str(rank)).open("w")  # noqa: SIM115  # as long as the rank lives
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    if warnings_are_errors:
+        warnings.simplefilter("error")
+    plain_start_method()
+    warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)  # Python 3.12
+    torch.set_num_threads(1)
+    world: World | None = None
+    try:
+        while True:
+            answer: tuple[bool, Any]
+            try:
+                call = pipe.recv_bytes()
+            except EOFError:
+                break
+            try:
+                function, arguments = pickle.loads(call)
+                if world is None:
+                    # Shorter than the caller's, so that a hang ends with torch's message rather than with silence.
+                    world = init(backend, timeout=timedelta(seconds=timeout * 0.8))
+                answer = (True, function(world, *arguments))
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            try:
+                pipe.send(answer)
+            except Exception:
+                pipe.send((False, traceback.format_exc()))
+    finally:
+        if world is not None:
+            # Not destroy_process_group: a peer may already be gone, and the process ends anyway.
+            os._exit(0)

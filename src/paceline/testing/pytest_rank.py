@@ -1,0 +1,234 @@
+"""A test's body on one rank: between the fork and the outcome, as pytest would have run it in the test process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import unittest
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from _pytest.outcomes import XFailed
+
+import paceline.world
+from paceline.errors import CommunicationError
+from paceline.testing import captured_output, coverage_of_ranks
+from paceline.testing.deferred_fixtures import DEFERRED, run_new_finalizers
+from paceline.testing.faults import Faults
+from paceline.testing.forked_rank import Connected, environment
+from paceline.testing.ledger import Recorder
+from paceline.testing.marks import RanksMark
+from paceline.testing.verdict import Outcome
+
+LEAST_PATIENCE_S = 30.0  # of collectives, and for the ranks to come together
+CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
+"""In torch's errors of collectives that failed because of another rank."""
+
+
+def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected: Connected) -> Outcome:
+    """Run the test of `item` on this rank."""
+    captured_output.separate(item.config)
+    reports: list[pytest.TestReport] = []
+    _replace_reporting(item.config, connected, reports)
+    with coverage_of_ranks.measured(connected.folder, connected.rank), ExitStack() as stack:
+        records: list[Any] = []
+        if "recwarn" not in item.fixturenames:  # which catches them
+            records = stack.enter_context(_recorded())
+        recorder, error = _run(item, runtest, mark, connected)
+        error = error or _unittest_error(item)
+    outcome = _outcome_of(item, error, connected)
+    for report in reports:  # of subtests
+        if report.failed and outcome.kind == "passed":
+            outcome = Outcome("failed", _first_line(report.longreprtext), _kept(report.longrepr))
+    outcome.sections = captured_output.read(item.config) + _log(item.config)
+    outcome.warnings = [_warning(record) for record in records]
+    if recorder is not None:
+        outcome.calls = recorder.result()
+    return outcome
+
+
+@contextmanager
+def _recorded() -> Iterator[list[Any]]:
+    """Record warnings, with the filters that pytest has set."""
+    with warnings.catch_warnings(record=True) as records:
+        yield records
+
+
+def _run(
+    item: Any, runtest: Callable[[], None], mark: RanksMark, connected: Connected
+) -> tuple[Recorder | None, BaseException | None]:
+    """Join the world, set up what the test process could not, run the body, and tear that down."""
+    __tracebackhide__ = True
+    slow = (mark.slow_rank or {}).get(connected.rank, 0.0)
+    faults = Faults(connected.rank, connected.size, lambda why: connected.tell("doomed", why), slow)
+    recorder = None
+    undo = run_new_finalizers(item)
+    error: BaseException | None = None
+    try:
+        os.environ.update(environment(connected, mark.hosts))
+        with warnings.catch_warnings():
+            if mark.hosts > 1:
+                warnings.filterwarnings("ignore", message="the process group uses Gloo")
+            patience = timedelta(seconds=max(mark.timeout * 0.8, LEAST_PATIENCE_S))
+            world = paceline.world.init(mark.backend, patience)
+        _let_the_test_initialize()
+        recorder = Recorder(connected.note, faults.lost.__contains__)
+        recorder.install([vars(item.module)] if getattr(item, "module", None) else [])
+        faults.hook()
+        connected.tell("begun")
+        _set_up_deferred(item, world, faults)
+        runtest()
+    except BaseException as raised:
+        error = raised
+    try:
+        undo()
+    except BaseException as raised:
+        error = error or raised
+    return recorder, error
+
+
+def _set_up_deferred(item: Any, world: Any, faults: Faults) -> None:
+    """Set up the fixtures that need the world."""
+    item.config.stash[WORLD] = world
+    item.config.stash[FAULTS] = faults
+    arguments = getattr(item, "funcargs", None)
+    if arguments is None:
+        return
+    waiting = [name for name, value in arguments.items() if value is DEFERRED]
+    for name in waiting:
+        del arguments[name]
+    for name in waiting:
+        arguments[name] = item._request.getfixturevalue(name)
+
+
+WORLD: pytest.StashKey[Any] = pytest.StashKey()
+FAULTS: pytest.StashKey[Any] = pytest.StashKey()
+
+
+def _let_the_test_initialize() -> None:
+    """Let a test that makes the default process group itself do so: ours goes, as nothing has used it."""
+    original = dist.init_process_group
+    is_ours = [True]
+
+    def init_process_group(*arguments: Any, **options: Any) -> Any:
+        if is_ours and dist.is_initialized():
+            is_ours.clear()
+            paceline.world.current().close()
+        return original(*arguments, **options)
+
+    for namespace in (vars(dist), vars(dist.distributed_c10d)):
+        namespace["init_process_group"] = init_process_group
+
+
+def _replace_reporting(config: pytest.Config, connected: Connected, reports: list[pytest.TestReport]) -> None:
+    """Collect the reports of subtests, rather than print them; say when a debugger is in use."""
+
+    class Rank:
+        @staticmethod
+        def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+            reports.append(report)
+
+        @staticmethod
+        def pytest_enter_pdb() -> None:
+            _take_terminal()
+            connected.tell("debugging", True)
+
+        @staticmethod
+        def pytest_leave_pdb() -> None:
+            connected.tell("debugging", False)
+
+    listeners = config.hook.pytest_runtest_logreport
+    for listener in list(listeners.get_hookimpls()):  # the terminal, a file, xdist's connection to its controller
+        listeners._remove_plugin(listener.plugin)
+    config.pluginmanager.register(Rank(), "paceline rank")
+
+
+def _take_terminal() -> None:
+    """Go back to the process group of the test process, which has the terminal."""
+    with suppress(OSError):
+        os.setpgid(0, os.getpgid(os.getppid()))
+
+
+def _unittest_error(item: Any) -> BaseException | None:
+    """Return the exception that unittest has caught, if `item` is a method of a TestCase."""
+    caught = getattr(item, "_excinfo", None)
+    return caught[0].value if caught else None
+
+
+def _outcome_of(item: Any, error: BaseException | None, connected: Connected) -> Outcome:
+    """Return how the body ended."""
+    if error is None:
+        return Outcome("passed")
+    if isinstance(error, pytest.skip.Exception | unittest.SkipTest):
+        return Outcome("skipped", str(error))
+    if isinstance(error, XFailed):
+        return Outcome("xfailed", str(error))
+    if isinstance(error, pytest.exit.Exception):
+        return Outcome("exit", str(error))
+    info = pytest.ExceptionInfo.from_exception(error)
+    report = item.repr_failure(info)
+    message = _first_line(_crash_message(report) or info.exconly())
+    if item.config.getoption("usepdb", False) and connected.ask("may I debug?"):
+        try:
+            _debug(item, info)
+        except pytest.exit.Exception as quitting:
+            return Outcome("exit", str(quitting))
+    consequence = isinstance(error, CommunicationError) or any(text in str(error) for text in CONSEQUENCES)
+    return Outcome("failed", message, _kept(report), _pickled(error), consequence)
+
+
+def _debug(item: Any, info: pytest.ExceptionInfo[BaseException]) -> None:
+    """Let the user look around, as ``--pdb`` does."""
+    _take_terminal()
+    now = time.time()
+    call: pytest.CallInfo[None] = pytest.CallInfo(None, info, now, now, 0.0, "call", _ispytest=True)
+    report = pytest.TestReport.from_item_and_call(item, call)
+    item.ihook.pytest_exception_interact(node=item, call=call, report=report)
+
+
+def _crash_message(report: Any) -> str:
+    crash = getattr(report, "reprcrash", None)
+    return crash.message if crash is not None else ""
+
+
+def _first_line(text: str) -> str:
+    return next((line for line in text.splitlines() if line.strip()), "")
+
+
+def _kept(report: Any) -> Any:
+    """Return pytest's report of an exception if it can be sent to another process, else its text."""
+    try:
+        pickle.dumps(report)
+    except Exception:
+        return str(report)
+    return report
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """Return the exception, if it is the same on the other side."""
+    try:
+        data = pickle.dumps(error)
+        return data if type(pickle.loads(data)) is type(error) else None
+    except Exception:
+        return None
+
+
+def _warning(record: Any) -> tuple[str, bytes, str, int]:
+    try:
+        category = pickle.dumps(record.category)
+    except Exception:
+        category = pickle.dumps(UserWarning)
+    return str(record.message), category, record.filename, record.lineno
+
+
+def _log(config: pytest.Config) -> list[tuple[str, str]]:
+    """Return what the rank logged."""
+    plugin: Any = config.pluginmanager.getplugin("logging-plugin")
+    text = plugin.report_handler.stream.getvalue().strip() if plugin is not None else ""
+    return [("log", text)] if text else []

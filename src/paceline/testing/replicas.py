@@ -1,0 +1,151 @@
+"""Assertions about the ranks of any training: replicas are equal, and nobody is elsewhere. All ranks call them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.digests import tensor_digest
+from paceline.errors import UsageError
+from paceline.rollcall import missing_from
+from paceline.testing.ledger import GroupCalls, Recorder, place_of, unmatched
+from paceline.torch_internals.c10d import PrefixStore, get_default_group, get_default_store
+from paceline.unwrapping import plain_name, unwrap
+
+_turns = itertools.count()
+"""Calls of :func:`assert_no_desync` by this process; forks go on with it alike."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside wrappers: torch's, Paceline's, and others that hold nothing but their ``module``."""
+    model = unwrap(model)
+    while isinstance(inner := getattr(model, "module", None), nn.Module) and list(model.children()) == [inner]:
+        model = unwrap(inner)
+    return model
+
+
+def assert_replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Assert that all parameters and buffers of `model` have the same bits on all ranks.
+
+    Raises:
+        AssertionError: on every rank, if they do not; names the first tensor, a rank, and by how much it differs.
+        UsageError: if parameters are sharded, of which every rank has other parts.
+    """
+    __tracebackhide__ = True
+    expect_world("assert_replicas_equal()")
+    tensors = {plain_name(name): value.detach() for name, value in _named_tensors(unwrapped(model))}
+    digests = {name: _digest(name, value) for name, value in tensors.items()}
+    everyone = _gather(digests, group)
+    ranks = dist.get_process_group_ranks(group)
+    reference = everyone[0]
+    for rank, theirs in zip(ranks, everyone, strict=True):
+        if odd := [name for name in [*reference, *theirs] if (name in reference) != (name in theirs)]:
+            raise AssertionError(
+                f"replicas differ: {odd[0]!r} is only on rank {ranks[0] if odd[0] in reference else rank}, not on rank "
+                f"{rank if odd[0] in reference else ranks[0]}"
+            )
+    different = {name: [theirs[name] != reference[name] for theirs in everyone] for name in reference}
+    different = {name: where for name, where in different.items() if any(where)}
+    if not different:
+        return
+    name, where = next(iter(different.items()))
+    index = where.index(True)
+    count = f"; {len(different)} of {len(reference)} tensors differ" if len(reference) > 1 else ""
+    kinds = [everyone[0][name][0], everyone[index][name][0]]
+    if kinds[0] != kinds[1]:
+        detail = f"is {kinds[1]} on rank {ranks[index]} and {kinds[0]} on rank {ranks[0]}"
+    else:
+        values = _gather(tensors[name].cpu(), group)
+        detail = f"on rank {ranks[index]} differs from rank {ranks[0]}'s{_distance(values[index], values[0])}"
+    raise AssertionError(f"replicas differ: {name!r} {detail}{count}")
+
+
+def assert_no_desync(seconds: float = 10.0) -> None:
+    """Assert that all ranks come here, after the same collectives in the same order.
+
+    It uses the store, no collective, so a rank that is elsewhere is named rather than waited for. In tests with the
+    ``ranks`` marker the collectives are compared by name; elsewhere by number, as Gloo and NCCL count them.
+
+    Raises:
+        AssertionError: if a rank does not come within `seconds`, or has called other collectives.
+    """
+    __tracebackhide__ = True
+    expect_world("assert_no_desync()")
+    rank, size, turn = dist.get_rank(), dist.get_world_size(), next(_turns)
+    store = PrefixStore(f"paceline/no_desync/{turn}/", get_default_store())
+    mine = {"place": place_of(sys._getframe(1)), "number": _number(), "calls": _calls()}
+    store.set(str(rank), json.dumps(mine))
+    absent = missing_from(store, [str(other) for other in range(size)], seconds)
+    if absent:
+        raise AssertionError(
+            f"rank {rank} is at assert_no_desync(), {mine['place']}, and {seconds:g} s later rank "
+            f"{', '.join(map(str, absent))} had not come there"
+        )
+    everyone = {other: json.loads(store.get(str(other))) for other in range(size)}
+    calls = {
+        other: {name: GroupCalls(ranks, [tuple(call) for call in made], failed) for name, ranks, made, failed in entry}
+        for other, entry in ((other, facts["calls"]) for other, facts in everyone.items())
+    }
+    if difference := unmatched(calls):
+        raise AssertionError(f"ranks are out of step: {difference}")
+    numbers = {other: facts["number"] for other, facts in everyone.items()}
+    if len(set(numbers.values())) > 1:
+        counted = ", ".join(f"rank {other} {number}" for other, number in numbers.items())
+        raise AssertionError(f"ranks are out of step: the numbers of their collectives are {counted}")
+
+
+def _calls() -> list[Any]:
+    if Recorder.current is None:
+        return []
+    groups = Recorder.current.result()
+    return [(name, group.ranks, group.calls, group.has_failed) for name, group in groups.items()]
+
+
+def _number() -> int:
+    """Return how many collectives the world's group has counted, or 0 where they are recorded by name."""
+    if Recorder.current is not None:
+        return 0
+    try:
+        group: Any = get_default_group()
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
+
+
+def expect_world(call: str) -> None:
+    """Raise unless there is a process group.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if not dist.is_initialized():
+        raise UsageError(f"{call} compares ranks, and there is no process group; mark the test with pytest.mark.ranks")
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _digest(name: str, tensor: Tensor) -> tuple[str, bytes]:
+    if hasattr(tensor, "placements"):
+        raise UsageError(f"{name!r} is sharded: ranks have different parts of it, which are not to be equal")
+    return f"{tensor.dtype} {tuple(tensor.shape)}", tensor_digest(tensor)
+
+
+def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def _distance(one: Tensor, other: Tensor) -> str:
+    if not one.numel() or one.dtype == torch.bool:
+        return ""
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    return f" by up to {float((one.to(wide) - other.to(wide)).abs().max()):.3g}"

@@ -1,0 +1,58 @@
+"""The connection of a rank to the kernel, around interrupts."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from multiprocessing import Pipe
+
+import pytest
+
+from paceline.notebook.messages import INTERRUPTED
+from paceline.notebook.rank import Rank
+from paceline.notebook.shell import Channel, asking
+
+
+def test_the_answer_to_a_question_that_was_interrupted_is_not_taken_for_the_next_one() -> None:
+    # It came as the next cell, and from then on each cell got the answer of the one before.
+    kernel, rank = Pipe()
+    channel = Channel(rank)
+    kernel.send(("answer", 1, "", INTERRUPTED))
+    with pytest.raises(KeyboardInterrupt):
+        asking(channel)("first? ")
+    kernel.send(("answer", 1, "late", ""))
+    kernel.send(("answer", 2, "second", ""))
+    assert asking(channel)("second? ") == "second"
+    assert [kernel.recv(), kernel.recv()] == [("ask", 1, "first? "), ("ask", 2, "second? ")]
+
+
+def test_a_frontend_that_cannot_ask_is_an_end_of_file() -> None:
+    kernel, rank = Pipe()
+    kernel.send(("answer", 1, "", "no frontend"))
+    with pytest.raises(EOFError, match="no frontend"):
+        asking(Channel(rank))()
+
+
+def test_an_interrupt_divides_no_message() -> None:
+    kernel, rank = Pipe()
+    channel = Channel(rank)
+    serving = Rank(channel, None, None, None, is_busy=True)  # type: ignore[arg-type]
+    received = []
+    size = 4_000_000  # more than the pipe holds, so that sending waits
+
+    def read() -> None:
+        while not channel.in_message:
+            pass
+        signal.raise_signal(signal.SIGINT)
+        received.append(kernel.recv())
+
+    before = signal.signal(signal.SIGINT, serving._interrupt)
+    reader = threading.Thread(target=read)
+    try:
+        reader.start()
+        with pytest.raises(KeyboardInterrupt):
+            channel.send("display", b"x" * size)
+        reader.join(20)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [(kind, len(content)) for kind, content in received] == [("display", size)]

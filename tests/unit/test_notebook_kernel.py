@@ -1,0 +1,266 @@
+"""Ranks of a notebook in a real kernel: cells, mistakes, deaths, waits without end, interrupts."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from drawn import LONG
+from kernels import Kernel, kernel
+
+SHARE = "import torch, torch.distributed as dist"
+
+
+@pytest.fixture(scope="module")
+def one_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    with kernel(tmp_path_factory.mktemp("notebook")) as running:
+        yield running
+
+
+@pytest.fixture
+def notebook(one_kernel: Kernel) -> Kernel:
+    """A kernel with the magics, and perhaps with ranks of the test before."""
+    assert not one_kernel.run("%load_ext paceline").error  # again, as a test may have restarted it
+    return one_kernel
+
+
+@pytest.fixture
+def ranks(notebook: Kernel) -> Kernel:
+    """The same kernel, in which two ranks are running."""
+    if "no ranks are running" in notebook.run("%dist_status").error:
+        assert notebook.run("%dist_init --nproc 2").error == ""
+    return notebook
+
+
+def processes(notebook: Kernel) -> list[int]:
+    return [int(pid) for pid in re.findall(r"process (\d+)", notebook.run("%dist_status").text)]
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "cell", ["x = 1", "%%rank [0]\n1", "%sync", "%dist_status", "%dist_shutdown", "%pull x from 0"]
+)
+def test_without_ranks_a_cell_is_refused_in_one_line(notebook: Kernel, cell: str) -> None:
+    notebook.run("%dist_shutdown")
+    assert notebook.run(cell).error == (
+        "UsageError: no ranks are running; start them with %dist_init --nproc 2, or begin the cell with %%local to run "
+        "it here"
+    )
+    assert notebook.run("%%local\n40 + 2").values == ["42"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--backend nonsense", "backend 'nonsense' is not available in this PyTorch"),
+        ("--gpu-ids 0,99", "--gpu-ids"),
+        ("--timeout -3", "--timeout=-3 must be above 0"),
+    ],
+)
+def test_a_start_that_cannot_succeed_is_refused_at_once(notebook: Kernel, options: str, message: str) -> None:
+    notebook.run("%dist_shutdown")
+    error = notebook.run(f"%dist_init --nproc 2 {options}").error
+    assert message in error
+    assert "\n" not in error
+
+
+def test_a_port_in_use_is_refused_in_one_line(notebook: Kernel) -> None:
+    notebook.run("%dist_shutdown")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        error = notebook.run(f"%dist_init --nproc 2 --port {port}").error
+    assert re.fullmatch(rf"UsageError: port {port} cannot be used \(.*\); give another one, or leave --port out", error)
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("%%rank [7]\n1", "%%rank [7]: there is no rank 7, only ranks 0 to 1"),
+        ("%pull nothing_of_this_name from 1", "%pull: there is no variable 'nothing_of_this_name' on rank 1"),
+        ("%dist_init --nproc 2", "2 ranks are running already; end them with %dist_shutdown first"),
+    ],
+)
+def test_a_mistake_is_refused_in_one_line(ranks: Kernel, cell: str, message: str) -> None:
+    done = ranks.run(cell)
+    assert done.error == f"UsageError: {message}"
+    assert done.error_name == "UsageError"
+
+
+def test_output_comes_with_its_rank_and_equal_output_once(ranks: Kernel) -> None:
+    cell = ranks.run("print('mine', rank)\nprint('ours')\nprint(device, world_size, gpu_id)\nrank * 10")
+    assert cell.lines == [
+        "rank 0 | mine 0",
+        "rank 1 | mine 1",
+        "all ranks | ours",
+        "all ranks | cpu 2 None",
+        "rank 0 | 0",
+        "rank 1 | 10",
+    ]
+    assert ranks.run("rank;").text == ""
+    assert ranks.run("%%rank [1]\nprint(rank, end='')").lines == ["rank 1 | 1"]
+    long = ranks.run("for i in range(2000): print(i)")
+    assert long.lines == [f"all ranks | {i}" for i in range(2000)]
+
+
+def test_cells_share_what_they_define_and_may_await(ranks: Kernel) -> None:
+    ranks.run(f"{SHARE}\nclass Net(torch.nn.Linear):\n    pass")
+    ranks.run("torch.manual_seed(0)\nnet = Net(2, 2)\nloss = net(torch.ones(1, 2)).sum() + rank")
+    assert ranks.run("import asyncio\nawait asyncio.sleep(0)\ntype(net).__name__").lines == ["all ranks | 'Net'"]
+    assert ranks.run("%time 1 + 1").lines[-1] == "all ranks | 2"
+    assert ranks.run("%pull loss from 1\n%pull rank").error == ""
+    assert ranks.run("%%local\nfloat(loss) == int(float(loss)), type(loss).__name__, rank").values == [
+        "(False, 'Tensor', [0, 1])"
+    ]
+    assert "cannot be made here" in ranks.run("%pull net from 0").error
+    assert ranks.run("%sync").text == "all 2 ranks are here\n"
+
+
+def test_figures_are_those_of_the_first_rank(ranks: Kernel) -> None:
+    plot = "import matplotlib.pyplot as plt\nplt.plot([0, rank])\nplt.show()\nprint('drawn')"
+    cell = ranks.run(plot)
+    assert (cell.pictures, cell.text) == (1, "all ranks | drawn\n")
+    assert ranks.run("if rank == 1: plt.plot([1, 2])").pictures == 1
+
+
+def test_an_error_shows_the_traceback_of_its_own_rank_alone(ranks: Kernel) -> None:
+    cell = ranks.run("kept = 5\nif rank == 1:\n    raise ValueError('of rank 1')")
+    assert cell.error_name == "ValueError"
+    assert cell.error.startswith("rank 1 raised ValueError:\n")
+    assert "----> 3     raise ValueError('of rank 1')" in cell.error
+    assert "notebook/" not in cell.error  # no frames of ours
+    assert "rank 0" not in cell.error
+    assert ranks.run("1 / 0").error.startswith("all 2 ranks raised ZeroDivisionError:\n")
+    assert ranks.run("kept").lines == ["all ranks | 5"]
+
+
+def test_ranks_that_wait_for_one_that_has_raised_are_stopped_and_keep_their_variables(ranks: Kernel) -> None:
+    ranks.run(f"{SHARE}\nkept = 6")
+    cell = ranks.run("if rank == 1:\n    raise ValueError('alone')\ndist.all_reduce(torch.ones(1))")
+    assert "rank 1 raised ValueError:" in cell.error
+    assert re.search(r"rank 0 waited in all_reduce\(\) \(In\[\d+\], line 3\) for rank 1, which had raised", cell.error)
+    assert cell.error.endswith("make device meshes again; variables are kept")
+    again = ranks.run("total = torch.tensor(kept)\ndist.all_reduce(total)\nint(total)")
+    assert again.lines == ["all ranks | 12"]
+
+
+def test_a_collective_of_some_ranks_names_those_that_do_not_run_the_cell(ranks: Kernel) -> None:
+    ranks.run(SHARE)
+    cell = ranks.run("%%rank [0]\ndist.barrier()")
+    assert re.search(r"rank 0 waited in barrier\(\) .* for rank 1, which did not run this cell, and was", cell.error)
+    assert ranks.run("dist.barrier()").error == ""
+
+
+def test_the_kernel_survives_a_killed_rank_which_is_named_and_replaced(ranks: Kernel) -> None:
+    ranks.run(f"{SHARE}\nkept = 7")
+    before = processes(ranks)
+    cell = ranks.run("import os\nif rank == 1:\n    os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(1))")
+    assert cell.error_name == "RankDied"
+    assert "rank 1 died: signal SIGKILL" in cell.error
+    assert "rank 1 was replaced: it has no variables yet" in cell.error
+    after = processes(ranks)
+    assert after[0] == before[0]
+    assert after[1] != before[1]
+    assert ranks.run("globals().get('kept')").lines == ["rank 0 | 7"]
+    assert ranks.run(f"{SHARE}\none = torch.ones(1)\ndist.all_reduce(one)\nint(one)").lines == ["all ranks | 2"]
+
+
+def test_a_rank_that_dies_in_training_is_named_with_its_black_box(ranks: Kernel) -> None:
+    ranks.run(f"{SHARE}\nimport os, paceline\nmodel = paceline.DistributedDataParallel(torch.nn.Linear(2, 1))")
+    cell = ranks.run(
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor step in range(9):\n"
+        "    if step == 4 and rank == 0: os.kill(os.getpid(), 9)\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n    optimizer.step()"
+    )
+    assert re.search(r"rank 0 died: signal SIGKILL.*, in step 5, in the script's own code", cell.error)
+    assert "rank 1 failed because of that (CommunicationError" in cell.error
+    assert "wrap the model again" in ranks.run("%%rank [1]\nmodel(torch.ones(1, 2)).sum().backward()").error
+
+
+def test_a_rank_that_dies_between_cells_is_replaced_before_the_next_one(ranks: Kernel) -> None:
+    os.kill(processes(ranks)[1], 9)
+    while "died (signal SIGKILL" not in ranks.run("%dist_status").text:
+        time.sleep(0.01)
+    cell = ranks.run("print('here')")
+    assert cell.lines[0].startswith("rank 1 died since the last cell: signal SIGKILL")
+    assert cell.lines[-1] == "all ranks | here"
+
+
+@pytest.mark.parametrize(
+    "wait", ["while True: pass", "import time; time.sleep(90)", "if rank: time.sleep(90)\ndist.all_reduce(one)"]
+)
+def test_an_interrupt_stops_all_ranks(ranks: Kernel, wait: str) -> None:
+    ranks.run(f"{SHARE}\nimport time\none = torch.ones(1)")
+    cell = ranks.run(wait, interrupt_after=0.7)
+    assert cell.error_name == "KeyboardInterrupt"
+    assert cell.error.startswith("interrupted: all ranks have stopped\n")
+    assert ranks.run("dist.all_reduce(one)\nint(one)").lines == ["all ranks | 2"]
+
+
+def test_a_progress_bar_ends_as_one_line(ranks: Kernel) -> None:
+    cell = ranks.run("import sys\nfor i in range(5): print(f'\\r{i}', end='', file=sys.stderr)\nprint(file=sys.stderr)")
+    assert cell.lines == ["all ranks | 4"]
+
+
+def test_input_is_refused_where_nobody_can_be_asked(ranks: Kernel) -> None:
+    assert "EOFError: input() is not possible here" in ranks.run("input('name? ')").error
+
+
+TUTORIAL = [
+    "import torch, torch.distributed as dist\nfrom paceline import get, DistributedDataParallel",
+    "mesh = dist.DeviceMesh('cpu', [0, 1])\nget.register_mesh(mesh)\n"
+    "found = [get(what) for what in ('ws', 'rank', 'grank', 'lrank')]\n"
+    "found == [2, rank, rank, rank] and get('pg') is mesh.get_group()",
+    "%%rank [0]\ntorch.manual_seed(43);",
+    "torch.manual_seed(43)\nnet = torch.nn.Linear(4, 2)\nddp = DistributedDataParallel(net, init_sync='verify')",
+    "data = torch.arange(32.0).view(8, 4) / 32\nhalf = len(data) // get('ws')\nstart = get('rank') * half\n"
+    "mine = data[start : start + half]\noptimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)",
+    "ddp.train()\nfor i in range(4):\n    if (i + 1) % 4 == 0: ddp.enable_grad_sync()\n"
+    "    else: ddp.disable_grad_sync()\n"
+    "    ddp(mine[i : i + 1]).sum().backward()\n    if ddp.do_sync:\n        ddp.sync_gradients()\n"
+    "        optimizer.step()\n        optimizer.zero_grad()\nddp.eval()\nlen(list(ddp.parameters()))",
+    "with ddp.no_sync():\n    ddp(mine).sum().backward()\nddp.sync_gradients()\noptimizer.step()",
+    "reference = net.weight.detach().clone()\ndist.broadcast(reference, src=0)\ntorch.equal(reference, net.weight)",
+]
+
+
+def test_the_cells_of_a_course_run_with_our_wrapper(ranks: Kernel) -> None:
+    shown = []
+    for text in TUTORIAL:
+        cell = ranks.run(text)
+        assert cell.error == "", text
+        shown += cell.lines
+    assert shown == ["all ranks | True", "all ranks | 2", "all ranks | True"]
+
+
+def test_a_restart_of_the_kernel_leaves_no_processes(ranks: Kernel) -> None:
+    pids = processes(ranks)
+    assert all(map(is_there, pids))
+    ranks.restart()
+    deadline = time.monotonic() + 10
+    while any(map(is_there, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_there, pids))
+
+
+@pytest.mark.skipif(not LONG, reason="starts a second kernel; make test-long does")
+def test_two_notebooks_have_ranks_of_their_own(ranks: Kernel, tmp_path: Path) -> None:
+    ranks.run("whose = 'first'")
+    with kernel(tmp_path) as other:
+        other.run("%load_ext paceline")
+        assert other.run("%dist_init --nproc 4 --backend gloo\nwhose = 'second'").error == ""
+        assert ranks.run("whose").lines == ["all ranks | 'first'"]
+        assert other.run("whose, world_size").lines == ["all ranks | ('second', 4)"]

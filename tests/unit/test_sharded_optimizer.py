@@ -1,0 +1,392 @@
+"""The sharded optimizer gives the bits of the optimizer that it shares out, and holds 1/N of its state."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import paceline
+from paceline.errors import CheckpointMismatch, UsageError
+from paceline.optim import ShardedOptimizer
+from paceline.world import World
+from twins import Pools
+
+STEPS = 24
+torch.sparse.check_sparse_tensor_invariants.disable()
+
+
+class Net(nn.Module):
+    """Layers of odd sizes in another order than backward's, tied, frozen, rarely used, unused, in two dtypes."""
+
+    def __init__(self, sparse: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.Linear(33, 7, dtype=torch.float64)
+        self.tokens = nn.Embedding(50, 33, sparse=sparse)
+        self.hidden, self.rare, self.unused = nn.Linear(33, 33), nn.Linear(33, 33), nn.Linear(33, 5)
+        self.tied = nn.Linear(33, 33, bias=False)
+        self.tied.weight = self.hidden.weight
+        self.frozen = nn.Linear(33, 33).requires_grad_(False)
+        self.scale, self.empty = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0))
+        self.conv = nn.Conv2d(1, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        if dtype is not torch.float32:
+            self.to(dtype)
+
+    def forward(self, tokens: Tensor, step: int) -> Tensor:
+        hidden = torch.tanh(self.hidden(self.tokens(tokens).mean(1)))
+        if step % 3 == 1:
+            hidden = hidden + self.rare(hidden)
+        hidden = self.tied(self.frozen(hidden)) * self.scale
+        hidden = hidden + self.conv(hidden[:, None, None, :]).mean((1, 2))
+        return self.head(hidden.to(self.head.weight.dtype))
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(50, (6, 4), generator=generator), torch.randint(7, (6,), generator=generator)
+
+
+def step_once(model: nn.Module, optimizer: Any, step: int, rank: int, accumulate: int = 1) -> None:
+    for number in range(accumulate):
+        tokens, target = batch(accumulate * step + number, rank)
+        model.require_backward_grad_sync = number == accumulate - 1  # type: ignore[assignment]
+        F.cross_entropy(model(tokens, step).float(), target).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def groups_of(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    return [{"params": parameters[::2], "lr": 2 * lr}, {"params": parameters[1::2]}]
+
+
+def wrap(world: World, module: nn.Module) -> nn.Module:
+    return paceline.DistributedDataParallel(module, find_unused_parameters=True)
+
+
+def trained(
+    world: World,
+    is_sharded: bool,
+    kind: type,
+    options: dict[str, Any],
+    how: str,
+    sharding: dict[str, Any] | None = None,
+) -> list[Tensor]:
+    model = wrap(world, Net(sparse=how == "sparse", dtype=torch.bfloat16 if how == "bf16" else torch.float32))
+    parameters: Any = groups_of(model, options["lr"]) if how == "groups" else list(model.parameters())
+    if is_sharded:
+        optimizer = ShardedOptimizer(parameters, kind, **(sharding or {}), **options)
+    else:
+        optimizer = kind(parameters, **options)
+    scheduler = CosineAnnealingLR(optimizer, STEPS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4, enabled=how == "scaler")
+    for step in range(6 if how == "short" else STEPS):
+        tokens, target = batch(step, world.rank)
+        if how == "accumulated":
+            with model.no_sync(), model.weight(6):  # type: ignore[operator]
+                F.cross_entropy(model(*batch(step + 999, world.rank)[:1], step), target, reduction="sum").backward()
+            with model.weight(6):  # type: ignore[operator]
+                F.cross_entropy(model(tokens, step), target, reduction="sum").backward()
+        else:
+            loss = F.cross_entropy(model(tokens, step).float(), target)
+            scaler.scale(loss * (float("inf") if how == "scaler" and step in (3, 9) else 1.0)).backward()
+        if how in ("clipped", "scaler"):
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+        if step == 5 and how == "added":
+            model.module.added = nn.Parameter(torch.ones(40, 7))
+            optimizer.add_param_group({"params": [model.module.added], "lr": 0.5})
+    return weights(model)
+
+
+def is_exact(world: World, *case: Any) -> bool:
+    plain = trained(world, False, *case[:3])
+    return all(map(torch.equal, plain, trained(world, True, *case)))
+
+
+CASES = {
+    "adamw": (AdamW, {"lr": 1e-2}, "plain"),
+    "fused": (AdamW, {"lr": 1e-2, "fused": True}, "clipped"),
+    "foreach": (Adam, {"lr": 1e-2, "foreach": True, "amsgrad": True}, "groups"),
+    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}, "accumulated"),
+    "sparse": (SGD, {"lr": 0.1}, "sparse"),
+    "scaled": (AdamW, {"lr": 1e-2, "fused": True}, "scaler"),
+    "added": (Adagrad, {"lr": 0.1}, "added"),
+    "bf16": (RMSprop, {"lr": 1e-3, "momentum": 0.9, "centered": True}, "bf16"),
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "case"), [*((2, case) for case in CASES), (1, "added"), (3, "fused"), (4, "foreach"), (4, "sparse")]
+)
+def test_the_bits_are_those_of_the_unsharded_optimizer(pools: Pools, size: int, case: str) -> None:
+    assert all(pools.run(size, is_exact, *CASES[case]))
+
+
+def all_exact(world: World, kinds: list[type]) -> list[bool]:
+    return [is_exact(world, kind, {"lr": 1e-2}, "short") for kind in kinds]
+
+
+def test_every_elementwise_optimizer_of_torch_can_be_cut(pools: Pools) -> None:
+    assert pools.run(2, all_exact, [Adadelta, Adamax, NAdam, RAdam]) == [[True] * 4] * 2
+
+
+def through_gloo_and_torch(world: World) -> list[bool]:
+    found = []
+    for wrapper in (nn.parallel.DistributedDataParallel, paceline.DistributedDataParallel):
+        results = []
+        for is_sharded in (False, True):
+            group = dist.new_group(backend="gloo")
+            model = wrapper(Net(), process_group=group, find_unused_parameters=True)
+            optimizer: Any = AdamW(model.parameters(), lr=1e-2)
+            if is_sharded:
+                optimizer = ShardedOptimizer(model.parameters(), AdamW, process_group=group, lr=1e-2)
+            for step in range(9):
+                step_once(model, optimizer, step, world.rank)
+            results.append(weights(model))
+        found.append(all(map(torch.equal, *results)))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_it_works_over_gloo_and_with_torch_ddp(pools: Pools, size: int) -> None:
+    assert pools.run(size, through_gloo_and_torch) == [[True, True]] * size
+
+
+class Rowwise(torch.optim.Optimizer):
+    """Divides by the norm of the whole gradient, as LARS does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad / (1e-3 + parameter.grad.norm()), alpha=group["lr"])
+
+
+def test_by_tensor_ranks_train_whole_parameters(pools: Pools) -> None:
+    for kind in (Rowwise, AdamW, torch.optim.Adafactor):
+        case = (kind, {"lr": 1e-2}, "short", {"by": "tensor"})
+        assert all(pools.run(2, is_exact, *case)), kind
+
+
+def refused(function: Any, *arguments: Any, **options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        function(*arguments, **options)
+    return str(caught.value)
+
+
+def refusals(world: World) -> dict[str, str]:
+    model = wrap(world, Net())
+    parameters = list(model.parameters())
+    stranger = nn.Parameter(torch.ones(3))
+    found = {
+        name: refused(ShardedOptimizer, model, kind, lr=0.1)
+        for name, kind in {"lbfgs": torch.optim.LBFGS, "adafactor": torch.optim.Adafactor, "rows": Rowwise}.items()
+    }
+    found["twice"] = refused(ShardedOptimizer, [{"params": parameters}, {"params": parameters[:1]}], SGD, lr=0.1)
+    found["strange"] = refused(ShardedOptimizer, [*parameters, stranger], SGD, lr=0.1)
+    found["overlap"] = refused(ShardedOptimizer, model, SGD, overlap_with_ddp=True, lr=0.1)
+    found["class"] = refused(ShardedOptimizer, model, SGD(parameters, lr=0.1), lr=0.1)
+    found["groups"] = refused(ShardedOptimizer, model, SGD, lr=0.1 + world.rank)
+    optimizer = ShardedOptimizer(model, SGD, lr=0.1)
+    found["second"] = refused(ShardedOptimizer, model, AdamW)
+    found["closure"] = refused(optimizer.step, lambda: 1.0)
+    found["early"] = refused(optimizer.step)
+    found["copy"] = refused(copy.deepcopy, optimizer)
+    if world.size > 1:
+        found["shard"] = refused(optimizer.load_state_dict, [optimizer.local_state()])
+    with model.join():  # type: ignore[operator]
+        F.cross_entropy(model(*batch(0, world.rank)[:1], 0), batch(0, world.rank)[1]).backward()
+        found["join"] = refused(optimizer.step)
+    return found
+
+
+def test_bad_input_is_refused_in_one_line(pools: Pools) -> None:
+    first, second = pools.run(2, refusals)
+    parts = {
+        "lbfgs": "LBFGS needs a closure",
+        "adafactor": 'Adafactor does not treat every element of a parameter by itself, .* by="tensor"',
+        "rows": 'Rowwise .* by="tensor"',
+        "twice": "parameter 'scale' is in two parameter groups",
+        "strange": "none that the wrapper averages",
+        "overlap": "overlap_with_ddp=True",
+        "class": "takes the class of an optimizer",
+        "groups": "rank 1 has given the ShardedOptimizer another parameter group 0 than rank 0",
+        "second": "parameter 'scale' is trained by another ShardedOptimizer",
+        "closure": "takes no closure",
+        "early": "without a gradient",
+        "copy": "cannot be copied",
+        "shard": "in 2 shards, and that of rank 1 is missing",
+        "join": "inside model.join()",
+    }
+    for name, part in parts.items():
+        assert re.search(part.replace("(", r"\(").replace(")", r"\)"), first[name]), (name, first[name])
+        assert "\n" not in first[name] + second[name]
+
+
+def state_elements(state: dict[str, Any]) -> int:
+    return sum(value.numel() for entry in state["state"].values() for value in entry.values())
+
+
+def shards_and_full(world: World) -> tuple[int, int, bool, bool]:
+    results = []
+    for is_sharded in (False, True):
+        model = wrap(world, Net())
+        optimizer: Any = ShardedOptimizer(model, AdamW) if is_sharded else AdamW(model.parameters())
+        for step in range(4):
+            step_once(model, optimizer, step, world.rank)
+        results.append(optimizer)
+    plain, sharded = results[0].state_dict(), results[1].full_state_dict()
+    equal = plain["param_groups"] == sharded["param_groups"] and plain["state"].keys() == sharded["state"].keys()
+    equal = equal and all(
+        torch.equal(value, sharded["state"][index][key])
+        for index, entry in plain["state"].items()
+        for key, value in entry.items()
+    )
+    results[1].consolidate_state_dict(to=0)
+    is_full = state_elements(results[1].state_dict()) == state_elements(plain)
+    return state_elements(results[1].local_state()), state_elements(plain), equal, is_full == (world.rank == 0)
+
+
+def test_ranks_hold_a_share_of_the_state_and_together_all_of_it(pools: Pools) -> None:
+    for own, whole, is_equal, is_consolidated in pools.run(3, shards_and_full):
+        assert is_equal
+        assert is_consolidated
+        assert own < whole / 3 + 1000
+
+
+def trained_to_shards(world: World, rows: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    model = wrap(world, Net())
+    optimizer = ShardedOptimizer(model, Adam, lr=0.01)
+    for step in range(4):
+        step_once(model, optimizer, step, 0)
+    return copy.deepcopy(optimizer.local_state()), {
+        key: value.clone() for key, value in model.module.state_dict().items()
+    }
+
+
+def gone_on(world: World, shards: Any, state: dict[str, Tensor], is_sharded: bool) -> list[Tensor]:
+    module = Net()
+    module.load_state_dict(state)
+    model = wrap(world, module)
+    optimizer: Any = ShardedOptimizer(model, Adam, lr=0.5) if is_sharded else Adam(model.parameters(), lr=0.5)
+    optimizer.load_state_dict(shards)
+    for step in range(4, 7):
+        step_once(model, optimizer, step, 0)
+    return weights(model)
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+def test_shards_of_any_number_of_ranks_are_loaded(pools: Pools, before: int) -> None:
+    shards, states = zip(*pools.run(before, trained_to_shards, ""), strict=True)
+    [expected] = pools.run(1, gone_on, list(shards), states[0], True)
+    for size in (2, 4):
+        for result in pools.run(size, gone_on, list(shards), states[0], True):
+            assert all(map(torch.equal, result, expected))
+
+
+def with_masters(world: World) -> list[float]:
+    """How far bf16 weights are from those of fp32 after many small steps: with masters, in bf16 alone, and resumed."""
+    found: list[list[Tensor]] = []
+    for dtype, master in ((torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None)):
+        model = wrap(world, nn.Linear(64, 64).to(dtype))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+        optimizer = ShardedOptimizer(model, SGD, lr=1e-4, master_dtype=master)
+        for step in range(100):
+            if step == 50 and master is not None:
+                state = copy.deepcopy(optimizer.full_state_dict())
+                del optimizer
+                gc.collect()
+                optimizer = ShardedOptimizer(model, SGD, lr=1e-4, master_dtype=master)
+                optimizer.load_state_dict(state)
+            model(torch.ones(4, 64, dtype=dtype)).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model))
+    return [
+        max(float((a - b.float()).abs().max()) for a, b in zip(found[0], other, strict=True)) for other in found[1:]
+    ]
+
+
+def test_masters_keep_what_bf16_would_round_away(pools: Pools) -> None:
+    for with_master, without in pools.run(2, with_masters):
+        assert with_master < 4e-3 < without
+
+
+def moved(world: World) -> bool:
+    """Weights that were changed, or given other memory, between steps are what the next step goes on from."""
+    results = []
+    for is_sharded in (False, True):
+        model = wrap(world, Net())
+        optimizer: Any = ShardedOptimizer(model, AdamW) if is_sharded else AdamW(model.parameters())
+        for step in range(6):
+            step_once(model, optimizer, step, world.rank)
+            with torch.no_grad():
+                if step == 1:
+                    for parameter in model.parameters():
+                        parameter.mul_(0.9)
+                if step == 3:
+                    for parameter in model.parameters():
+                        parameter.data = parameter.data * 0.9
+                if step == 4:
+                    model.module.load_state_dict({key: 0.9 * value for key, value in model.module.state_dict().items()})
+        results.append(weights(model))
+    return all(map(torch.equal, *results))
+
+
+def test_weights_may_change_between_steps(pools: Pools) -> None:
+    assert all(pools.run(2, moved))
+
+
+def taken_over(world: World) -> bool:
+    results = []
+    for is_sharded in (False, True):
+        model = wrap(world, Net())
+        optimizer: Any = Adagrad(groups_of(model, 0.1), lr=0.1, initial_accumulator_value=0.3)
+        for step in range(3):
+            step_once(model, optimizer, step, world.rank)
+        seen: list[Any] = []
+        optimizer.register_step_post_hook(lambda optimizer, *_, seen=seen: seen.append(optimizer))
+        if is_sharded:
+            optimizer = ShardedOptimizer.of(optimizer)
+        for step in range(3, 6):
+            step_once(model, optimizer, step, world.rank)
+        assert seen == [optimizer] * 3
+        results.append(weights(model))
+    return all(map(torch.equal, *results))
+
+
+def test_it_takes_the_place_of_an_optimizer_that_has_trained(pools: Pools) -> None:
+    assert all(pools.run(2, taken_over))
+
+
+def test_a_shard_of_other_parameters_is_refused() -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    optimizer = ShardedOptimizer(parameters, SGD, lr=0.1)
+    other = ShardedOptimizer([nn.Parameter(torch.ones(4))], SGD, lr=0.1)
+    with pytest.raises(CheckpointMismatch, match=r"shape \(3,\), but the shard of rank 0 is of one of shape \(4,\)"):
+        optimizer.load_state_dict(other.local_state())
