@@ -19,14 +19,14 @@ TIMEOUT_S = 120
 
 def run(path: Path) -> float:
     """Run the notebook at `path`, write it back with its output, and return the seconds that took."""
-    notebook: Any = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    notebook: Any = nbformat.read(path, as_version=4)
     began = time.perf_counter()
     NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(path.parent)}}).execute()
     seconds = time.perf_counter() - began
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when it was run
     notebook.metadata = {name: notebook.metadata[name] for name in ("kernelspec",)}
-    nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
+    nbformat.write(notebook, path)
     return seconds
 
 
