@@ -367,7 +367,7 @@ def averages_swapped_in(world: World) -> bool:
     """Averaged weights that stay in the model keep what the model's had, also where parameters change places."""
     results = []
     for is_sharded in (False, True):
-        model = wrap(world, nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)))
+        model: Any = wrap(world, nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)))
         set_to_steps(model)
         averaged = copy.deepcopy(model.module)
         optimizer: Any = ShardedOptimizer(model, AdamW) if is_sharded else AdamW(model.parameters())
@@ -398,7 +398,7 @@ def test_averaged_weights_may_change_places_with_the_models(pools: Pools) -> Non
 def of_another_dtype(world: World) -> tuple[bool, str]:
     results = []
     for is_sharded in (False, True):
-        model = wrap(world, Net())
+        model: Any = wrap(world, Net())
         optimizer: Any = ShardedOptimizer(model, SGD, lr=0.1) if is_sharded else SGD(model.parameters(), lr=0.1)
         model.double()
         for step in range(3):
@@ -406,7 +406,7 @@ def of_another_dtype(world: World) -> tuple[bool, str]:
         results.append(weights(model))
     model.module.hidden.float()
     model.module.hidden.weight.grad = torch.ones(33, 33)
-    model.gradients_are_averaged()  # type: ignore[operator]
+    model.gradients_are_averaged()
     return all(map(torch.equal, *results)), refused(optimizer.step)
 
 
@@ -422,11 +422,11 @@ def with_ordinary_groups(world: World) -> list[bool]:
     for method in ("parameters", "named_parameters"):
         results = []
         for is_sharded in (False, True):
-            model = wrap(world, Net())
+            model: Any = wrap(world, Net())
             net = model.module
             of = [getattr(each, method)() for each in (net.tokens, net.hidden, net.head)]
             groups = [{"params": of[0]}, {"params": of[1], "lr": 0.5}, {"params": iter(list(of[2]))}]
-            optimizer = ShardedOptimizer(groups, SGD, lr=0.1) if is_sharded else SGD(groups, lr=0.1)
+            optimizer: Any = ShardedOptimizer(groups, SGD, lr=0.1) if is_sharded else SGD(groups, lr=0.1)
             for step in range(3):
                 step_once(model, optimizer, step, world.rank)
             results.append(weights(model))
@@ -464,7 +464,7 @@ def test_one_optimizer_may_train_two_models_in_turns(pools: Pools) -> None:
 def with_forgotten_state(world: World) -> bool:
     results = []
     for is_sharded in (False, True):
-        model = wrap(world, Net())
+        model: Any = wrap(world, Net())
         optimizer: Any = ShardedOptimizer(model, AdamW) if is_sharded else AdamW(model.parameters())
         for step in range(6):
             step_once(model, optimizer, step, world.rank)
