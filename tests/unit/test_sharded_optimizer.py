@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -360,6 +361,124 @@ def moved(world: World) -> bool:
 
 def test_weights_may_change_between_steps(pools: Pools) -> None:
     assert all(pools.run(2, moved))
+
+
+def averages_swapped_in(world: World) -> bool:
+    """Averaged weights that stay in the model keep what the model's had, also where parameters change places."""
+    results = []
+    for is_sharded in (False, True):
+        model: Any = wrap(world, nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)))
+        set_to_steps(model)
+        averaged = copy.deepcopy(model.module)
+        optimizer: Any = ShardedOptimizer(model, AdamW) if is_sharded else AdamW(model.parameters())
+        first, second = model.module[0].weight, model.module[1].weight
+        for step in range(5):
+            model(torch.ones(2, 40) * (world.rank + 1)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 2:
+                for one, other in zip(averaged.parameters(), model.parameters(), strict=True):
+                    one.data, other.data = other.data, one.data
+            if step == 2:
+                first.data, second.data = second.data, first.data
+        results.append(weights(model) + weights(averaged))
+    return all(map(torch.equal, *results))
+
+
+def set_to_steps(model: nn.Module) -> None:
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-0.1, 0.1 * number, parameter.numel()).view_as(parameter))
+
+
+def test_averaged_weights_may_change_places_with_the_models(pools: Pools) -> None:
+    assert all(pools.run(2, averages_swapped_in))
+
+
+def of_another_dtype(world: World) -> tuple[bool, str]:
+    results = []
+    for is_sharded in (False, True):
+        model: Any = wrap(world, Net())
+        optimizer: Any = ShardedOptimizer(model, SGD, lr=0.1) if is_sharded else SGD(model.parameters(), lr=0.1)
+        model.double()
+        for step in range(3):
+            step_once(model, optimizer, step, world.rank)
+        results.append(weights(model))
+    model.module.hidden.float()
+    model.module.hidden.weight.grad = torch.ones(33, 33)
+    model.gradients_are_averaged()
+    return all(map(torch.equal, *results)), refused(optimizer.step)
+
+
+def test_a_model_may_change_its_dtype_as_a_whole(pools: Pools) -> None:
+    for is_exact_now, message in pools.run(2, of_another_dtype):
+        assert is_exact_now
+        assert "have torch.float32 and torch.float64 now" in message
+
+
+def with_ordinary_groups(world: World) -> list[bool]:
+    """Groups as torch's own pages write them: ``parameters()`` is an iterator, which can be gone through only once."""
+    found = []
+    for method in ("parameters", "named_parameters"):
+        results = []
+        for is_sharded in (False, True):
+            model: Any = wrap(world, Net())
+            net = model.module
+            of = [getattr(each, method)() for each in (net.tokens, net.hidden, net.head)]
+            groups = [{"params": of[0]}, {"params": of[1], "lr": 0.5}, {"params": iter(list(of[2]))}]
+            optimizer: Any = ShardedOptimizer(groups, SGD, lr=0.1) if is_sharded else SGD(groups, lr=0.1)
+            for step in range(3):
+                step_once(model, optimizer, step, world.rank)
+            results.append(weights(model))
+        found.append(all(map(torch.equal, *results)))
+    return found
+
+
+def test_groups_may_be_iterators(pools: Pools) -> None:
+    assert pools.run(2, with_ordinary_groups) == [[True, True]] * 2
+
+
+def of_two_wrappers(world: World) -> bool:
+    """One optimizer for an actor and a critic; what has no gradient yet is not changed, so its backward may come."""
+    results = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        actor, critic = (paceline.DistributedDataParallel(nn.Linear(40, 40)) for _ in range(2))
+        parameters = [*actor.parameters(), *critic.parameters()]
+        optimizer: Any = ShardedOptimizer(parameters, Adam) if is_sharded else Adam(parameters)
+        for step in range(3):
+            x = torch.full((2, 40), float(step + world.rank), requires_grad=True)
+            first, second = actor(x).square().sum(), critic(x).square().sum()
+            for loss in (first, second):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(weights(actor) + weights(critic))
+    return all(map(torch.equal, *results))
+
+
+def test_one_optimizer_may_train_two_models_in_turns(pools: Pools) -> None:
+    assert all(pools.run(2, of_two_wrappers))
+
+
+def with_forgotten_state(world: World) -> bool:
+    results = []
+    for is_sharded in (False, True):
+        model: Any = wrap(world, Net())
+        optimizer: Any = ShardedOptimizer(model, AdamW) if is_sharded else AdamW(model.parameters())
+        for step in range(6):
+            step_once(model, optimizer, step, world.rank)
+            assert optimizer.state
+            if step == 1:
+                optimizer.state.clear()
+            if step == 3:
+                optimizer.state = defaultdict(dict)
+        results.append(weights(model))
+    return all(map(torch.equal, *results))
+
+
+def test_state_may_be_forgotten(pools: Pools) -> None:
+    assert all(pools.run(2, with_forgotten_state))
 
 
 def taken_over(world: World) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +33,8 @@ class Subject:
     """Names of parameters, by ``id``; of those of the model, or of a wrapper."""
     sparse: frozenset[int] = frozenset()
     """Parameters whose gradients are sparse, by ``id``; every rank updates these."""
-    wrapper: Reducer | None = None
-    """That averages the gradients, if it is ours."""
+    wrappers: list[Reducer] = field(default_factory=list)
+    """Those of ours that average the gradients."""
 
     @property
     def size(self) -> int:
@@ -53,8 +53,8 @@ class Subject:
 
     def is_joining(self) -> bool:
         """Whether ranks may run out of data at different times."""
-        if self.wrapper is not None:
-            return self.wrapper.is_in_join
+        if self.wrappers:
+            return any(wrapper.is_in_join for wrapper in self.wrappers)
         return self.model is not None and joins(self.model)
 
 
@@ -69,28 +69,40 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
         raise UsageError(  # the order of a set is another on every rank
             f"ShardedOptimizer takes a model, or a list of parameters or of groups, not a {type(params).__name__}"
         )
-    groups: list[Any] = list(params.parameters() if isinstance(params, nn.Module) else params)
+    groups = [_listed(entry) for entry in (params.parameters() if isinstance(params, nn.Module) else params)]
     if not groups:
         raise UsageError("ShardedOptimizer got no parameters; give the model, or those that it is to train")
-    ids = {id(parameter) for parameter in _parameters(groups)}
-    wrapper = next((each for each in wrappers() if isinstance(each, Reducer) and ids & each.names.keys()), None)
+    ours = wrappers_of(groups)
     group = process_group
     if group is None and dist.is_initialized():
         group = getattr(model, "process_group", None)
-        group = wrapper.group if group is None and wrapper is not None else group or dist.group.WORLD
-    if wrapper is not None and group is not None:
-        ours = dist.get_process_group_ranks(group)
-        if ours != dist.get_process_group_ranks(wrapper.group):
+        group = ours[0].group if group is None and ours else group or dist.group.WORLD
+    for wrapper in ours if group is not None else ():
+        ranks, theirs = (dist.get_process_group_ranks(each) for each in (group, wrapper.group))
+        if ranks != theirs:
             raise UsageError(
-                f"the ShardedOptimizer is of ranks {ours}, but the wrapper averages over ranks "
-                f"{dist.get_process_group_ranks(wrapper.group)}; give both the same process_group"
+                f"the ShardedOptimizer is of ranks {ranks}, but the wrapper averages over ranks {theirs}; give both "
+                "the same process_group"
             )
-    names = wrapper.names if wrapper is not None else {}
-    module = model if model is not None else None if wrapper is None else wrapper.module
+    names = {key: name for wrapper in ours for key, name in wrapper.names.items()}
     if model is not None:
         names |= {id(parameter): plain_name(name) for name, parameter in unwrap(model).named_parameters()}
-    sparse = frozenset() if module is None else frozenset(sparse_by_layer(module))
-    return Subject(groups, group, model, names, sparse, wrapper)
+    modules = [wrapper.module for wrapper in ours] if model is None else [model]
+    sparse = frozenset(parameter for module in modules for parameter in sparse_by_layer(module))
+    return Subject(groups, group, model, names, sparse, ours)
+
+
+def _listed(entry: Any) -> Any:
+    """Return a group whose parameters can be looked at more than once, unlike what ``parameters()`` returns."""
+    if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
+        entry["params"] = list(entry["params"])
+    return entry
+
+
+def wrappers_of(groups: Iterable[Any]) -> list[Reducer]:
+    """Return those of our wrappers that average gradients of parameters in `groups`."""
+    ids = {id(parameter) for parameter in _parameters(groups)}
+    return [each for each in wrappers() if isinstance(each, Reducer) and ids & each.names.keys()]
 
 
 def _parameters(groups: Iterable[Any]) -> Iterable[Any]:
@@ -117,7 +129,7 @@ def expect_plain(group: Any, before: Sequence[Mapping[str, Any]], subject: Subje
         group["params"] = params = list(params)
     seen = {id(parameter) for other in before for parameter in other["params"]}
     device = next((parameter.device for other in before for parameter in other["params"]), None)
-    averaged = subject.wrapper.names if subject.wrapper is not None else None
+    averaged = {key for wrapper in subject.wrappers for key in wrapper.names} if subject.wrappers else None
     for parameter in _parameters([group]):
         if not isinstance(parameter, Tensor):
             raise UsageError(f"ShardedOptimizer trains tensors, not {type(parameter).__name__}")

@@ -11,10 +11,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline.buckets import shaped_like
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.shared_channel import SharedChannel
+from paceline.errors import UsageError
 from paceline.optim.plan import Piece, joined
 from paceline.torch_internals.tensors import copy_each
 
@@ -49,14 +51,20 @@ class SharedSegment:
     def __init__(self, channel: SharedChannel, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> None:
         self.parameters = list(parameters)
         self._channel = channel
-        total = sum(parameter.numel() for parameter in parameters)
-        self._flat = channel.allocate(total, parameters[0].dtype)
+        self._total = sum(parameter.numel() for parameter in parameters)
+        self._flat = channel.allocate(self._total, parameters[0].dtype)
+        self._storages: list[StorageWeakRef] = []
+        """Of the parameters, each over its part of :attr:`_flat`."""
+        self._left: list[tuple[Tensor, list[StorageWeakRef]]] = []
+        """Shared memory that the parameters have left, and what may still hold some of it."""
         self._parts = _parts(parameters, pieces, channel.size)
         self.take()
 
     @torch.no_grad()
     def take(self) -> None:
         """Move the parameters into the shared memory, one by one."""
+        expect_one_dtype(self.parameters)
+        self._leave()
         offset = 0
         for parameter in self.parameters:
             size = parameter.numel()
@@ -67,6 +75,21 @@ class SharedSegment:
                 if place.data_ptr() != parameter.data_ptr():
                     parameter.data = place.copy_(parameter)
             offset += size
+        self._storages = [StorageWeakRef(parameter.untyped_storage()) for parameter in self.parameters]
+
+    def _leave(self) -> None:
+        """Take other memory where someone else holds what a parameter had, as when averaged weights are swapped in."""
+        pairs = zip(self.parameters, self._storages, strict=False)
+        is_held = any(not had.expired() and each.untyped_storage()._cdata != had.cdata for each, had in pairs)
+        if is_held or self._flat.dtype is not self.parameters[0].dtype:
+            self._left.append((self._flat, self._storages))
+            self._flat = self._channel.allocate(self._total, self.parameters[0].dtype)
+        left, self._left = self._left, []
+        for flat, storages in left:
+            if all(had.expired() for had in storages):
+                self._channel.free(flat)
+            else:
+                self._left.append((flat, storages))
 
     def launch(self) -> Launched:
         """Begin to read what the others own."""
@@ -86,6 +109,7 @@ class StagedSegment:
     @torch.no_grad()
     def take(self) -> None:
         """Find the pieces in the parameters' memory."""
+        expect_one_dtype(self.parameters)
         for parameter in self.parameters:
             expect_dense(parameter)
         views = [flat_view(parameter) for parameter in self.parameters]
@@ -144,6 +168,20 @@ def expect_dense(parameter: nn.Parameter) -> None:
             parameter.data = parameter.data.contiguous()
             return
         expected *= extent
+
+
+def expect_one_dtype(parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse parameters of which only some were given another dtype, as they cannot be gathered together any more.
+
+    Raises:
+        UsageError: names the dtypes.
+    """
+    dtypes = sorted({str(parameter.dtype) for parameter in parameters})
+    if len(dtypes) > 1:
+        raise UsageError(
+            f"parameters that had one dtype when the ShardedOptimizer was made have {' and '.join(dtypes)} now; change "
+            "dtypes before it is made"
+        )
 
 
 def _by_owner(pieces: Sequence[Piece], ranks: int) -> list[list[Piece]]:

@@ -152,6 +152,16 @@ class ShardedOptimizer(Optimizer):
         return None if self._sharding is None else self._sharding.channel
 
     @property
+    def state(self) -> Any:
+        """The state of this rank's share; keys are the pieces that it trains, not the parameters they are of."""
+        return {} if self._inner is None else self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._inner is not None:
+            self._inner.state = state
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """All parameters, in the order in which states number them."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -219,7 +229,7 @@ class ShardedOptimizer(Optimizer):
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(inner))  # some keep there what they have learned
         self._sharding.gather()
-        torch.autograd.graph.increment_version(self.parameters)
+        torch.autograd.graph.increment_version([each for each in self.parameters if each.grad is not None])
         self._versions = self._count_versions()
 
     def _count_versions(self) -> int:

@@ -99,6 +99,8 @@ class Sharding:
     def follow(self, *, changed: bool) -> None:
         """Take in parameters that were given other memory, and values that were `changed` since the last step."""
         if (now := _addresses(self._parameters)) != self._addresses:
+            for owned in self.owned:
+                owned.let_go()
             for segment in self._segments:
                 segment.take()
             for owned in self.owned:
