@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-recipes train test test-long test-torch check wheel-check chaos bench bench-mpi pictures notebooks docs clean
+.PHONY: help install install-recipes train test test-long test-torch check wheel-check chaos bench bench-mpi pictures \
+	notebooks docs clean
 
 help:  ## show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

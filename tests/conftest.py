@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+# The tests are of CPU ranks, of which there are more than GPUs; scripts/gpu_check.py checks these.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 from hypothesis import settings

@@ -12,6 +12,7 @@ NAV = {
         "drop-in": "Coming from torch DDP",
         "examples": "Examples",
         "recipes": "Recipes",
+        "notebooks": "Ranks in a notebook",
     },
     "Train": {
         "data-parallel": "Data parallelism",
@@ -20,6 +21,7 @@ NAV = {
         "compression": "Compression",
         "torch-compile": "torch.compile",
         "checkpoints": "Checkpoints",
+        "sharded-optimizer": "The sharded optimizer",
     },
     "Run": {
         "launching": "Launching",
@@ -27,6 +29,7 @@ NAV = {
         "top": "A running job, live",
         "gpu": "GPUs",
         "nccl": "NCCL and CUDA graphs",
+        "testing": "Testing",
     },
     "Look inside": {
         "profiler": "Profiler",

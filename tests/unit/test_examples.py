@@ -72,17 +72,17 @@ def test_the_resilient_loop_needs_five_marked_lines_more() -> None:
     assert all(line in plain for line in unmarked)
 
 
-FRAMEWORKS = {
-    "accelerate_loop": "accelerate",
-    "hugging_face_trainer": "transformers",
-    "fabric_loop": "lightning_fabric",
-}
-only_long = pytest.mark.skipif(not LONG, reason="each rank imports torch: make test-long")
+only_long = pytest.mark.skipif(not LONG, reason="each rank imports much: make test-long")
+FRAMEWORKS = [
+    pytest.param("accelerate_loop", "accelerate", marks=only_long),
+    pytest.param("hugging_face_trainer", "transformers", marks=only_long),
+    pytest.param("fabric_loop", "lightning_fabric"),
+]
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_a_framework_trains_with_our_wrapper(tmp_path: Path, name: str) -> None:
-    pytest.importorskip(FRAMEWORKS[name])
+@pytest.mark.parametrize(("name", "framework"), FRAMEWORKS)
+def test_a_framework_trains_with_our_wrapper(tmp_path: Path, name: str, framework: str) -> None:
+    pytest.importorskip(framework)
     program = tmp_path / "program.py"
     program.write_text(CHECKED.format(example=str(EXAMPLES / f"{name}.py")))
     done = paceline(tmp_path, "run", "--nproc", "2", str(program), fork="all", OMP_NUM_THREADS="1")
