@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -188,6 +189,108 @@ def test_from_a_file(tmp_path):
 """,
         passed=2,
     )
+
+
+def test_setup_functions_of_spawned_tests_work_as_they_are(outcome: Any) -> None:
+    """They name a port, on which rank 0 has to make the store, and import torch's functions by name."""
+    ports = [_free_port() for _ in range(2)]
+    outcome(
+        f"""
+from torch.distributed import init_process_group as init, destroy_process_group
+
+def setup(rank, size):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "{ports[0]}"
+    init("gloo", rank=rank, world_size=size)
+
+@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.parametrize("again", [False, True])
+def test_environment(world, again):
+    setup(world.rank, world.size)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor == 2
+    destroy_process_group()
+
+@pytest.mark.ranks(2, timeout=20)
+def test_address(world):
+    dist.init_process_group("gloo", "tcp://127.0.0.1:{ports[1]}", rank=world.rank, world_size=world.size)
+    dist.barrier()
+""",
+        passed=3,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_exceptions_in_threads_and_destructors_warn(outcome: Any) -> None:
+    """As they do in other tests; with warnings as errors the test fails."""
+    text = """
+import threading
+
+def fail():
+    raise OSError("aside")
+
+class Odd:
+    def __del__(self):
+        fail()
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("run", [lambda: threading.Thread(target=fail), Odd], ids=["thread", "destructor"])
+def test_it(run):
+    task = run()
+    if isinstance(task, threading.Thread):
+        task.start()
+        task.join()
+    del task
+"""
+    printed = outcome(text, passed=2, warnings=2)
+    assert "PytestUnhandledThreadExceptionWarning" in printed
+    assert "PytestUnraisableExceptionWarning" in printed
+    outcome(text, "-W", "error", failed=2)
+
+
+def test_collectives_of_helper_modules_are_compared(outcome: Any, pytester: pytest.Pytester) -> None:
+    """Also if they have imported torch's functions by name."""
+    pytester.makepyfile(
+        helper_of_it="""
+from torch.distributed import all_reduce
+
+def send(tensor):
+    return all_reduce(tensor, async_op=True)
+"""
+    )
+    printed = outcome(
+        """
+from helper_of_it import send
+
+@pytest.mark.ranks(2)
+def test_it(world):
+    if world.rank == 0:
+        send(torch.ones(1))
+""",
+        failed=1,
+    )
+    assert "rank 0 called all_reduce at helper_of_it.py:4; rank 1 called none" in printed
+
+
+def test_numbers_on_single_parameters_count_or_are_refused(outcome: Any) -> None:
+    printed = outcome(
+        """
+def with_ranks(*counts):
+    return pytest.param(counts, marks=pytest.mark.ranks(*counts))
+
+@pytest.mark.parametrize("counts", [with_ranks(1), with_ranks(2), with_ranks(1, 2)])
+def test_it(world, counts):
+    assert world.size == counts[0]
+""",
+        passed=2,
+        errors=1,
+    )
+    assert "the ranks marker on a single parameter takes one number" in printed
 
 
 # -- bodies that do not ------------------------------------------------------------------------------------------------

@@ -102,11 +102,7 @@ class Recorder:
             original = getattr(dist, name, None)
             if original is None:
                 continue
-            wrapped = self._wrap(name, original)
-            for namespace in (vars(dist), vars(dist.distributed_c10d), *namespaces):
-                for key, value in list(namespace.items()):
-                    if value is original:
-                        namespace[key] = wrapped
+            replace(original, self._wrap(name, original), namespaces)
 
     def result(self) -> Calls:
         """Return the calls by group, marked as failed where an asynchronous one has."""
@@ -155,6 +151,13 @@ class Recorder:
         if name not in self.groups:
             self.groups[name] = GroupCalls(list(dist.get_process_group_ranks(group)))
         return name
+
+
+def replace(original: Any, replacement: Any, namespaces: Sequence[dict[str, Any]]) -> None:
+    """Put another function in the place of one of torch's, where it is and in `namespaces` that imported it."""
+    for namespace in (vars(dist), vars(dist.distributed_c10d), *namespaces):
+        for key in [key for key, value in namespace.items() if value is original]:
+            namespace[key] = replacement
 
 
 class _Lost:

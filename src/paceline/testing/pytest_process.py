@@ -61,6 +61,13 @@ def set_up(item: Any, mark: RanksMark, needed: frozenset[str]) -> None:
             "give one number",
             pytrace=False,
         )
+    count = getattr(getattr(item, "callspec", None), "params", {}).get("paceline_ranks")
+    if (count is None) == (len(mark.counts) > 1) or (count is not None and count not in mark.counts):
+        pytest.fail(
+            f"{item.name}: the ranks marker on a single parameter takes one number, and a marker with several cannot "
+            "stand above it",
+            pytrace=False,
+        )
     item.stash[MARK] = mark
     defer(item, needed)
 

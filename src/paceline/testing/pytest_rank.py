@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
+import sys
 import time
 import unittest
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -22,9 +24,9 @@ from paceline.testing import captured_output, coverage_of_ranks
 from paceline.testing.deferred_fixtures import DEFERRED, run_new_finalizers
 from paceline.testing.faults import Faults
 from paceline.testing.forked_rank import Connected, environment
-from paceline.testing.ledger import Recorder
+from paceline.testing.ledger import Recorder, replace
 from paceline.testing.marks import RanksMark
-from paceline.testing.verdict import Outcome
+from paceline.testing.verdict import Outcome, is_users
 
 LEAST_PATIENCE_S = 30.0  # of collectives, and for the ranks to come together
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
@@ -77,13 +79,15 @@ def _run(
                 warnings.filterwarnings("ignore", message="the process group uses Gloo")
             patience = timedelta(seconds=max(mark.timeout * 0.8, LEAST_PATIENCE_S))
             world = paceline.world.init(mark.backend, patience)
-        _let_the_test_initialize()
+        namespaces = _users_namespaces(item)
+        _let_the_test_initialize(connected.port, namespaces)
         recorder = Recorder(connected.note, faults.lost.__contains__)
-        recorder.install([vars(item.module)] if getattr(item, "module", None) else [])
+        recorder.install(namespaces)
         faults.hook()
         connected.tell("begun")
         _set_up_deferred(item, world, faults)
         runtest()
+        _warn_of_unhandled(item.config)
     except BaseException as raised:
         error = raised
     try:
@@ -111,19 +115,42 @@ WORLD: pytest.StashKey[Any] = pytest.StashKey()
 FAULTS: pytest.StashKey[Any] = pytest.StashKey()
 
 
-def _let_the_test_initialize() -> None:
-    """Let a test that makes the default process group itself do so: ours goes, as nothing has used it."""
+def _users_namespaces(item: Any) -> list[dict[str, Any]]:
+    """Return the names in modules of the user's own: any may have imported functions of torch."""
+    modules = {id(module): module for module in [*sys.modules.values(), getattr(item, "module", None)]}
+    return [vars(module) for module in modules.values() if is_users(getattr(module, "__dict__", {}).get("__file__"))]
+
+
+def _let_the_test_initialize(port: int, namespaces: Sequence[dict[str, Any]]) -> None:
+    """Let a test that makes the default process group itself do so: ours goes, as nothing has used it.
+
+    Its store may be at another place than that on `port`, and then one of the ranks has to make it.
+    """
     original = dist.init_process_group
     is_ours = [True]
 
+    @functools.wraps(original)
     def init_process_group(*arguments: Any, **options: Any) -> Any:
         if is_ours and dist.is_initialized():
             is_ours.clear()
             paceline.world.current().close()
+        method = options.get("init_method") or next(iter(arguments[1:]), None) or "env://"
+        if not method.startswith("env://") or os.environ.get("MASTER_PORT") != str(port):
+            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         return original(*arguments, **options)
 
-    for namespace in (vars(dist), vars(dist.distributed_c10d)):
-        namespace["init_process_group"] = init_process_group
+    replace(original, init_process_group, namespaces)
+
+
+def _warn_of_unhandled(config: pytest.Config) -> None:
+    """Warn of exceptions in threads and destructors, as pytest does after a body."""
+    for name, function in (
+        ("threadexception", "collect_thread_exception"),
+        ("unraisableexception", "collect_unraisable"),
+    ):
+        collect = getattr(config.pluginmanager.getplugin(name), function, None)
+        if collect is not None:  # since pytest 8.4
+            collect(config)
 
 
 def _replace_reporting(config: pytest.Config, connected: Connected, reports: list[pytest.TestReport]) -> None:

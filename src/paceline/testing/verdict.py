@@ -143,13 +143,18 @@ def own_frames(stack: str) -> str:
     return "\n".join(line for line in stack.splitlines() if not any(part in line for part in MACHINERY))
 
 
+def is_users(path: str | None) -> bool:
+    """Return whether a file is the user's own: no part of Python, of an installed package, or of this one."""
+    return path is not None and not path.startswith(LIBRARIES) and "/site-packages/" not in path
+
+
 def position(note: Mapping[str, Any], stack: str, has_begun: bool) -> str:
     """Return where a rank is, in one line, from the note of its latest call and its Python stack."""
     if note.get("inside"):
         number = f", its collective {note['number']}" if note["call"] not in ("send", "recv") else ""
         return f"is in {note['call']}{number}, called at {note['place']}"
     for path, line, function in FRAME.findall(stack):
-        if not path.startswith(LIBRARIES) and "/site-packages/" not in path:
+        if is_users(path):
             return f"is at {path.rpartition('/')[2]}:{line} in {function}"
     if not stack:
         return "does not answer" if has_begun else "has not joined the world"
