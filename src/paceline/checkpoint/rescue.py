@@ -48,7 +48,7 @@ def rescued_folder(gate: Gate) -> Path:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a Checkpointer saves, and where."""
+    """The objects that a Checkpointer saves, and the folder for them."""
 
     folder: Path
     registered: Mapping[str, Registered]

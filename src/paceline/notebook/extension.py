@@ -1,4 +1,4 @@
-"""What ``%load_ext paceline`` and ``%unload_ext paceline`` do."""
+"""Does what ``%load_ext paceline`` and ``%unload_ext paceline`` ask for."""
 
 from __future__ import annotations
 

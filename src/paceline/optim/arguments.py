@@ -21,7 +21,7 @@ from paceline.unwrapping import joins, plain_name, unwrap
 
 @dataclass
 class Subject:
-    """What is trained, and by which ranks."""
+    """The parameters that are trained, and the ranks that do."""
 
     groups: list[Any]
     """Parameters or groups, as torch's optimizers take them."""

@@ -1,4 +1,4 @@
-"""What one rank owns: pieces of parameters, with the gradients and the optimizer's state of these alone."""
+"""The pieces of parameters that one rank owns, with the gradients and the optimizer's state of these alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Owned:
         self._view = self._seen()
         values = self._view if self.master_dtype is None else self._view.to(self.master_dtype, copy=True)
         self.trained = nn.Parameter(values, requires_grad=self.parameter.is_floating_point() or self._view.is_complex())
-        """What the inner optimizer trains: the piece itself, or its master copy."""
+        """The piece itself, or its master copy, which the inner optimizer trains."""
 
     def _seen(self) -> Tensor:
         if self.piece is None:

@@ -98,7 +98,7 @@ class Sharding:
 
     def follow(self, *, changed: bool) -> None:
         """Take in parameters that were given other memory, and values that were `changed` since the last step."""
-        if (now := _addresses(self._parameters)) != self._addresses:
+        if _addresses(self._parameters) != self._addresses:
             for owned in self.owned:
                 owned.let_go()
             for segment in self._segments:
@@ -106,7 +106,6 @@ class Sharding:
             for owned in self.owned:
                 owned.look_again()
             self._addresses = _addresses(self._parameters)
-            del now
         elif changed:
             for owned in self.owned:
                 owned.take_changes()

@@ -15,7 +15,7 @@ FORM = "write @pytest.mark.ranks(2) or @pytest.mark.ranks(1, 2, 4, timeout=30, b
 
 @dataclass(frozen=True)
 class RanksMark:
-    """What a test's marker asks for."""
+    """The arguments of a test's marker, checked."""
 
     counts: tuple[int, ...]
     """Numbers of ranks; the test runs once for each."""

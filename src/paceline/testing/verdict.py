@@ -1,4 +1,4 @@
-"""What a test has come to, from how its ranks ended. Plain values only."""
+"""The outcome of a test, from how its ranks ended. Plain values only."""
 
 from __future__ import annotations
 
