@@ -156,7 +156,9 @@ def store_of_group(store: Store, rank: int, size: int, timeout: timedelta, names
     Raises:
         CommunicationError: as :func:`private_store`, and if a rank does not come in time.
     """
-    unused = PrefixStore(f"{meet(store, rank, size, timeout, names)}/", store)
+    # Torch gives groups of different ranks one name, and so one store, where each rank makes a group of its own alone.
+    own = PrefixStore("-".join(map(str, names)) + "/", store)
+    unused = PrefixStore(f"{meet(own, rank, size, timeout, names)}/", own)
     return private_store(unused, rank, range(size), timeout, names) if on_one_host(store) else unused
 
 

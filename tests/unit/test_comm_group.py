@@ -447,6 +447,22 @@ def destroy_while_waiting(world: World) -> str:
     return str(caught.value)
 
 
+def groups_of_ones_own(world: World) -> list[float]:
+    found = []
+    for turn in range(10):
+        group = dist.new_group([world.rank])
+        tensor = torch.tensor([float(10 * turn + world.rank)])
+        dist.all_reduce(tensor, group=group)
+        found.append(float(tensor))
+    return found
+
+
+def test_each_rank_makes_groups_of_itself_alone(pools: Pools) -> None:
+    """Torch asks for the same ranks everywhere, and works all the same; ours once met under one name, now and then."""
+    for rank, found in enumerate(pools.run(2, groups_of_ones_own)):
+        assert found == [10.0 * turn + rank for turn in range(10)]
+
+
 def test_whoever_waits_in_a_group_that_is_destroyed_gets_an_error(pools: Pools) -> None:
     for said in pools.run(2, destroy_while_waiting):
         assert "cannot be used any more, since it was destroyed" in said
