@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import UsageError
-from paceline.notebook.cells import Start, parsed_start, pulled, ranks_in, routed
+from paceline.notebook.cell_text import Start, parsed_start, pulled, ranks_in, routed
 
 
 def run_all(text: str) -> str:

@@ -9,9 +9,9 @@ from IPython.core.inputtransformer2 import cell_magic as ipython_cell_magic
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from paceline.errors import PacelineError
-from paceline.notebook.cells import parsed_start, pulled, ranks_in, routed
+from paceline.notebook.cell_text import parsed_start, pulled, ranks_in, routed
+from paceline.notebook.notebook_session import Session
 from paceline.notebook.problems import Shown
-from paceline.notebook.session import Session
 
 NONE_YET = "no ranks are running; start them with %dist_init --nproc 2, or begin the cell with %%local to run it here"
 

@@ -28,7 +28,7 @@ from paceline.launch.memory_kills import memory_kills
 from paceline.launch.preloader import ForkedRank, ForkServer
 from paceline.launch.state import state_of
 from paceline.launch.store import LOOPBACK
-from paceline.notebook.cells import Start
+from paceline.notebook.cell_text import Start
 from paceline.notebook.messages import SETTING
 from paceline.rendezvous import STORE
 from paceline.world import expect_available

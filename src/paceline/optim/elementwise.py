@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-from paceline.torch_internals.optimizers import drop_hooks
+from paceline.torch_internals.optimizer_hooks import drop_hooks
 
 _NAMES = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 _ELEMENTWISE = {getattr(torch.optim, name) for name in [*_NAMES, "SparseAdam"]}

@@ -23,13 +23,13 @@ from paceline.comm.forking import finalize
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError
 from paceline.optim import states
-from paceline.optim.arguments import Subject, describe_groups, expect_plain, subject_of
 from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise
 from paceline.optim.owned import Owned
 from paceline.optim.sharding import Sharding
+from paceline.optim.subject import Subject, describe_groups, expect_plain, subject_of
 from paceline.optimizer_shards import Assembly, Window
 from paceline.torch_internals.compile import never_compiled
-from paceline.torch_internals.optimizers import (
+from paceline.torch_internals.optimizer_hooks import (
     after_load,
     after_state_dict,
     before_load,

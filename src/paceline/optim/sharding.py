@@ -12,10 +12,10 @@ from paceline.buckets import CAPACITY, assign
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.opening import open_channel
 from paceline.errors import UsageError
-from paceline.optim.arguments import Subject
 from paceline.optim.owned import Owned, owned_by
 from paceline.optim.plan import Piece, cut_evenly, deal_out
 from paceline.optim.segments import Segment, make_segment
+from paceline.optim.subject import Subject
 
 
 class Sharding:

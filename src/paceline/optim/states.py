@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import CheckpointMismatch
-from paceline.optim.arguments import Subject
 from paceline.optim.owned import Owned
+from paceline.optim.subject import Subject
 from paceline.optimizer_shards import KEY, Assembly, Window, cut_state, is_shard
 
 MASTER = "master"

@@ -6,7 +6,7 @@ uses it. What is here works in any process with a process group, and on any wrap
 
 from paceline.testing.one_process import assert_equals_one_process
 from paceline.testing.pool import Pools, RankFailed, Ranks, run_ranks
-from paceline.testing.replicas import assert_no_desync, assert_replicas_equal
+from paceline.testing.replica_assertions import assert_no_desync, assert_replicas_equal
 from paceline.testing.split_data import assert_data_is_split
 
 __all__ = [

@@ -22,8 +22,8 @@ from paceline.launch.child import die_with
 from paceline.launch.stacks import number as stack_signal
 from paceline.launch.stacks import path_of
 from paceline.launch.store import LOOPBACK
-from paceline.testing.ledger import Note
-from paceline.testing.verdict import Outcome
+from paceline.testing.rank_outcomes import Outcome
+from paceline.testing.recorded_collectives import Note
 
 ENDED_BADLY = 70
 

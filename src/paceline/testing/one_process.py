@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.testing.replicas import assert_replicas_equal, expect_world, unwrapped
+from paceline.testing.replica_assertions import assert_replicas_equal, expect_world, unwrapped
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], None]

@@ -26,8 +26,8 @@ from paceline.testing.deferred_fixtures import defer
 from paceline.testing.marks import RanksMark
 from paceline.testing.pool import RankFailed
 from paceline.testing.pytest_rank import run_body
+from paceline.testing.rank_outcomes import Ending, Verdict, judge, others
 from paceline.testing.rank_processes import RankRun
-from paceline.testing.verdict import Ending, Verdict, judge, others
 from paceline.torch_internals.elastic import OPTIMIZERS_NEED
 
 importlib.import_module(OPTIMIZERS_NEED)  # once, rather than in every rank

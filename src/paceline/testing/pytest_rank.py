@@ -24,9 +24,9 @@ from paceline.testing import captured_output, coverage_of_ranks
 from paceline.testing.deferred_fixtures import DEFERRED, run_new_finalizers
 from paceline.testing.faults import Faults
 from paceline.testing.forked_rank import Connected, environment
-from paceline.testing.ledger import Recorder, replace
 from paceline.testing.marks import RanksMark
-from paceline.testing.verdict import Outcome, is_users
+from paceline.testing.rank_outcomes import Outcome, is_users
+from paceline.testing.recorded_collectives import Recorder, replace
 
 LEAST_PATIENCE_S = 30.0  # of collectives, and for the ranks to come together
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")

@@ -34,8 +34,8 @@ from paceline.launch.stacks import number as stack_signal
 from paceline.launch.stacks import path_of
 from paceline.launch.store import loopback_listener, loopback_store
 from paceline.testing.forked_rank import Connected, be_rank
-from paceline.testing.ledger import Note
-from paceline.testing.verdict import Ending, Outcome, own_frames, position
+from paceline.testing.rank_outcomes import Ending, Outcome, own_frames, position
+from paceline.testing.recorded_collectives import Note
 
 START_S = 120.0  # for the ranks to come together
 GRACE_S = 1.0  # for the others, once a rank has failed

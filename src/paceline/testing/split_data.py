@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.digests import tensor_digest
-from paceline.testing.replicas import expect_world
+from paceline.testing.replica_assertions import expect_world
 
 
 def assert_data_is_split(

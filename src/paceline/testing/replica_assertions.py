@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.digests import tensor_digest
 from paceline.errors import UsageError
 from paceline.rollcall import missing_from
-from paceline.testing.ledger import GroupCalls, Recorder, place_of, unmatched
+from paceline.testing.recorded_collectives import GroupCalls, Recorder, place_of, unmatched
 from paceline.torch_internals.c10d import PrefixStore, get_default_group, get_default_store
 from paceline.unwrapping import plain_name, unwrap
 

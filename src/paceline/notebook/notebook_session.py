@@ -13,7 +13,7 @@ import torch
 from paceline.black_box import path_of, read_box
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.state import state_of
-from paceline.notebook.cells import Start
+from paceline.notebook.cell_text import Start
 from paceline.notebook.conversation import Conversation, Outcome
 from paceline.notebook.problems import CellFailed, problem, replaced
 from paceline.notebook.processes import Processes

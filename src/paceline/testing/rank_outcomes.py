@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.testing.ledger import Calls, unmatched
+from paceline.testing.recorded_collectives import Calls, unmatched
 
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 MACHINERY = ["/_pytest/", "/pluggy/", "/pytest/__main__", "/pytest_paceline.py", "<frozen runpy>"]
