@@ -83,7 +83,7 @@ class StepRecord:
 
     @property
     def source(self) -> str | None:
-        """Where this start of the rank went on from, one of :data:`SOURCES`."""
+        """The source that this start of the rank went on from, one of :data:`SOURCES`."""
         return SOURCES[self._values[_SOURCE]]
 
     @property

@@ -129,19 +129,19 @@ def bring_back_dtypes(optimizer: Optimizer, state: Mapping[str, Any], saved: Map
     dtypes = (dtype for group in saved["dtypes"] for dtype in group)
     for index, parameter, dtype in zip(indices, parameters, dtypes, strict=True):
         if parameter.dtype == dtype and parameter in optimizer.state and index in state["state"]:
-            optimizer.state[parameter] = _uncast(optimizer.state[parameter], state["state"][index])
+            optimizer.state[parameter] = uncast(optimizer.state[parameter], state["state"][index])
 
 
-def _uncast(now: Any, saved: Any) -> Any:
-    """Return `now`, with the tensors of `saved` where they have another floating dtype."""
+def uncast(now: Any, saved: Any) -> Any:
+    """Return the state `now`, with the tensors of the `saved` one where they have another floating dtype."""
     if isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
         same = now.dtype == saved.dtype or not saved.is_floating_point() or now.shape != saved.shape
         return now if same else saved.to(device=now.device, copy=True)
     if isinstance(now, dict) and isinstance(saved, dict):
         # torch keeps the counter "step" in float32 on purpose
-        now.update({key: _uncast(now[key], saved[key]) for key in now.keys() & saved.keys() if key != "step"})
+        now.update({key: uncast(now[key], saved[key]) for key in now.keys() & saved.keys() if key != "step"})
     if type(now) in (list, tuple) and type(saved) is type(now) and len(now) == len(saved):
-        return type(now)(map(_uncast, now, saved))
+        return type(now)(map(uncast, now, saved))
     return now
 
 

@@ -215,8 +215,7 @@ class ShardedOptimizer(Optimizer):
         assert self._inner is not None
         assert self._sharding is not None
         self._consolidated = None
-        changed = self._versions != (now := self._count_versions()) and self._versions >= 0
-        self._sharding.follow(changed=changed and now != self._versions)
+        self._sharding.follow(changed=0 <= self._versions != self._count_versions())
         for owned in self._sharding.owned:
             owned.take_gradient(owned.parameter.grad)
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.checkpoint.optimizers import uncast
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import CheckpointMismatch
 from paceline.optim.owned import Owned
@@ -213,19 +214,12 @@ def load(loaded: Mapping[str, Any], owned: Sequence[Owned], groups: Sequence[dic
     inner.load_state_dict({"state": state, "param_groups": packed})
     for place, each in enumerate(owned):
         if place in state and loaded["dtypes"].get(each.index) == each.parameter.dtype:
-            _bring_back_dtypes(inner.state[each.trained], state[place])
+            uncast(inner.state[each.trained], state[place])
     for group, other in zip(groups, saved, strict=True):
         names = {"param_names": group["param_names"]} if "param_names" in group else {}
         parameters = group["params"]
         group.clear()
         group.update({**names, **other, "params": parameters})
-
-
-def _bring_back_dtypes(now: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Undo the casts of ``load_state_dict`` to the parameter's dtype; "step" is kept in float32 on purpose."""
-    for key, value in saved.items():
-        if key != "step" and isinstance(value, Tensor) and value.is_floating_point() and value.dtype != now[key].dtype:
-            now[key] = value.to(device=now[key].device, copy=True)
 
 
 def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:

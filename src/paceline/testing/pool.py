@@ -109,7 +109,7 @@ class Ranks:
         return [results[rank] for rank in range(self.size)]
 
     def _stacks_of(self, ranks: list[int]) -> str:
-        """Where `ranks` are, as their own main threads write it when a signal asks them to."""
+        """Return the stacks of `ranks`, as their own main threads write them when a signal asks them to."""
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)

@@ -112,10 +112,9 @@ class Delegating(dist.ProcessGroup):
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
-    def gather_single(self, *arguments: Any, **options: Any) -> Any:
+    def gather_single(self, output: Any, tensor: Any, *options: Any) -> Any:
         """torch 2.15's; never native."""
-        self._runner.drain()
-        return super().gather_single(*arguments, **options)  # type: ignore[misc]
+        return self._backend_for(tensor).gather_single(output, tensor, *options)
 
     gather_into_tensor = gather_single
 
