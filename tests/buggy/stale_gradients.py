@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from usual import STEPS, batch, net, sgd
+from usual import net, train_by
 
 
 def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -17,8 +17,4 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor
 
 
 def train(DDP: Any) -> nn.Module:
-    model = DDP(net())
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        one_step(model, optimizer, *batch(step))
-    return model
+    return train_by(one_step, DDP(net()))
