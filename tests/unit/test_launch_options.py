@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch import job, options
+from paceline.launch import job, options, run_parser
 from paceline.launch.job import Job, resolve_nproc
 
 
@@ -114,13 +114,13 @@ def test_the_prefix_of_teed_lines_is_taken_where_torchrun_has_it(script: str, mo
     assert prefix() == ""
     monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "${rank}: ")
     assert prefix() == "${rank}: "
-    if "--log-line-prefix-template" in options.parser()._option_string_actions:  # since torch 2.15
+    if "--log-line-prefix-template" in run_parser.parser()._option_string_actions:  # since torch 2.15
         assert prefix("--log-line-prefix-template", "${hostname} ") == "${hostname} "
 
 
 def test_completions_of_the_command_torchrun_are_not_ours_to_print() -> None:
     # `paceline run --help` of torch 2.15 offered a script that completes another command.
-    assert "print-completion" not in options.parser().format_help()
+    assert "print-completion" not in run_parser.parser().format_help()
     with pytest.raises(UsageError, match="has no option --print-completion"):
         options.parse(["--print-completion", "zsh"])
 

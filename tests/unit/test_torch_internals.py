@@ -47,7 +47,7 @@ from paceline.torch_internals import (
     dtensor,
     elastic,
     nccl,
-    optimizers,
+    optimizer_hooks,
     profiler,
     replicas,
     tensors,
@@ -693,15 +693,15 @@ def _() -> None:
 )
 def _() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    hooks = optimizers.hooks_of(optimizer)
+    hooks = optimizer_hooks.hooks_of(optimizer)
     for kind in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
         getattr(optimizer, f"register_{kind}_hook")(print)
     for kind in ("load_state_dict_pre", "load_state_dict_post"):
         getattr(optimizer, f"register_{kind}_hook")(print)
     assert len(hooks) == 6
     assert all(list(each.values()) == [print] for each in hooks.values())
-    optimizers.drop_hooks(optimizer)
-    assert not any(optimizers.hooks_of(optimizer).values())
+    optimizer_hooks.drop_hooks(optimizer)
+    assert not any(optimizer_hooks.hooks_of(optimizer).values())
 
 
 @contract("GradScaler._per_optimizer_states")
