@@ -1,6 +1,6 @@
 """What a test on two ranks costs beside its body: our marker, our pool, ``mp.spawn``, and torch's MultiProcessTestCase.
 
-    python benchmarks/testing_overhead.py [--tests 15]
+    python benchmarks/testing_overhead.py [--tests 15] [--keep]
 
 Each way runs the same body, one small all-reduce over Gloo, as so many tests of one file, in a pytest of its own. The
 first test is counted from the start of that pytest, which imports torch; of the others the median is shown, of pytest's
@@ -18,6 +18,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from dated_results import save
 
 CONFTEST = """
 import json, os, time
@@ -135,7 +137,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", type=int, default=15)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--keep", action="store_true", help="write the result into benchmarks/results, with the date")
     options = parser.parse_args()
+    load = os.getloadavg()[0]  # of others
     firsts: dict[str, list[float]] = {way: [] for way in WAYS}
     others: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(options.rounds):
@@ -143,12 +147,19 @@ def main() -> None:
             first, rest = measure(way, 3 if way in SLOW else options.tests)
             firsts[way].append(first)
             others[way] += rest
-    base = statistics.median(others["pytest.mark.ranks(2)"])
-    print(f"torch's threads: 1; cores: {os.cpu_count()}; load: {os.getloadavg()[0]:.1f}")
+    medians = {way: (statistics.median(firsts[way]), statistics.median(others[way])) for way in WAYS}
+    base = medians["pytest.mark.ranks(2)"][1]
+    print(f"torch's threads: 1; cores: {os.cpu_count()}; load before: {load:.1f}")
     print(f"{'':36}{'first test':>12}{'each further':>14}{'ratio':>8}")
-    for way in WAYS:
-        median = statistics.median(others[way])
-        print(f"{way:36}{statistics.median(firsts[way]):10.2f} s{median * 1e3:11.0f} ms{median / base:8.1f}")
+    for way, (first, further) in medians.items():
+        print(f"{way:36}{first:10.2f} s{further * 1e3:11.0f} ms{further / base:8.1f}")
+    if options.keep:
+        table = {
+            way: {"first_s": round(first, 2), "further_ms": round(further * 1e3, 1), "firsts_s": firsts[way]}
+            for way, (first, further) in medians.items()
+        }
+        settings = {"tests": options.tests, "rounds": options.rounds, "load_before": round(load, 2)}
+        print(save("testing-overhead", {**settings, "ways": table}, ranks=2))
 
 
 if __name__ == "__main__":

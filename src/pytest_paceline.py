@@ -48,11 +48,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Load what tests with ranks need, if there are any, outside of the time that a test has.
 
     Where there are GPUs they run first: a process that has used CUDA can fork no ranks any more.
     """
+    if config.option.collectonly:
+        return
     if any(item.get_closest_marker("ranks") is not None for item in items) and _testing().has_gpus():
         items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 

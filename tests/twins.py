@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import unwrap
 from paceline.ddp import DistributedDataParallel, accumulate
+from paceline.testing.one_process import gradient_difference, tensor_difference, weight_difference
 from paceline.world import World
 from ranks import Pools as Pools
 
@@ -188,29 +190,18 @@ def summed_loss(out: Tensor, y: Tensor) -> Tensor:
 
 def same_gradients(ours: nn.Module, twins: nn.Module, rtol: float = 1e-9, where: str = "") -> None:
     """Every gradient equals the twin's, and is None exactly where the twin's is."""
-    for (name, mine), other in zip(ours.named_parameters(), twins.parameters(), strict=True):
-        assert (mine.grad is None) == (other.grad is None), f"{where} {name}: {mine.grad} but the twin's {other.grad}"
-        if mine.grad is not None and other.grad is not None:
-            same_tensor(mine.grad, other.grad, rtol, f"{where} gradient of {name}")
+    difference = gradient_difference(ours, twins, dist.get_world_size() if dist.is_initialized() else 1, rtol)
+    assert not difference, f"{where} {difference}"
 
 
 def same_weights(ours: nn.Module, twins: nn.Module, rtol: float = 1e-9, where: str = "") -> None:
-    for (name, mine), other in zip(ours.named_parameters(), twins.parameters(), strict=True):
-        same_tensor(mine.detach(), other.detach(), rtol, f"{where} {name}")
+    difference = weight_difference(ours, twins, rtol)
+    assert not difference, f"{where} {difference}"
 
 
 def same_tensor(mine: Tensor, other: Tensor, rtol: float, what: str) -> None:
-    scale = float(other.abs().max()) if other.numel() else 0.0
-    atol = rtol * max(scale, 1e-6)
-    if is_plain_pair(mine, other) and torch.allclose(mine, other, rtol=rtol, atol=atol):
-        return  # as below, in a tenth of the time
-    torch.testing.assert_close(mine, other, rtol=rtol, atol=atol, msg=lambda m: f"{what}: {m}")
-
-
-def is_plain_pair(mine: Tensor, other: Tensor) -> bool:
-    """Whether the tensors are dense and alike in all but their values."""
-    kinds = [(one.dtype, one.shape, one.device, one.layout) for one in (mine, other)]
-    return kinds[0] == kinds[1] and mine.layout == torch.strided
+    difference = tensor_difference(mine, other, rtol)
+    assert not difference, f"{what} {difference}"
 
 
 def train_beside_twin(

@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from paceline.errors import CommunicationError, UsageError
 from paceline.world import World
-from ranks import Ranks, run_ranks
+from ranks import Ranks
+
+on_two_ranks = pytest.mark.ranks(2, backend="paceline")
 
 
 def mine(rank: int, count: int = 6) -> Tensor:
@@ -165,8 +167,9 @@ def pools() -> Any:
         yield {"paceline": ours, "gloo": theirs}
 
 
-def native_names(world: World) -> dict[str, int]:
-    """How many operations of the engine each name takes."""
+@on_two_ranks
+def test_torchs_old_and_new_names_are_native(world: World) -> None:
+    """torch 2.13 calls ``all_gather_single`` for ``all_gather_into_tensor``; with the old name alone it was Gloo's."""
     warnings.simplefilter("ignore", FutureWarning)
     group: Any = dist.group.WORLD
     small, large = torch.ones(4), torch.ones(4 * world.size)
@@ -179,20 +182,14 @@ def native_names(world: World) -> dict[str, int]:
     }
     if not hasattr(dist, "all_gather_single"):  # before torch 2.13
         del calls["all_gather_single"], calls["reduce_scatter_single"]
-    taken = {}
     for name, call in calls.items():
         before = group._engine._posted
         call()
-        taken[name] = group._engine._posted - before
-    return taken
+        assert group._engine._posted - before == 1, f"operations of the engine that {name} takes"
 
 
-def test_torchs_old_and_new_names_are_native() -> None:
-    """torch 2.13 calls ``all_gather_single`` for ``all_gather_into_tensor``; with the old name alone it was Gloo's."""
-    assert set(run_ranks(2, native_names, backend="paceline")[0].values()) == {1}
-
-
-def in_order(world: World) -> list[float]:
+@on_two_ranks
+def test_a_delegated_collective_does_not_overtake_native_ones(world: World) -> None:
     """Gloo's reduce right behind a native all-reduce of the same tensor that a late rank holds up."""
     if world.rank:
         time.sleep(0.3)
@@ -200,14 +197,12 @@ def in_order(world: World) -> list[float]:
     work = dist.all_reduce(tensor, async_op=True)
     dist.reduce(tensor, 0)
     work.wait()
-    return [float(tensor.min()), float(tensor.max())]
+    assert world.rank or [float(tensor.min()), float(tensor.max())] == [4.0, 4.0]
 
 
-def test_a_delegated_collective_does_not_overtake_native_ones() -> None:
-    assert run_ranks(2, in_order, backend="paceline")[0] == [4.0, 4.0]
-
-
-def send_first(world: World) -> float:
+@on_two_ranks
+def test_a_send_does_not_wait_for_native_ones(world: World) -> None:
+    """Its receiver may come to the receive first; draining the queue before a send would hang both."""
     tensor, letter = torch.ones(5), torch.zeros(1)
     if world.rank == 0:
         work = dist.all_reduce(tensor, async_op=True)
@@ -217,15 +212,12 @@ def send_first(world: World) -> float:
         dist.recv(letter, 0)
         dist.all_reduce(tensor)
         assert letter == 7
-    return float(tensor.sum())
+    assert tensor.sum() == 10
 
 
-def test_a_send_does_not_wait_for_native_ones() -> None:
-    """Its receiver may come to the receive first; draining the queue before a send would hang both."""
-    assert run_ranks(2, send_first, backend="paceline", timeout=30) == [10.0, 10.0]
-
-
-def refusals(world: World) -> dict[str, str]:
+@on_two_ranks
+def test_refusals_are_torchs_own_or_name_the_rank(world: World) -> None:
+    # Splitting, merging, and hooks are torch's in C++, which crash without a store made there, or never call the hook.
     said = {}
     group: Any = dist.group.WORLD
     calls: dict[str, Callable[[], Any]] = {
@@ -246,33 +238,22 @@ def refusals(world: World) -> dict[str, str]:
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [world.size] * 2  # usable afterwards
-    return said
-
-
-def test_refusals_are_torchs_own_or_name_the_rank() -> None:
-    # Splitting, merging, and hooks are torch's in C++, which crash without a store made there, or never call the hook.
-    said = run_ranks(2, refusals, backend="paceline")[1]
-    assert said["root"] == "rank 1: broadcast from rank 9 of a group of 2; give one from 0 to 1"
+    me = f"rank {world.rank}"
+    assert said["root"] == f"{me}: broadcast from rank 9 of a group of 2; give one from 0 to 1"
     assert "not safe to split" in said["split"] or said["split"] == said["split the group"]
-    assert said["split the group"].startswith("rank 1: a process group of the paceline backend cannot be split; make")
-    assert said["merge"].startswith("rank 1: a process group of the paceline backend cannot be merged")
-    assert said["hook"].startswith("rank 1: the paceline backend calls no hooks")
+    assert said["split the group"].startswith(f"{me}: a process group of the paceline backend cannot be split; make")
+    assert said["merge"].startswith(f"{me}: a process group of the paceline backend cannot be merged")
+    assert said["hook"].startswith(f"{me}: the paceline backend calls no hooks")
     assert "only implemented for GLOO" in said["monitored"] or said["monitored"] == "nothing"  # torch 2.15 does it
 
 
-def hurried(world: World) -> str:
-    """Rank 1 comes later than the timeout that was set after the group was made."""
+@on_two_ranks
+def test_a_timeout_that_is_set_later_holds_for_what_is_native(world: World) -> None:
+    # torch's set_timeout tells Gloo alone, and dist.set_timeout is public in torch 2.15.
     group: Any = dist.group.WORLD
     group.set_timeout(timedelta(seconds=0.2))
     if world.rank:
-        time.sleep(1.5)
-        return ""
-    with pytest.raises(CommunicationError) as late:
+        time.sleep(1.5)  # and so comes too late
+        return
+    with pytest.raises(CommunicationError, match=r"rank 1 .*did not take part within 0\.2 s"):
         dist.all_reduce(torch.ones(2))
-    return str(late.value)
-
-
-def test_a_timeout_that_is_set_later_holds_for_what_is_native() -> None:
-    # torch's set_timeout tells Gloo alone, and dist.set_timeout is public in torch 2.15.
-    assert "rank 1" in (said := run_ranks(2, hurried, backend="paceline")[0])
-    assert "did not take part within 0.2 s" in said

@@ -131,15 +131,12 @@ def test_a_peer_that_ended_after_its_part_is_missed_only_by_the_next_collective(
 # -- peers that are late -----------------------------------------------------------------------------------------------
 
 
-def late(world: World, seconds: float) -> None:
+@pytest.mark.ranks(2, backend="paceline", timeout=10)
+def test_a_late_peer_is_waited_for(world: World) -> None:
     sums(world)
     if world.rank == 1:
-        time.sleep(seconds)
+        time.sleep(1.5)
     sums(world)
-
-
-def test_a_late_peer_is_waited_for() -> None:
-    run_ranks(2, late, 1.5, backend="paceline", timeout=10)
 
 
 def busy(world: World, seconds: float) -> int:

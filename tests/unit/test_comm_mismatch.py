@@ -14,7 +14,7 @@ import torch.distributed as dist
 from paceline.comm.shm.stage import STAGE_BYTES
 from paceline.errors import CommunicationError, DesyncError, UsageError
 from paceline.world import World
-from ranks import Ranks, run_ranks
+from ranks import Ranks
 from twins import Pools
 
 CHUNK = STAGE_BYTES // 4  # float32
@@ -230,8 +230,9 @@ def wrong(world: World) -> list[str]:
     return said
 
 
-def test_wrong_arguments_are_clear_errors_and_the_group_works_afterwards() -> None:
-    for said in run_ranks(2, wrong, backend="paceline", timeout=30):
-        assert not [one for one in said if "no error" in one or "CommunicationError" in one], said
-        assert "from rank 9 of a group of 2" in said[0]
-        assert "4,000,000,000,000,000 bytes of shared memory were asked for, but the host has" in said[12]
+@pytest.mark.ranks(2, backend="paceline", timeout=30)
+def test_wrong_arguments_are_clear_errors_and_the_group_works_afterwards(world: World) -> None:
+    said = wrong(world)
+    assert not [one for one in said if "no error" in one or "CommunicationError" in one], said
+    assert "from rank 9 of a group of 2" in said[0]
+    assert "4,000,000,000,000,000 bytes of shared memory were asked for, but the host has" in said[12]

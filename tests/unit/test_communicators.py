@@ -7,7 +7,6 @@ so.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +22,8 @@ from paceline.gpus import choose_gpu, expect_own_gpu, gpu_name
 from paceline.torch_internals.c10d import HashStore, get_known_groups
 from paceline.world import World
 from ranks import run_ranks
+
+on_two_ranks = pytest.mark.ranks(2, backend="gloo")
 
 
 class LikeNccl:
@@ -79,7 +80,8 @@ def name_of(model: DistributedDataParallel) -> str:
     return model._connection.channel.name
 
 
-def dropped_on_one_rank_first(world: World) -> None:
+@on_two_ranks
+def test_a_communicator_is_destroyed_where_all_its_ranks_come_and_never_by_a_finalizer(world: World) -> None:
     told = stand_in()
     models = [wrap()]
     first = name_of(models[0])
@@ -105,25 +107,19 @@ def dropped_on_one_rank_first(world: World) -> None:
     assert len(told) == 3
 
 
-def test_a_communicator_is_destroyed_where_all_its_ranks_come_and_never_by_a_finalizer() -> None:
-    run_ranks(2, dropped_on_one_rank_first, backend="gloo", timeout=60)
-
-
-def many_in_turn(world: World) -> int:
+@on_two_ranks
+def test_wrappers_made_and_dropped_in_turn_leave_only_the_last_communicators(world: World) -> None:
     told = stand_in()
     for number in range(6):
         model = wrap()
         if (number + world.rank) % 2 == 0:
             del model
             gc.collect()
-    return len(told) + len(communicators._opened)
+    assert len(told) + len(communicators._opened) == 6
 
 
-def test_wrappers_made_and_dropped_in_turn_leave_only_the_last_communicators() -> None:
-    assert run_ranks(2, many_in_turn, backend="gloo", timeout=60) == [6, 6]
-
-
-def never_used(world: World) -> None:
+@on_two_ranks
+def test_a_group_whose_nccl_carried_nothing_is_closed_at_once() -> None:
     told = stand_in(is_used=False)
     model = wrap()
     name = name_of(model)
@@ -136,11 +132,8 @@ def never_used(world: World) -> None:
     assert name not in communicators._opened
 
 
-def test_a_group_whose_nccl_carried_nothing_is_closed_at_once() -> None:
-    run_ranks(2, never_used, backend="gloo", timeout=60)
-
-
-def unfinished(world: World) -> None:
+@on_two_ranks
+def test_a_communicator_with_work_that_one_rank_did_not_wait_for_is_aborted_by_all(world: World) -> None:
     told = stand_in()
     model = wrap()
     assert model._connection is not None
@@ -153,44 +146,12 @@ def unfinished(world: World) -> None:
     assert told == [f"aborted {name}"]
 
 
-def test_a_communicator_with_work_that_one_rank_did_not_wait_for_is_aborted_by_all() -> None:
-    run_ranks(2, unfinished, backend="gloo", timeout=60)
-
-
 # -- leaving on an error -----------------------------------------------------------------------------------------------
 
 
-def leave_with(error: BaseException) -> Callable[[World], tuple[list[str], bool]]:
-    def leave(world: World) -> tuple[list[str], bool]:
-        told = stand_in()
-        model = wrap()
-        name = name_of(model)
-        if world.rank == 1:
-            world._abort()  # as the launcher ends it; it never joins what rank 0 has launched
-            return [], True
-        assert model._connection is not None
-        model._connection.channel.all_reduce(torch.ones(1))
-        with pytest.raises(type(error)), world:
-            raise error
-        return [line.replace(name, "it") for line in told], dist.is_initialized()
-
-    return leave
-
-
-def raises(world: World) -> tuple[list[str], bool]:
-    return leave_with(ValueError("a bug"))(world)
-
-
-def is_interrupted(world: World) -> tuple[list[str], bool]:
-    return leave_with(KeyboardInterrupt())(world)
-
-
-def exits_with_1(world: World) -> tuple[list[str], bool]:
-    return leave_with(SystemExit(1))(world)
-
-
-def abort_own(world: World) -> None:
-    """Abort a group with shared memory, as on a host with GPUs; rank 0 has something under way."""
+@pytest.mark.ranks(2, backend="paceline")
+def test_a_group_with_shared_memory_can_be_aborted(world: World) -> None:
+    """As on a host with GPUs; rank 0 has something under way."""
     group: Any = dist.group.WORLD
     if world.rank == 0:
         group.launch_all_reduce(group.allocate(3, torch.float32))
@@ -201,26 +162,35 @@ def abort_own(world: World) -> None:
     assert not group.native
 
 
-def test_a_group_with_shared_memory_can_be_aborted() -> None:
-    run_ranks(2, abort_own, backend="paceline", timeout=60)
-
-
-@pytest.mark.parametrize("leave", [raises, is_interrupted, exits_with_1])
-def test_leaving_the_world_on_an_error_aborts_what_can_never_end(leave: Any) -> None:
+@on_two_ranks
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("a bug"), KeyboardInterrupt(), SystemExit(1)],
+    ids=["raises", "is_interrupted", "exits_with_1"],
+)
+def test_leaving_the_world_on_an_error_aborts_what_can_never_end(world: World, error: BaseException) -> None:
     """It waited for the other ranks instead, and the error was seen when NCCL's timeout had passed, if at all."""
-    assert run_ranks(2, leave, backend="gloo", timeout=60)[0] == (["aborted it"], False)
+    told = stand_in()
+    model = wrap()
+    name = name_of(model)
+    if world.rank == 1:
+        world._abort()  # as the launcher ends it; it never joins what rank 0 has launched
+        return
+    assert model._connection is not None
+    model._connection.channel.all_reduce(torch.ones(1))
+    with pytest.raises(type(error)), world:
+        raise error
+    assert told == [f"aborted {name}"]
+    assert not dist.is_initialized()
 
 
-def exits_well(world: World) -> list[str]:
+@on_two_ranks
+def test_sys_exit_without_an_error_is_no_error(world: World) -> None:
     told = stand_in()
     model = wrap()
     with pytest.raises(SystemExit), world:
         raise SystemExit(0)
-    return [line.replace(name_of(model), "it") for line in told]
-
-
-def test_sys_exit_without_an_error_is_no_error() -> None:
-    assert run_ranks(2, exits_well, backend="gloo", timeout=60) == [["destroyed it"]] * 2
+    assert told == [f"destroyed {name_of(model)}"]
 
 
 def unchanged(world: World) -> None:

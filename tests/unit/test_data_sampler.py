@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from paceline.data import DistributedSampler, GlobalBatchSampler
 from paceline.errors import CheckpointMismatch, UsageError
-from ranks import run_ranks
+from paceline.world import World
 
 
 def alone(size: int = 10, batch_size: int = 3, **options: Any) -> GlobalBatchSampler:
@@ -231,13 +231,10 @@ def test_several_ranks_without_a_process_group_are_not_taken_for_one(monkeypatch
         GlobalBatchSampler(10, 3)
 
 
-def take_slices(world: Any) -> Any:
-    torchs = DistributedSampler(range(5), shuffle=False)
-    return list(GlobalBatchSampler(5, 5, shuffle=False)), list(torchs)
-
-
-def test_rank_and_size_come_from_the_process_group() -> None:
-    assert run_ranks(2, take_slices) == [([[0, 1, 2]], [0, 2, 4]), ([[3, 4]], [1, 3, 0])]
+@pytest.mark.ranks(2)
+def test_rank_and_size_come_from_the_process_group(world: World) -> None:
+    assert list(GlobalBatchSampler(5, 5, shuffle=False)) == [[[0, 1, 2]], [[3, 4]]][world.rank]
+    assert list(DistributedSampler(range(5), shuffle=False)) == [[0, 2, 4], [1, 3, 0]][world.rank]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from paceline.data import DataLoader, GlobalBatchStream
 from paceline.errors import CheckpointMismatch, DataError, UsageError
 from paceline.rng import rng_state
-from ranks import run_ranks
+from paceline.world import World
 
 
 class Shuffled(IterableDataset[torch.Tensor]):
@@ -145,11 +145,8 @@ def test_one_rank_may_read_a_bare_iterable_data_set() -> None:
         DataLoader(Shuffled())
 
 
-def read_bare(world: Any) -> str:
-    with pytest.raises(UsageError) as caught:
+@pytest.mark.ranks(2)
+def test_several_ranks_may_not(world: World) -> None:
+    message = f"rank {world.rank}: Shuffled is an IterableDataset that nobody splits among 2 ranks"
+    with pytest.raises(UsageError, match=message):
         DataLoader(Shuffled(), batch_size=3)
-    return str(caught.value)
-
-
-def test_several_ranks_may_not() -> None:
-    assert "rank 1: Shuffled is an IterableDataset that nobody splits among 2 ranks" in run_ranks(2, read_bare)[1]

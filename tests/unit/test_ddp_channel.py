@@ -83,7 +83,9 @@ def test_host_data_beside_gradients_on_a_device_has_a_channel_of_its_own(
         assert not [text for text in warned if "uses Gloo" in text and backend == "gloo"]  # it is no news
 
 
-def many_that_nobody_keeps(world: World) -> float:
+@pytest.mark.ranks(2)
+def test_gloo_s_threads_let_go_of_tensors_while_collectives_are_launched() -> None:
+    """They need the interpreter's lock, which a collective that ``super()`` launched held: both waited for good."""
     os.environ[SPLIT] = "2"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -92,12 +94,7 @@ def many_that_nobody_keeps(world: World) -> float:
         dist.all_reduce(torch.ones(1), group=group, async_op=True)
     last = torch.ones(1)
     dist.all_reduce(last, group=group)
-    return float(last)
-
-
-def test_gloo_s_threads_let_go_of_tensors_while_collectives_are_launched() -> None:
-    """They need the interpreter's lock, which a collective that ``super()`` launched held: both waited for good."""
-    assert run_ranks(2, many_that_nobody_keeps) == [2.0, 2.0]
+    assert last == 2
 
 
 def beside_a_gpu(world: World) -> tuple[str, list[float], list[float], int]:
@@ -121,8 +118,9 @@ def test_what_a_model_on_a_gpu_has_on_the_cpu_goes_through_the_host_channel(back
     assert run_ranks(2, beside_a_gpu, backend=backend) == [("DeviceChannel", total, values(1).tolist(), 1)] * 2
 
 
-def read_without_the_other(world: World) -> list[float]:
-    """Rank 1 launches and goes elsewhere; rank 0 reads all the same, and both read in the end."""
+@pytest.mark.ranks(2)
+def test_a_control_block_is_read_though_the_others_have_only_launched_theirs(world: World) -> None:
+    """Between backward and the optimizer a rank may wait in a collective of the user's, and then helps nobody."""
     os.environ[APART] = "1"
     channel = open_channel(dist.group.WORLD, torch.device("cpu"))
     vector = values(world.rank).double()
@@ -133,26 +131,17 @@ def read_without_the_other(world: World) -> list[float]:
     else:
         dist.recv(torch.ones(1), 0)  # comes only after rank 0 has read
         channel.wait(launched, "sum")
-    return vector.tolist()
+    assert vector.tolist() == (values(0).double() + values(1).double()).tolist()
 
 
-def test_a_control_block_is_read_though_the_others_have_only_launched_theirs() -> None:
-    """Between backward and the optimizer a rank may wait in a collective of the user's, and then helps nobody."""
-    total = (values(0).double() + values(1).double()).tolist()
-    assert run_ranks(2, read_without_the_other) == [total, total]
-
-
-def wrap_without_tcp(world: World) -> str:
+@pytest.mark.ranks(2)
+def test_hosts_that_cannot_reach_each_other_beside_nccl_are_said_at_once_and_by_name() -> None:
+    """A world that was initialized with NCCL alone has made no connection between CPUs; the wrapper is the first to."""
     os.environ.update({APART: "1", "GLOO_SOCKET_IFNAME": "nowhere0"})
     group = dist.group.WORLD
     with pytest.raises(CommunicationError) as caught:
         open_host_group(group, timedelta(seconds=5))
-    return str(caught.value)
-
-
-def test_hosts_that_cannot_reach_each_other_beside_nccl_are_said_at_once_and_by_name() -> None:
-    """A world that was initialized with NCCL alone has made no connection between CPUs; the wrapper is the first to."""
-    for message in run_ranks(2, wrap_without_tcp):
-        assert "ranks exchange control blocks between their CPUs" in message
-        assert "initialized with NCCL alone" in message
-        assert "GLOO_SOCKET_IFNAME" in message
+    message = str(caught.value)
+    assert "ranks exchange control blocks between their CPUs" in message
+    assert "initialized with NCCL alone" in message
+    assert "GLOO_SOCKET_IFNAME" in message

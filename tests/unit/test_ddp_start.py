@@ -29,7 +29,6 @@ from paceline.errors import CheckpointMismatch, ReplicaMismatch, UsageError, Wor
 from paceline.tracing import Recorder
 from paceline.unwrapping import HasBucketLayout, unwrap
 from paceline.world import World
-from ranks import run_ranks
 from twins import Pools
 
 TINY = 1e-4
@@ -413,7 +412,8 @@ def test_torchs_distributed_state_dicts_equal_those_of_torch_ddp_and_round_trip(
 # -- world of one, and the end -----------------------------------------------------------------------------------------
 
 
-def alone(world: World) -> None:
+@pytest.mark.ranks(1)
+def test_a_world_of_one_has_no_hooks_and_no_buckets_but_weights() -> None:
     net = Net()
     groups = torch.distributed.distributed_c10d._world.group_count
     model = DistributedDataParallel(net, recorder=Recorder())
@@ -445,11 +445,8 @@ def alone(world: World) -> None:
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_a_world_of_one_has_no_hooks_and_no_buckets_but_weights() -> None:
-    run_ranks(1, alone)
-
-
-def wrapped_again_and_again(world: World) -> tuple[list[int], list[int]]:
+@pytest.mark.ranks(2)
+def test_a_deleted_wrapper_gives_hooks_descriptors_and_threads_back(world: World) -> None:
     net = Net()
     descriptors, threads = [], []
     for round_ in range(8):
@@ -468,10 +465,5 @@ def wrapped_again_and_again(world: World) -> tuple[list[int], list[int]]:
     assert threading.active_count() < 5
     net.zero_grad()
     step(net)  # the module trains on by itself
-    return descriptors, threads
-
-
-def test_a_deleted_wrapper_gives_hooks_descriptors_and_threads_back() -> None:
-    for descriptors, threads in run_ranks(2, wrapped_again_and_again):
-        assert max(descriptors[1:]) <= descriptors[0]
-        assert max(threads[1:]) <= threads[0]
+    assert max(descriptors[1:]) <= descriptors[0]
+    assert max(threads[1:]) <= threads[0]

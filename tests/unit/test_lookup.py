@@ -15,7 +15,6 @@ from paceline import cache_mesh, get
 from paceline.errors import UsageError, WorldError
 from paceline.lookup import EVERYWHERE, GROUPED
 from paceline.world import World
-from ranks import run_ranks
 from twins import Pools
 
 CPU = torch.device("cpu")
@@ -129,25 +128,20 @@ def test_what_cannot_be_answered_is_refused_with_the_remedy(pools: Pools) -> Non
             assert said["outside"] == rank // 2
 
 
-def a_new_world(world: World) -> list[Any]:
+@pytest.mark.ranks(2)
+def test_a_registered_mesh_lasts_as_long_as_its_process_group() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     nothing_yet = refusal("ws", "dp")
+    assert nothing_yet[0] is WorldError
+    assert "call paceline.get.register_mesh(mesh) first" in nothing_yet[1]
     get.register_mesh(mesh)
     assert get("ws", "dp") == 2
     dist.destroy_process_group()
-    after = refusal("ws"), refusal("ws", "dp")
+    no_group = WorldError, "there is no process group yet; call paceline.init() first"
+    assert refusal("ws") == refusal("ws", "dp") == no_group
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    again = refusal("ws", "dp")
+    assert refusal("ws", "dp") == nothing_yet
     dist.destroy_process_group()
-    return [nothing_yet, *after, again]
-
-
-def test_a_registered_mesh_lasts_as_long_as_its_process_group() -> None:
-    for nothing_yet, after, after_named, again in run_ranks(2, a_new_world):
-        assert nothing_yet[0] is WorldError
-        assert "call paceline.get.register_mesh(mesh) first" in nothing_yet[1]
-        assert after == after_named == (WorldError, "there is no process group yet; call paceline.init() first")
-        assert again == nothing_yet
 
 
 def test_before_init_there_is_nothing_to_get() -> None:
@@ -216,23 +210,17 @@ def whole_name(what: str, mesh: DeviceMesh | None = None) -> str:
     return f"{what} of {'no mesh' if mesh is None else mesh.size()}"
 
 
-def a_function_of_ones_own(world: World) -> list[str]:
-    found = [whole_name("rank")]
+@pytest.mark.ranks(2)
+def test_a_decorated_function_gets_the_registered_mesh_where_it_is_given_none(world: World) -> None:
+    assert whole_name("rank") == "rank of no mesh"
     assert whole_name.register_mesh(DeviceMesh("cpu", torch.tensor([0, 1]))) is whole_name
-    found += [whole_name("rank"), whole_name("rank", DeviceMesh("cpu", torch.tensor([world.rank])))]
+    assert whole_name("rank") == "rank of 2"
+    assert whole_name("rank", DeviceMesh("cpu", torch.tensor([world.rank]))) == "rank of 1"
     assert whole_name.__doc__ == "A docstring."
-    try:
+    with pytest.raises(UsageError, match="mesh must be a DeviceMesh"):
         whole_name.register_mesh([0, 1])  # type: ignore[arg-type]
-    except UsageError as error:
-        found.append(str(error)[:25])
     dist.destroy_process_group()
-    return [*found, whole_name("rank")]
-
-
-def test_a_decorated_function_gets_the_registered_mesh_where_it_is_given_none() -> None:
-    for found in run_ranks(2, a_function_of_ones_own):
-        expected = ["rank of no mesh", "rank of 2", "rank of 1", "mesh must be a DeviceMesh", "rank of no mesh"]
-        assert found == expected
+    assert whole_name("rank") == "rank of no mesh"
 
 
 def the_tutorials_own_helper(world: World) -> list[Any]:

@@ -166,15 +166,11 @@ def test_a_rank_that_dies_on_gloo_is_named_by_all_others() -> None:
             assert ranks.answer(rank, 20) == "named"
 
 
-def refuse_together(world: World) -> str:
-    with pytest.raises(CommunicationError) as caught, rollcall.collective("sum"):
-        raise RuntimeError("Invalid scalar type")
-    return str(caught.value)
-
-
+@pytest.mark.ranks(2, backend="gloo")
 def test_a_failure_of_all_ranks_alike_blames_none() -> None:
-    for told in run_ranks(2, refuse_together, backend="gloo"):
-        assert "the sum failed on ranks 0, 1 alike (Invalid scalar type)" in told
+    message = r"the sum failed on ranks 0, 1 alike \(Invalid scalar type\)"
+    with pytest.raises(CommunicationError, match=message), rollcall.collective("sum"):
+        raise RuntimeError("Invalid scalar type")
 
 
 # -- joining the world -------------------------------------------------------------------------------------------------
@@ -283,14 +279,16 @@ def with_few(world: World, free: int) -> str:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("free", [0, 3, 9, 20])
-def test_too_few_descriptors_are_refused_by_every_rank_at_once(free: int) -> None:
+def test_too_few_descriptors_are_refused_by_every_rank_at_once(world: World, free: int) -> None:
     """Otherwise that rank ends somewhere in Gloo or the handshake, and the others wait for it until their timeout."""
-    for rank, told in enumerate(run_ranks(2, with_few, free, timeout=60)):
-        assert told.startswith(f"rank {rank}: a process group of 2 ranks takes up to 21 file descriptors"), told
-        assert f"but rank 1 has {free} of its" in told
-        assert "raise its limit with 'ulimit -n 1024'" in told
+    told = with_few(world, free)
+    assert told.startswith(f"rank {world.rank}: a process group of 2 ranks takes up to 21 file descriptors"), told
+    assert f"but rank 1 has {free} of its" in told
+    assert "raise its limit with 'ulimit -n 1024'" in told
 
 
-def test_as_many_descriptors_as_the_message_asks_for_are_enough() -> None:
-    assert run_ranks(2, with_few, 21, timeout=60) == ["enough", "enough"]
+@pytest.mark.ranks(2)
+def test_as_many_descriptors_as_the_message_asks_for_are_enough(world: World) -> None:
+    assert with_few(world, 21) == "enough"

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch._dynamo  # noqa: F401  # or each run inside would load it, and forget it
 
-import paceline.testing.pytest_process  # noqa: F401  # or each run inside would load it, and forget it
+import paceline.testing.pytest_process  # noqa: F401  # likewise
 
 BUGGY = Path(__file__).parents[1] / "buggy"
 HEAD = """

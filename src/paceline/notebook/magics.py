@@ -84,11 +84,12 @@ class RankMagics(Magics):
         """Start ranks: ``%dist_init --nproc 2 [--backend gloo] [--gpu-ids 0,1] [--port 29500] [--timeout 60]``."""
         start = parsed_start(line)
         if self.session is not None:
-            message = f"{self.session.size} ranks are running already; end them with %dist_shutdown first"
+            many, them = (f"{self.session.size} ranks are", "them") if self.session.size > 1 else ("1 rank is", "it")
+            message = f"{many} running already; end {them} with %dist_shutdown first"
             raise _as("UsageError", [f"UsageError: {message}"])
         self.session = Session(start)
-        many = f"ranks 0 to {start.nproc - 1} are" if start.nproc > 1 else "rank 0 is"
-        print(f"{many} ready ({self.session.place}); every cell runs on all of them")
+        many, them = (f"ranks 0 to {start.nproc - 1} are", "all of them") if start.nproc > 1 else ("rank 0 is", "it")
+        print(f"{many} ready ({self.session.place}); every cell runs on {them}")
 
     @cell_magic
     @shown
@@ -123,6 +124,6 @@ class RankMagics(Magics):
     @shown
     def dist_shutdown(self, line: str) -> None:
         """End the ranks."""
-        self._running()
+        ended = "the ranks have ended" if self._running().size > 1 else "the rank has ended"
         self.end()
-        print("the ranks have ended")
+        print(ended)

@@ -22,6 +22,7 @@ from paceline.notebook.screen import Screen
 JOIN_S = 60.0
 """How long making a process group may take."""
 REMEDY = "start ranks again with %dist_init"
+NO_GROUP = "in no process group"
 
 
 class Session:
@@ -96,9 +97,14 @@ class Session:
 
     def status(self) -> list[str]:
         """Return a line about the ranks, then one for each."""
-        lines = [f"{self.size} ranks, {self.place}"]
+        alive = [rank for rank in sorted(self._processes.ranks) if self._processes.end_of(rank) is None]
+        places = Conversation(self._processes, alive).hold("place").results  # a cell may have made another group
+        place = next(filter(None, places.values()), NO_GROUP)
+        lines = [f"{self.size} rank{'s' * (self.size > 1)}, {place}"]
         for rank, process in sorted(self._processes.ranks.items()):
             end, doing = self._processes.end_of(rank), "ready"
+            if places.get(rank) == "" and place != NO_GROUP:
+                doing += f", {NO_GROUP}"
             boxes = self._processes.boxes
             with suppress(OSError, ValueError):
                 if boxes is not None and (box := read_box(path_of(boxes.path, rank))) is not None:

@@ -46,6 +46,7 @@ class Rank:
             "run": self.shell.run,
             "join": self.join,
             "leave": self.leave,
+            "place": self.place,
             "barrier": lambda: current().barrier(),
             "pull": self.pull,
         }
@@ -73,7 +74,7 @@ class Rank:
             raise KeyboardInterrupt
 
     def join(self) -> str:
-        """Make a process group with the other ranks, and tell the cells about it; returns the device."""
+        """Make a process group with the other ranks, and tell the cells about it; returns its :meth:`place`."""
         world = paceline.init(self.backend)
         gpu_id = self.gpu_id
         if world.device.type == "cpu":
@@ -81,7 +82,11 @@ class Rank:
         elif gpu_id is None:
             gpu_id = world.device.index
         self.shell.user_ns.update(rank=world.rank, world_size=world.size, device=world.device, gpu_id=gpu_id)
-        return f"{world.device}, {dist.get_backend_config()}"
+        return self.place()
+
+    def place(self) -> str:
+        """Return the device and the backends of the process group; nothing if a cell has destroyed it."""
+        return f"{current().device}, {dist.get_backend_config()}" if dist.is_initialized() else ""
 
     def leave(self) -> None:
         """Leave the process group, without waiting for anyone."""

@@ -22,6 +22,7 @@ from paceline.launch.child import die_with
 from paceline.launch.stacks import number as stack_signal
 from paceline.launch.stacks import path_of
 from paceline.launch.store import LOOPBACK
+from paceline.rendezvous import STORE
 from paceline.testing.rank_outcomes import Outcome
 from paceline.testing.recorded_collectives import Note
 
@@ -36,6 +37,8 @@ class Connected:
     size: int
     port: int
     """Of the store, on loopback."""
+    private: str
+    """How ``paceline.init`` finds the private store of ranks on one host, as a launcher tells it."""
     pipe: Connection
     note: Note
     folder: Path
@@ -94,4 +97,6 @@ def environment(connected: Connected, hosts: int) -> dict[str, str]:
         settings["GLOO_SOCKET_IFNAME"] = "lo"
     if hosts > 1:
         settings["PACELINE_HOSTS"] = str(hosts)
+    else:
+        settings[STORE] = connected.private
     return settings

@@ -92,36 +92,50 @@ def gradient_difference(module: nn.Module, twin: nn.Module, size: int, rtol: flo
         if (mine.grad is None) != (other.grad is None):
             has, lacks = ("one process", "the ranks") if mine.grad is None else ("the ranks", "one process")
             return f"{name!r} has a gradient in {has} and none in {lacks}"
-        if mine.grad is not None and other.grad is not None and not is_close(mine.grad, other.grad, rtol):
-            distance = float((mine.grad - other.grad).abs().max())
-            return (
-                f"the gradient of {name!r} differs from one process's by up to {distance:.3g}"
-                f"{_likeness(mine.grad, other.grad, size)}"
-            )
+        if mine.grad is None or other.grad is None:
+            continue
+        if difference := tensor_difference(mine.grad, other.grad, rtol):
+            return f"the gradient of {name!r} {difference}{_likeness(mine.grad, other.grad, size)}"
     return ""
 
 
 def weight_difference(module: nn.Module, twin: nn.Module, rtol: float | None = None) -> str:
     """Return how a weight differs from the twin's, in one sentence; empty if none does."""
     for (name, mine), other in zip(module.named_parameters(), twin.parameters(), strict=True):
-        if not is_close(mine.detach(), other.detach(), rtol):
-            distance = float((mine.detach() - other.detach()).abs().max())
-            return f"the weight {name!r} differs from one process's by up to {distance:.3g}, its gradient does not"
+        if difference := tensor_difference(mine.detach(), other.detach(), rtol):
+            return f"the weight {name!r} {difference}, its gradient does not"
     return ""
+
+
+def tensor_difference(mine: Tensor, other: Tensor, rtol: float | None = None) -> str:
+    """Return how a tensor differs from the twin's, as the rest of a sentence about it; empty if it does not."""
+    kinds = [f"{tensor.dtype} of shape {tuple(tensor.shape)}, {tensor.layout}" for tensor in (mine, other)]
+    if kinds[0] != kinds[1]:
+        return f"is {kinds[0]}, and one process's is {kinds[1]}"
+    if is_close(mine, other, rtol):
+        return ""
+    distance = float((_dense(mine) - _dense(other)).abs().max())
+    return f"differs from one process's by up to {distance:.3g}"
 
 
 def is_close(mine: Tensor, other: Tensor, rtol: float | None = None) -> bool:
     """Return whether the tensors are equal but for rounding, relative to the largest element."""
     if not mine.numel():
         return mine.shape == other.shape
-    mine, other = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (mine, other))
+    mine, other = _dense(mine), _dense(other)
     tolerance = RTOL.get(mine.dtype, COARSE) if rtol is None else rtol
     scale = float(other.abs().max())
     return torch.allclose(mine, other, rtol=tolerance, atol=tolerance * max(scale, 1e-6), equal_nan=True)
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
 def _likeness(mine: Tensor, other: Tensor, size: int) -> str:
     """Return what a wrong gradient looks like."""
+    if size == 1 or mine.shape != other.shape or mine.dtype != other.dtype:
+        return ""
     for factor, meaning in (
         (float(size), f"it is {size} times as large, as a sum is where there should be a mean"),
         (1 / size, f"it is 1/{size} of it, as a sum over samples is after the mean over ranks"),

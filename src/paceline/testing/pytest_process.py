@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pickle
 import sys
 import warnings
@@ -14,6 +13,7 @@ import pytest
 import torch
 from _pytest._code.code import (
     ExceptionChainRepr,
+    ExceptionRepr,
     ReprEntryNative,
     ReprFileLocation,
     ReprTraceback,
@@ -23,16 +23,18 @@ import paceline  # noqa: F401  # registers the backend
 from paceline.errors import UsageError
 from paceline.testing import coverage_of_ranks
 from paceline.testing.deferred_fixtures import defer
+from paceline.testing.loaded_modules import LoadedModules
 from paceline.testing.marks import RanksMark
 from paceline.testing.pool import RankFailed
 from paceline.testing.pytest_rank import run_body
-from paceline.testing.rank_outcomes import Ending, Verdict, judge, others
+from paceline.testing.rank_outcomes import Ending, Verdict, is_users, judge, others
 from paceline.testing.rank_processes import RankRun
-from paceline.torch_internals.elastic import OPTIMIZERS_NEED
+from paceline.testing.recorded_collectives import Places, places_in
 
-importlib.import_module(OPTIMIZERS_NEED)  # once, rather than in every rank
 MARK: pytest.StashKey[RanksMark] = pytest.StashKey()
 RESULT: pytest.StashKey[tuple[Verdict, Sequence[Ending], int]] = pytest.StashKey()
+PLACES: pytest.StashKey[tuple[object, Places]] = pytest.StashKey()
+MODULES: pytest.StashKey[LoadedModules] = pytest.StashKey()
 
 
 def mark_of(node: Any, config: pytest.Config) -> RanksMark | None:
@@ -68,6 +70,7 @@ def set_up(item: Any, mark: RanksMark, needed: frozenset[str]) -> None:
             "stand above it",
             pytrace=False,
         )
+    item.config.stash.setdefault(MODULES, LoadedModules()).expect(item.path)
     item.stash[MARK] = mark
     defer(item, needed)
 
@@ -82,15 +85,17 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with suppress(ValueError, OSError, AttributeError):  # or ranks would write it again
             stream.flush()  # type: ignore[union-attr]
-    runner = RankRun(size, mark.timeout)
+    runner, places = RankRun(size, mark.timeout), _places(item)
     refusal, endings = "", []
     try:
-        endings = runner(lambda connected: run_body(item, runtest, mark, connected), coverage_of_ranks.harvest)
+        endings = runner(lambda connected: run_body(item, runtest, mark, places, connected), coverage_of_ranks.harvest)
     except UsageError as error:
         refusal = str(error)
     if refusal:  # outside, so that it is the whole report
         pytest.fail(refusal, pytrace=False)
+    item.config.stash[MODULES].note(endings)
     _pass_on_output(item, endings)
+    _pass_on_properties(item, endings)
     _pass_on_warnings(endings)
     verdict = judge(endings, mark.timeout, runner.deadlock)
     if verdict.kind == "passed":
@@ -99,10 +104,34 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
     raise _exception_of(verdict)
 
 
+def _places(item: Any) -> Places:
+    """Return where torch's functions are. They are looked for again when modules have come."""
+    loaded = len(sys.modules), next(reversed(sys.modules)), id(item.module)
+    before, places = item.config.stash.get(PLACES, (None, {}))
+    if before != loaded:
+        places = places_in(_users_namespaces(item))
+        item.config.stash[PLACES] = loaded, places
+    return places
+
+
+def _users_namespaces(item: Any) -> list[dict[str, Any]]:
+    """Return the names in modules of the user's own: any may have imported functions of torch."""
+    modules = {id(module): module for module in [*sys.modules.values(), item.module]}
+    return [vars(module) for module in modules.values() if is_users(getattr(module, "__dict__", {}).get("__file__"))]
+
+
 def _pass_on_output(item: Any, endings: Sequence[Ending]) -> None:
     for ending in endings:
         for name, text in ending.outcome.sections if ending.outcome is not None else ():
             item.add_report_section("call", f"{name} of rank {ending.rank}", text)
+
+
+def _pass_on_properties(item: Any, endings: Sequence[Ending]) -> None:
+    """Record each property once, as if it had been recorded here."""
+    for ending in endings:
+        for entry in ending.outcome.properties if ending.outcome is not None else ():
+            if entry not in item.user_properties:
+                item.user_properties.append(entry)
 
 
 def _pass_on_warnings(endings: Sequence[Ending]) -> None:
@@ -126,9 +155,9 @@ def _exception_of(verdict: Verdict) -> BaseException:
         from _pytest.outcomes import XFailed
 
         return XFailed(verdict.message)
-    if verdict.kind == "exit":
-        return pytest.exit.Exception(verdict.message)
     outcome = verdict.first.outcome if verdict.first is not None else None
+    if verdict.kind == "exit":
+        return pytest.exit.Exception(verdict.message, outcome.returncode if outcome is not None else None)
     if outcome is not None and outcome.error is not None:
         error = pickle.loads(outcome.error)
         if isinstance(error, Exception | pytest.fail.Exception):
@@ -153,13 +182,13 @@ def improve_report(item: Any, call: pytest.CallInfo[Any], report: pytest.TestRep
 def _representation(item: Any, verdict: Verdict, endings: Sequence[Ending], size: int) -> Any:
     first = verdict.first
     shown = first.outcome.report if first is not None and first.outcome is not None else None
-    if isinstance(shown, ExceptionChainRepr) and shown.reprcrash is not None:
+    if isinstance(shown, ExceptionRepr) and shown.reprcrash is not None:
         shown.reprcrash.message = verdict.message
         title = f"rank {first.rank} of {size} raised this" if first is not None else ""
     else:
         path, line, _ = item.location
-        text = shown or f"{verdict.message}\n"
-        trace = ReprTraceback([ReprEntryNative([str(text)])], None, "native")
+        text = f"{shown or verdict.message}\n"
+        trace = ReprTraceback([ReprEntryNative([text])], None, "native")
         place = ReprFileLocation(str(path), (line or 0) + 1, verdict.message)
         shown, title = ExceptionChainRepr([(trace, place, None)]), "the ranks"
     rest = [f"{heading}\n{text}".rstrip() for heading, text in others(endings, first)]

@@ -9,7 +9,7 @@ import sys
 import time
 import unittest
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -24,17 +24,19 @@ from paceline.testing import captured_output, coverage_of_ranks
 from paceline.testing.deferred_fixtures import DEFERRED, run_new_finalizers
 from paceline.testing.faults import Faults
 from paceline.testing.forked_rank import Connected, environment
+from paceline.testing.loaded_modules import loaded_since
 from paceline.testing.marks import RanksMark
-from paceline.testing.rank_outcomes import Outcome, is_users
-from paceline.testing.recorded_collectives import Recorder, replace
+from paceline.testing.rank_outcomes import Outcome
+from paceline.testing.recorded_collectives import Places, Recorder, replace
 
 LEAST_PATIENCE_S = 30.0  # of collectives, and for the ranks to come together
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
 """In torch's errors of collectives that failed because of another rank."""
 
 
-def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected: Connected) -> Outcome:
-    """Run the test of `item` on this rank."""
+def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, places: Places, connected: Connected) -> Outcome:
+    """Run the test of `item` on this rank; `places` are those of torch's functions, which are to be recorded."""
+    modules, properties = len(sys.modules), len(item.user_properties)
     captured_output.separate(item.config)
     reports: list[pytest.TestReport] = []
     _replace_reporting(item.config, connected, reports)
@@ -42,7 +44,7 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected:
         records: list[Any] = []
         if "recwarn" not in item.fixturenames:  # which catches them
             records = stack.enter_context(_recorded())
-        recorder, error = _run(item, runtest, mark, connected)
+        recorder, error = _run(item, runtest, mark, places, connected)
         error = error or _unittest_error(item)
     outcome = _outcome_of(item, error, connected)
     for report in reports:  # of subtests
@@ -50,6 +52,8 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, connected:
             outcome = Outcome("failed", _first_line(report.longreprtext), _kept(report.longrepr))
     outcome.sections = captured_output.read(item.config) + _log(item.config)
     outcome.warnings = [_warning(record) for record in records]
+    outcome.properties = [(name, _kept(value)) for name, value in item.user_properties[properties:]]
+    outcome.modules = loaded_since(modules)
     if recorder is not None:
         outcome.calls = recorder.result()
     return outcome
@@ -63,7 +67,7 @@ def _recorded() -> Iterator[list[Any]]:
 
 
 def _run(
-    item: Any, runtest: Callable[[], None], mark: RanksMark, connected: Connected
+    item: Any, runtest: Callable[[], None], mark: RanksMark, places: Places, connected: Connected
 ) -> tuple[Recorder | None, BaseException | None]:
     """Join the world, set up what the test process could not, run the body, and tear that down."""
     __tracebackhide__ = True
@@ -79,10 +83,9 @@ def _run(
                 warnings.filterwarnings("ignore", message="the process group uses Gloo")
             patience = timedelta(seconds=max(mark.timeout * 0.8, LEAST_PATIENCE_S))
             world = paceline.world.init(mark.backend, patience)
-        namespaces = _users_namespaces(item)
-        _let_the_test_initialize(connected.port, namespaces)
+        _let_the_test_initialize(connected.port, places)
         recorder = Recorder(connected.note, faults.lost.__contains__)
-        recorder.install(namespaces)
+        recorder.install(places)
         faults.hook()
         connected.tell("begun")
         _set_up_deferred(item, world, faults)
@@ -115,13 +118,7 @@ WORLD: pytest.StashKey[Any] = pytest.StashKey()
 FAULTS: pytest.StashKey[Any] = pytest.StashKey()
 
 
-def _users_namespaces(item: Any) -> list[dict[str, Any]]:
-    """Return the names in modules of the user's own: any may have imported functions of torch."""
-    modules = {id(module): module for module in [*sys.modules.values(), getattr(item, "module", None)]}
-    return [vars(module) for module in modules.values() if is_users(getattr(module, "__dict__", {}).get("__file__"))]
-
-
-def _let_the_test_initialize(port: int, namespaces: Sequence[dict[str, Any]]) -> None:
+def _let_the_test_initialize(port: int, places: Places) -> None:
     """Let a test that makes the default process group itself do so: ours goes, as nothing has used it.
 
     Its store may be at another place than that on `port`, and then one of the ranks has to make it.
@@ -139,7 +136,7 @@ def _let_the_test_initialize(port: int, namespaces: Sequence[dict[str, Any]]) ->
             os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         return original(*arguments, **options)
 
-    replace(original, init_process_group, namespaces)
+    replace("init_process_group", init_process_group, places)
 
 
 def _warn_of_unhandled(config: pytest.Config) -> None:
@@ -197,7 +194,7 @@ def _outcome_of(item: Any, error: BaseException | None, connected: Connected) ->
     if isinstance(error, XFailed):
         return Outcome("xfailed", str(error))
     if isinstance(error, pytest.exit.Exception):
-        return Outcome("exit", str(error))
+        return Outcome("exit", str(error), returncode=error.returncode)
     info = pytest.ExceptionInfo.from_exception(error)
     report = item.repr_failure(info)
     message = _first_line(_crash_message(report) or info.exconly())
@@ -205,7 +202,7 @@ def _outcome_of(item: Any, error: BaseException | None, connected: Connected) ->
         try:
             _debug(item, info)
         except pytest.exit.Exception as quitting:
-            return Outcome("exit", str(quitting))
+            return Outcome("exit", str(quitting), returncode=quitting.returncode)
     consequence = isinstance(error, CommunicationError) or any(text in str(error) for text in CONSEQUENCES)
     return Outcome("failed", message, _kept(report), _pickled(error), consequence)
 
@@ -228,13 +225,13 @@ def _first_line(text: str) -> str:
     return next((line for line in text.splitlines() if line.strip()), "")
 
 
-def _kept(report: Any) -> Any:
-    """Return pytest's report of an exception if it can be sent to another process, else its text."""
+def _kept(value: Any) -> Any:
+    """Return a value, such as pytest's report of an exception, if it can be sent to another process, else its text."""
     try:
-        pickle.dumps(report)
+        pickle.dumps(value)
     except Exception:
-        return str(report)
-    return report
+        return str(value)
+    return value
 
 
 def _pickled(error: BaseException) -> bytes | None:

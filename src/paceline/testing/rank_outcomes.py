@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import signal
 import sys
@@ -35,10 +36,16 @@ class Outcome:
     """The pickled exception, if it can be pickled."""
     is_consequence: bool = False
     """Whether the exception says that a collective failed, for which another rank may be the reason."""
+    returncode: int | None = None
+    """That of ``pytest.exit``."""
     sections: list[tuple[str, str]] = field(default_factory=list)
     """Captured output: what it is, and the text."""
     warnings: list[tuple[str, bytes, str, int]] = field(default_factory=list)
     """Text, pickled category, file and line of each."""
+    properties: list[tuple[str, object]] = field(default_factory=list)
+    """What the test has recorded with ``record_property``."""
+    modules: list[str] = field(default_factory=list)
+    """Of torch and Paceline, that the rank has loaded by itself."""
     calls: Calls = field(default_factory=dict)
 
 
@@ -143,6 +150,7 @@ def own_frames(stack: str) -> str:
     return "\n".join(line for line in stack.splitlines() if not any(part in line for part in MACHINERY))
 
 
+@functools.cache
 def is_users(path: str | None) -> bool:
     """Return whether a file is the user's own: no part of Python, of an installed package, or of this one."""
     return path is not None and not path.startswith(LIBRARIES) and "/site-packages/" not in path

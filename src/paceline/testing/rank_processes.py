@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -33,6 +34,8 @@ from paceline.errors import UsageError
 from paceline.launch.stacks import number as stack_signal
 from paceline.launch.stacks import path_of
 from paceline.launch.store import loopback_listener, loopback_store
+from paceline.rendezvous import make_file
+from paceline.rendezvous import path_of as path_of_file
 from paceline.testing.forked_rank import Connected, be_rank
 from paceline.testing.rank_outcomes import Ending, Outcome, own_frames, position
 from paceline.testing.recorded_collectives import Note
@@ -93,14 +96,20 @@ class RankRun:
         with tempfile.TemporaryDirectory(prefix="paceline-test-", ignore_cleanup_errors=True) as folder:
             self._start = time.monotonic()
             listener = loopback_listener()
+            port, memory = listener.getsockname()[1], None
+            if sys.platform == "linux":
+                memory = make_file(str(port))
+            private = f"{port} {path_of_file(memory)}" if memory is not None else ""
             try:
                 for rank in range(self.size):
-                    self._fork(rank, body, Path(folder), listener)
+                    self._fork(rank, body, Path(folder), listener, private)
                 store = loopback_store(listener=listener)  # after the forks, as it has threads
                 self._converse()
                 self._ask_for_stacks(Path(folder))
             finally:
                 listener.close()
+                if memory is not None:
+                    os.close(memory)
                 for process in self.processes:
                     kill(process)
                 for process in self.processes:
@@ -109,7 +118,7 @@ class RankRun:
             harvest(Path(folder))
         return [process.ending for process in self.processes]
 
-    def _fork(self, rank: int, body: Callable[[Connected], Outcome], folder: Path, listener: Any) -> None:
+    def _fork(self, rank: int, body: Callable[[Connected], Outcome], folder: Path, listener: Any, private: str) -> None:
         ours, theirs = Pipe()
         note, drawn = Note(), random.getstate()
         with warnings.catch_warnings():
@@ -119,7 +128,8 @@ class RankRun:
             port = listener.getsockname()[1]
             for inherited in (listener, ours, *(process.pipe for process in self.processes)):
                 inherited.close()
-            be_rank(body, Connected(rank, self.size, port, theirs, note, folder, drawn))  # which never returns
+            connected = Connected(rank, self.size, port, private, theirs, note, folder, drawn)
+            be_rank(body, connected)  # which never returns
         theirs.close()
         with suppress(OSError):
             os.setpgid(pid, pid)  # as the rank does itself

@@ -13,7 +13,7 @@ import functools
 import json
 import mmap
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,6 +43,7 @@ COLLECTIVES = [
 ]
 ONE_TO_ONE = ["send", "recv"]
 """Not collectives: written where the test process can read it, and not compared."""
+REPLACED = [*COLLECTIVES, *ONE_TO_ONE, "init_process_group"]
 SIZE = 4096
 
 
@@ -58,6 +59,8 @@ class GroupCalls:
 
 
 Calls = dict[str, GroupCalls]
+Places = Mapping[str, Sequence[tuple[dict[str, Any], str]]]
+"""Of functions of ``torch.distributed``, by name: the namespaces in which they are found, and as what."""
 
 
 class Note:
@@ -95,14 +98,12 @@ class Recorder:
         self._inside = False  # a recorded call, which may call others
         self._works: dict[str, Any] = {}  # the latest asynchronous one of each group
 
-    def install(self, namespaces: Sequence[dict[str, Any]]) -> None:
-        """Wrap torch's functions where they are, and in `namespaces` that imported them by name."""
+    def install(self, places: Places) -> None:
+        """Wrap torch's functions wherever they are."""
         Recorder.current = self
         for name in [*COLLECTIVES, *ONE_TO_ONE]:
-            original = getattr(dist, name, None)
-            if original is None:
-                continue
-            replace(original, self._wrap(name, original), namespaces)
+            if name in places:
+                replace(name, self._wrap(name, getattr(dist, name)), places)  # perhaps not torch's, but a test's own
 
     def result(self) -> Calls:
         """Return the calls by group, marked as failed where an asynchronous one has."""
@@ -153,10 +154,22 @@ class Recorder:
         return name
 
 
-def replace(original: Any, replacement: Any, namespaces: Sequence[dict[str, Any]]) -> None:
-    """Put another function in the place of one of torch's, where it is and in `namespaces` that imported it."""
+def places_in(namespaces: Iterable[dict[str, Any]]) -> Places:
+    """Return where torch's functions are: in torch itself, and in those of `namespaces` that imported them by name."""
+    names = {id(getattr(dist, name)): name for name in REPLACED if hasattr(dist, name)}
+    places: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in names.values()}
     for namespace in (vars(dist), vars(dist.distributed_c10d), *namespaces):
-        for key in [key for key, value in namespace.items() if value is original]:
+        for key, value in list(namespace.items()):
+            if name := names.get(id(value)):
+                places[name].append((namespace, key))
+    return places
+
+
+def replace(name: str, replacement: Any, places: Places) -> None:
+    """Put another function in the place of that of this name."""
+    original = getattr(dist, name)
+    for namespace, key in places[name]:
+        if namespace.get(key) is original:
             namespace[key] = replacement
 
 
