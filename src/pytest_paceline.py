@@ -76,8 +76,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def _needed(item: Any) -> frozenset[str]:
     """Return our fixtures, without those that the user has replaced by fixtures of the same name."""
-    definitions = item._fixtureinfo.name2fixturedefs
-    return frozenset(name for name in OURS if name in definitions and definitions[name][-1].func.__module__ == __name__)
+    return frozenset(name for name in OURS if _is_ours(item, name))
+
+
+def _is_ours(item: Any, name: str) -> bool:
+    definitions = item._fixtureinfo.name2fixturedefs.get(name)
+    return bool(definitions) and definitions[-1].func.__module__ == __name__
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -88,7 +92,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     testing, runtest = _testing(), item.runtest
     item.runtest = lambda: testing.run(item, runtest)  # type: ignore[method-assign]
     try:
-        return (yield)
+        with testing.prepared(item, _needed(item) | ({"kill"} if _is_ours(item, "kill") else set())):
+            return (yield)
     finally:
         del item.runtest  # the class has it
 

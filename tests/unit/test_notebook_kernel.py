@@ -100,6 +100,30 @@ def test_a_mistake_is_refused_in_one_line(ranks: Kernel, cell: str, message: str
     assert done.error_name == "UsageError"
 
 
+def test_the_status_tells_that_a_cell_has_left_the_process_group(ranks: Kernel) -> None:
+    """It went on to name the group of the beginning."""
+    before = ranks.run("%dist_status").lines
+    assert before[0].startswith("2 ranks, cpu, ")
+    ranks.run("%%rank [1]\nimport torch.distributed as dist\ndist.destroy_process_group()")
+    half = ranks.run("%dist_status").lines
+    assert half == [*before[:2], f"{before[2]}, in no process group"]
+    ranks.run("%%rank [0]\nimport torch.distributed as dist\ndist.destroy_process_group()")
+    assert ranks.run("%dist_status").lines == ["2 ranks, in no process group", *before[1:]]
+    ranks.run("import paceline\nworld = paceline.init()")
+    assert ranks.run("%dist_status").lines == before
+
+
+def test_one_rank_is_spoken_of_as_one(notebook: Kernel) -> None:
+    notebook.run("%dist_shutdown")
+    started = notebook.run("%dist_init --nproc 1").text
+    assert re.fullmatch(r"rank 0 is ready \(cpu, .*\); every cell runs on it\n", started)
+    assert notebook.run("%dist_status").lines[0].startswith("1 rank, cpu, ")
+    assert notebook.run("%dist_init --nproc 2").error == (
+        "UsageError: 1 rank is running already; end it with %dist_shutdown first"
+    )
+    assert notebook.run("%dist_shutdown").text == "the rank has ended\n"
+
+
 def test_output_comes_with_its_rank_and_equal_output_once(ranks: Kernel) -> None:
     cell = ranks.run("print('mine', rank)\nprint('ours')\nprint(device, world_size, gpu_id)\nrank * 10")
     assert cell.lines == [

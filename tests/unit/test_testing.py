@@ -442,6 +442,87 @@ def test_ends_itself(world):
     )
 
 
+def test_an_exit_on_a_rank_ends_pytest_with_its_return_code(pytester: pytest.Pytester) -> None:
+    """It was 2 whatever the rank had said."""
+    pytester.makepyfile(
+        test_it=HEAD
+        + """
+@pytest.mark.ranks(2)
+def test_it(world):
+    pytest.exit("enough", returncode=7)
+"""
+    )
+    assert pytester.runpytest_inprocess(*OPTIONS).ret == 7
+
+
+def test_native_tracebacks_of_ranks_stand_on_lines_of_their_own(outcome: Any) -> None:
+    printed = outcome(
+        """
+@pytest.mark.ranks(2)
+def test_it(world):
+    raise OSError(f"on {world.rank}")
+""",
+        "--tb=native",
+        failed=1,
+    )
+    assert re.search(r"^OSError: on \d\n-+ rank \d of 2 raised this; the others -+\nrank \d raised, too", printed, re.M)
+
+
+def test_what_ranks_record_is_in_the_tests_report_once(outcome: Any, pytester: pytest.Pytester) -> None:
+    outcome(
+        """
+@pytest.mark.ranks(2)
+def test_it(world, record_property):
+    record_property("size", world.size)
+    record_property("rank", world.rank)
+""",
+        "--junitxml=report.xml",
+        "-ojunit_family=legacy",
+        passed=1,
+    )
+    found = re.findall(r'<property name="(\w+)" value="(\d)"', (pytester.path / "report.xml").read_text())
+    assert found == [("size", "2"), ("rank", "0"), ("rank", "1")]
+
+
+def test_ranks_draw_the_same_examples_and_may_use_the_world(outcome: Any) -> None:
+    """Each rank drew its own, and a fixture that only ranks have was an error in the test process."""
+    printed = outcome(
+        """
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+def gathered(value):
+    everyone = [None, None]
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+@pytest.fixture
+def mine(world):
+    return world.rank
+
+class TestDrawn:
+    @pytest.mark.ranks(2)
+    @settings(max_examples=10, deadline=None, database=None)
+    @given(drawn=st.integers())
+    def test_it(self, world, kill, drawn):
+        assert gathered(drawn) == [drawn, drawn]
+
+@pytest.mark.ranks(2)
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(drawn=st.integers())
+def test_fixture_of_ranks(mine, drawn):
+    assert gathered(mine) == [0, 1]
+
+@pytest.mark.ranks(2)
+@given(drawn=st.integers())
+def test_refused_by_hypothesis(mine, drawn):
+    pass
+""",
+        passed=2,
+        failed=1,
+    )
+    assert "uses a function-scoped fixture 'mine'" in printed
+
+
 def test_warnings_of_ranks_are_passed_on_once(outcome: Any) -> None:
     printed = outcome(
         """
@@ -680,6 +761,21 @@ def test_every_buggy_training_is_found_and_named_in_one_line(
 
 
 # -- beside other tools ------------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_ranks_load_is_loaded_here_before_the_next_test(outcome: Any) -> None:
+    """Or every rank of every test would load it again."""
+    outcome(
+        """
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("turn", [0, 1])
+def test_it(world, turn):
+    name = "torch.utils.show_pickle"
+    assert (name in sys.modules) == (turn == 1)
+    __import__(name)
+""",
+        passed=2,
+    )
 
 
 def test_the_plug_in_loads_nothing_before_a_test_uses_it() -> None:

@@ -23,6 +23,7 @@ import paceline  # noqa: F401  # registers the backend
 from paceline.errors import UsageError
 from paceline.testing import coverage_of_ranks
 from paceline.testing.deferred_fixtures import defer
+from paceline.testing.hypothesis_tests import prepared as prepared
 from paceline.testing.loaded_modules import LoadedModules
 from paceline.testing.marks import RanksMark
 from paceline.testing.pool import RankFailed

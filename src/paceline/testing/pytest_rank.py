@@ -20,7 +20,7 @@ from _pytest.outcomes import XFailed
 
 import paceline.world
 from paceline.errors import CommunicationError
-from paceline.testing import captured_output, coverage_of_ranks
+from paceline.testing import captured_output, coverage_of_ranks, hypothesis_tests
 from paceline.testing.deferred_fixtures import DEFERRED, run_new_finalizers
 from paceline.testing.faults import Faults
 from paceline.testing.forked_rank import Connected, environment
@@ -107,6 +107,7 @@ def _set_up_deferred(item: Any, world: Any, faults: Faults) -> None:
     arguments = getattr(item, "funcargs", None)
     if arguments is None:
         return
+    hypothesis_tests.forget(item)
     waiting = [name for name, value in arguments.items() if value is DEFERRED]
     for name in waiting:
         del arguments[name]
