@@ -27,7 +27,7 @@ from paceline.testing.hypothesis_tests import prepared as prepared
 from paceline.testing.loaded_modules import LoadedModules
 from paceline.testing.marks import RanksMark
 from paceline.testing.pool import RankFailed
-from paceline.testing.pytest_rank import run_body
+from paceline.testing.pytest_rank import Listener, run_body
 from paceline.testing.rank_outcomes import Ending, Verdict, is_users, judge, others
 from paceline.testing.rank_processes import RankRun
 from paceline.testing.recorded_collectives import Places, places_in
@@ -71,6 +71,8 @@ def set_up(item: Any, mark: RanksMark, needed: frozenset[str]) -> None:
             "stand above it",
             pytrace=False,
         )
+    if not item.config.pluginmanager.has_plugin(Listener.NAME):
+        item.config.pluginmanager.register(Listener(), Listener.NAME)
     item.config.stash.setdefault(MODULES, LoadedModules()).expect(item.path)
     item.stash[MARK] = mark
     defer(item, needed)
@@ -108,10 +110,10 @@ def run(item: Any, runtest: Callable[[], None]) -> None:
 def _places(item: Any) -> Places:
     """Return where torch's functions are. They are looked for again when modules have come."""
     loaded = len(sys.modules), next(reversed(sys.modules)), id(item.module)
-    before, places = item.config.stash.get(PLACES, (None, {}))
-    if before != loaded:
-        places = places_in(_users_namespaces(item))
-        item.config.stash[PLACES] = loaded, places
+    found = item.config.stash.get(PLACES, None)
+    if found is None or found[0] != loaded:
+        found = item.config.stash[PLACES] = loaded, places_in(_users_namespaces(item))
+    places: Places = found[1]
     return places
 
 

@@ -38,8 +38,7 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, places: Pl
     """Run the test of `item` on this rank; `places` are those of torch's functions, which are to be recorded."""
     modules, properties = len(sys.modules), len(item.user_properties)
     captured_output.separate(item.config)
-    reports: list[pytest.TestReport] = []
-    _replace_reporting(item.config, connected, reports)
+    reports = _listen(item.config, connected)
     with coverage_of_ranks.measured(connected.folder, connected.rank), ExitStack() as stack:
         records: list[Any] = []
         if "recwarn" not in item.fixturenames:  # which catches them
@@ -151,27 +150,46 @@ def _warn_of_unhandled(config: pytest.Config) -> None:
             collect(config)
 
 
-def _replace_reporting(config: pytest.Config, connected: Connected, reports: list[pytest.TestReport]) -> None:
-    """Collect the reports of subtests, rather than print them; say when a debugger is in use."""
+class Listener:
+    """On a rank, collects the reports of subtests, rather than print them, and says when a debugger is in use.
 
-    class Rank:
-        @staticmethod
-        def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-            reports.append(report)
+    It is registered in the test process, once, as that takes milliseconds.
+    """
 
-        @staticmethod
-        def pytest_enter_pdb() -> None:
+    NAME = "paceline rank"
+
+    def __init__(self) -> None:
+        self.connected: Connected | None = None
+        """None in the test process, where there is nothing to do."""
+        self.reports: list[pytest.TestReport] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Collect the report."""
+        if self.connected is not None:
+            self.reports.append(report)
+
+    def pytest_enter_pdb(self) -> None:
+        """Take the terminal, and all the time that is needed."""
+        if self.connected is not None:
             _take_terminal()
-            connected.tell("debugging", True)
+            self.connected.tell("debugging", True)
 
-        @staticmethod
-        def pytest_leave_pdb() -> None:
-            connected.tell("debugging", False)
+    def pytest_leave_pdb(self) -> None:
+        """Go on."""
+        if self.connected is not None:
+            self.connected.tell("debugging", False)
 
+
+def _listen(config: pytest.Config, connected: Connected) -> list[pytest.TestReport]:
+    """Have the reports of this rank go into the list that is returned, and nowhere else."""
+    ours: Any = config.pluginmanager.getplugin(Listener.NAME)
+    ours.connected = connected
     listeners = config.hook.pytest_runtest_logreport
     for listener in list(listeners.get_hookimpls()):  # the terminal, a file, xdist's connection to its controller
-        listeners._remove_plugin(listener.plugin)
-    config.pluginmanager.register(Rank(), "paceline rank")
+        if listener.plugin is not ours:
+            listeners._remove_plugin(listener.plugin)
+    reports: list[pytest.TestReport] = ours.reports
+    return reports
 
 
 def _take_terminal() -> None:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -93,13 +94,11 @@ class RankRun:
             UsageError: if this process cannot be forked.
         """
         expect_to_fork()
-        with tempfile.TemporaryDirectory(prefix="paceline-test-", ignore_cleanup_errors=True) as folder:
+        with (
+            tempfile.TemporaryDirectory(prefix="paceline-test-", ignore_cleanup_errors=True) as folder,
+            _stores() as (listener, private),
+        ):
             self._start = time.monotonic()
-            listener = loopback_listener()
-            port, memory = listener.getsockname()[1], None
-            if sys.platform == "linux":
-                memory = make_file(str(port))
-            private = f"{port} {path_of_file(memory)}" if memory is not None else ""
             try:
                 for rank in range(self.size):
                     self._fork(rank, body, Path(folder), listener, private)
@@ -107,9 +106,6 @@ class RankRun:
                 self._converse()
                 self._ask_for_stacks(Path(folder))
             finally:
-                listener.close()
-                if memory is not None:
-                    os.close(memory)
                 for process in self.processes:
                     kill(process)
                 for process in self.processes:
@@ -259,6 +255,21 @@ class RankRun:
         for process in asked:
             process.ending.doing = position(process.note.read(), process.ending.stack, process.begun is not None)
             process.ending.when = time.monotonic() - self._start
+
+
+@contextmanager
+def _stores() -> Iterator[tuple[socket.socket, str]]:
+    """Open the port of the ranks' store, and the private store of ranks on one host, as a launcher names it."""
+    with loopback_listener() as listener:
+        port = listener.getsockname()[1]
+        if sys.platform != "linux":
+            yield listener, ""
+            return
+        memory = make_file(str(port))
+        try:
+            yield listener, f"{port} {path_of_file(memory)}"
+        finally:
+            os.close(memory)
 
 
 def kill(process: RankProcess) -> None:
