@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from paceline.buckets import shaped_like
+from paceline.buckets import flattened, joined, shaped_like
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.shared_channel import SharedChannel
 from paceline.errors import UsageError
-from paceline.optim.plan import Piece, joined
+from paceline.optim.plan import Piece
 from paceline.torch_internals.tensors import copy_each
 
 
@@ -36,13 +36,6 @@ class Segment(Protocol):
 def flat_view(parameter: nn.Parameter) -> Tensor:
     """Return the elements of a dense `parameter` as they lie in memory, as one dimension; a view."""
     return flattened(parameter.detach())
-
-
-def flattened(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense `tensor` as they lie in memory, as one dimension; a view."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 class SharedSegment:

@@ -13,7 +13,7 @@ from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.opening import open_channel
 from paceline.errors import UsageError
 from paceline.optim.owned import Owned, owned_by
-from paceline.optim.plan import Piece, cut_evenly, deal_out
+from paceline.optim.plan import Piece, Shares, cut_evenly, deal_out
 from paceline.optim.segments import Segment, make_segment
 from paceline.optim.subject import Subject
 
@@ -38,6 +38,8 @@ class Sharding:
         """The pieces of this rank, in the order of parameters."""
         self.channel: Channel | None = None
         """The way to the other ranks; None in a world of one."""
+        self.shares = Shares()
+        """The pieces of all ranks."""
         self._subject, self._by, self._master_dtype = subject, by, master_dtype
         self._segments: list[Segment] = []
         self._loads = [0] * subject.size
@@ -92,6 +94,14 @@ class Sharding:
                 local = [Piece(number[each.parameter], each.start, each.stop, each.owner) for each in shared]
                 self._segments.append(make_segment(self.channel, [parameters[index] for index in members], local))
             pieces += shared
+        cut: dict[int, list[Piece]] = {index: [] for index in range(len(parameters))}
+        for index in replicated:
+            del cut[index]
+        for piece in pieces:
+            if piece.parameter in cut:
+                cut[piece.parameter].append(piece)
+        for index, own in cut.items():  # those without elements, too
+            self.shares.add(parameters[index], own)
         pieces.sort(key=lambda piece: (piece.parameter, piece.start))
         self.owned += owned_by(self._subject.rank, pieces, parameters, first, self._master_dtype)
         self._addresses = _addresses(self._parameters)
