@@ -154,9 +154,11 @@ class Scatter(AllReduce):
         return self.channel.reduce_parts(bucket.flat, parts, note)
 
     def _parts_of(self, bucket: Bucket, at: int) -> list[list[slice]] | None:
-        """Return which elements of the bucket each rank owns; None if some are nobody's, or lie in another order."""
+        """Return which elements of the bucket each rank owns; None for none, nobody's, or those in another order."""
         parameters = [self._parameters()[index] for index in bucket.indices]
-        if any(view.stride() != each.stride() for view, each in zip(bucket.views, parameters, strict=True)):
+        if not bucket.flat.numel() or any(
+            view.stride() != each.stride() for view, each in zip(bucket.views, parameters, strict=True)
+        ):
             return None
         indices, version, parts = self._layouts.get(at, (None, None, None))
         if indices is not bucket.indices or version != self._plan.version:
