@@ -1,7 +1,7 @@
 """Whole training steps with a sharded optimizer, ours and torch's, beside unsharded ones, in turns in one run.
 
 With --memory, the peak of a rank's memory instead, of each variant in processes of its own, and the bytes of optimizer
-state on a rank. With --config CONFIG.json, of a language model, too; SmolLM2-360M takes 14 GiB on 2 ranks.
+state on a rank. With --config CONFIG.json, of a language model in float32, too; SmolLM2-360M takes 5 to 8 GiB a rank.
 Run by: paceline run --nproc 2 benchmarks/sharded_optimizer.py --help; with --memory, without paceline run.
 """
 
