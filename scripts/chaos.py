@@ -49,7 +49,7 @@ class Case:
     redone: tuple[int, int] = (0, 0)
     """Completed steps that are computed again: least, most."""
     source: str | None = "memory"
-    """Where the last start goes on from."""
+    """Where the last start goes on from; "any" where that depends on which of two copies is complete first."""
     weights: bool = True
     """Whether weights and optimizer are compared, not only random generators and samples."""
     recipe: bool = False
@@ -126,7 +126,7 @@ def cases() -> list[Case]:
     again = (f"{struck} do=raise", *(f"forward rank=1 start={start} do=raise" for start in range(1, 5)))
     return [
         *sequences(),
-        *(Case(f"{each} on disk", 2, (f"{each} rank=0 at={at}",), saving, source=None)
+        *(Case(f"{each} on disk", 2, (f"{each} rank=0 at={at}",), saving, source="any")
           for each, at in (("write", 2), ("before-rename", 2), ("after-rename", 2))),
         Case("the rank that rescues, too", 4, (struck, "rescue rank=0"), {}),
         Case("in the middle of the rescue, too", 4, (struck, "write rank=0 at=2"), {}),
@@ -175,6 +175,10 @@ def run(case: Case, orders: tuple[str, ...], folder: Path) -> tuple[int | None, 
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         _, errors = process.communicate(timeout=TIMEOUT_S)
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
     except subprocess.TimeoutExpired:
         process.kill()  # the ranks end with it
         return None, process.communicate()[1], [None] * case.nproc
@@ -192,7 +196,7 @@ def _outcome(case: Case, folder: Path, rank: int) -> dict[str, Any] | None:
     return {
         "states": report["replica_sha256"][rank],
         "samples": report["steps"],
-        "generators": report["loss"],
+        "generators": report["test_loss"],
         **counted,
     }
 
@@ -293,4 +297,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted; nothing was kept", file=sys.stderr)
+        sys.exit(130)

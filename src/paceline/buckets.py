@@ -144,3 +144,21 @@ def shaped_like(parameter: Tensor, piece: Tensor) -> Tensor:
             return piece.view(parameter.shape)
         expected *= extent
     return piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense `tensor` as they lie in memory, as one dimension; a view."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ascending `ranges` with those joined that follow one another without a gap."""
+    found: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        elif stop > start:
+            found.append((start, stop))
+    return found

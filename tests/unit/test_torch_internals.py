@@ -46,6 +46,8 @@ from paceline.torch_internals import (
     ddp,
     dtensor,
     elastic,
+    empty_tensor,
+    fake_tensors,
     nccl,
     optimizer_hooks,
     profiler,
@@ -178,7 +180,39 @@ def _() -> None:
     assert tuple(cast("Any", torch.ones(3, 2, requires_grad=True).mean().grad_fn)._saved_self_sym_sizes) == (3, 2)
 
 
+@contract("torch._subclasses.fake_tensor.FakeTensorMode")
+def _() -> None:
+    with fake_tensors.without_memory():
+        weight = torch.empty(2**50, requires_grad=True)
+        product = weight * torch.ones(2**50)
+        assert product.untyped_storage().nbytes() == 2**52
+        assert (product.device.type, product.requires_grad) == ("cpu", True)
+        assert torch.empty_like(torch.empty(3, device="meta"), device="cpu").shape == (3,)
+
+
 # -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+class Untouchable(torch.Tensor):
+    __torch_function__ = empty_tensor.disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        raise LookupError(str(operation))
+
+
+@contract("torch.Tensor._make_wrapper_subclass", "torch._C._disabled_torch_function_impl")
+def test_a_gradient_without_memory_is_taken_and_refuses_every_operation() -> None:
+    parameter = nn.Parameter(torch.ones(3, 2))
+    parameter.grad = empty_tensor.without_memory(Untouchable, parameter)
+    assert (type(parameter.grad), parameter.grad.shape) == (Untouchable, (3, 2))
+    for operation in (torch.Tensor.norm, torch.Tensor.zero_, torch.clone, lambda each: each + 1):
+        with pytest.raises(LookupError, match="aten"):
+            operation(parameter.grad)
+    with pytest.raises(LookupError, match="add_"):
+        parameter.sum().backward()
+    SGD([parameter], lr=0.1).zero_grad()
+    assert parameter.grad is None
 
 
 @contract("torch._C._storage_Use_Count", "UntypedStorage._cdata")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from paceline.ddp.transport.scatter import clip_scattered, is_scattered
 from paceline.ddp.wrapper import DistributedDataParallel
 from paceline.errors import UsageError
 
@@ -103,7 +104,8 @@ def clip_grad_norm_(
     """Scale the averaged gradients so that their norm is at most `max_norm`; returns the norm before.
 
     Gradients are equal on every rank after a synchronized backward, so each rank finds the same norm without
-    communication.
+    communication. Where a sharded optimizer has them scattered, it takes one scalar from every rank, and all ranks call
+    it.
 
     Args:
         parameters: the model, or parameters as for ``torch.nn.utils.clip_grad_norm_``.
@@ -122,4 +124,8 @@ def clip_grad_norm_(
             )
         parameters.expect_averaged("clip_grad_norm_()")
     tensors = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    if any(map(is_scattered, gradients)):
+        return clip_scattered(gradients, max_norm, norm_type, error_if_nonfinite)
     return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite)

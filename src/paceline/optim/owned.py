@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from paceline.buckets import flattened
+from paceline.ddp.transport.scatter import ScatteredGradient
 from paceline.errors import UsageError
 from paceline.optim.plan import Piece
-from paceline.optim.segments import flat_view, flattened
+from paceline.optim.segments import flat_view
 
 
 @dataclass
@@ -69,7 +71,9 @@ class Owned:
         """Show the inner optimizer this piece of the parameter's gradient."""
         if gradient is None:
             return
-        if gradient.is_sparse:
+        if isinstance(gradient, ScatteredGradient):
+            gradient = self._found_in(gradient)
+        elif gradient.is_sparse:
             if self.piece is not None:
                 raise UsageError(
                     f"the gradient of parameter {self.index} of the ShardedOptimizer is sparse, and it cannot be cut "
@@ -80,6 +84,17 @@ class Owned:
         if self.piece is not None:
             gradient = _laid_out(gradient, self.parameter)[slice(*self.piece)]
         self.trained.grad = gradient if gradient.dtype is self.trained.dtype else gradient.to(self.trained.dtype)
+
+    def _found_in(self, gradient: ScatteredGradient) -> Tensor:
+        """Return the memory of a gradient of which this rank has the average in this piece."""
+        memory = gradient.memory()
+        piece = self.piece or (0, self.parameter.numel())
+        if memory.stride() != self.parameter.stride() or piece not in gradient.own_pieces():
+            raise UsageError(
+                f"parameter {self.index} of the ShardedOptimizer was laid out or shared out otherwise when its "
+                "gradient was scattered; change nothing between a backward and the step"
+            )
+        return memory
 
     def end_step(self) -> None:
         """Let go of the gradient, and show the new values in the parameter."""

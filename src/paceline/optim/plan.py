@@ -1,9 +1,12 @@
-"""The sharding plan: which rank owns which slice of which parameter. Functions of plain values, equal on every rank."""
+"""The sharding plan: which rank owns which slice of which parameter, from plain values that are equal on every rank."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 ALIGN = 128
 """Elements. On a CPU a kernel computes the last elements of a tensor, which fill no vector register, by other
@@ -79,12 +82,21 @@ def deal_out(sizes: Sequence[int], members: Sequence[int], ranks: int, loads: li
     return sorted(pieces, key=lambda piece: members.index(piece.parameter))
 
 
-def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ascending `ranges` with those joined that follow one another without a gap."""
-    found: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        elif stop > start:
-            found.append((start, stop))
-    return found
+class Shares:
+    """The pieces of all ranks, by parameter; what a wrapper that scatters gradients cuts its buckets by."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        """Grows with every parameter."""
+        self._pieces: dict[int, tuple[weakref.ref[Tensor], list[tuple[int, int, int]]]] = {}
+        """By ``id`` of the parameter, which is looked at, as another may have taken its place."""
+
+    def add(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
+        """Take in the `pieces` of a parameter."""
+        self.version += 1
+        self._pieces[id(parameter)] = (weakref.ref(parameter), [(each.start, each.stop, each.owner) for each in pieces])
+
+    def pieces_of(self, parameter: Tensor) -> Sequence[tuple[int, int, int]] | None:
+        """Return (start, stop, owner) of each piece, in elements as they lie in memory; None if it is not sharded."""
+        found, pieces = self._pieces.get(id(parameter), (None, None))
+        return pieces if found is not None and found() is parameter else None

@@ -13,18 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from paceline.buckets import shaped_like
+from paceline.buckets import flattened, joined, shaped_like
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.shared_channel import SharedChannel
 from paceline.errors import UsageError
-from paceline.optim.plan import Piece, joined
+from paceline.optim.plan import Piece
 from paceline.torch_internals.tensors import copy_each
+
+STAGED = 4
+"""Segments that travel through buffers of their own at a time: enough to keep a network busy, and few enough that the
+buffers together stay small beside the parameters."""
 
 
 class Segment(Protocol):
     """Parameters of one dtype on one device, with the pieces that ranks own of them."""
 
     parameters: list[nn.Parameter]
+    most_launched: int | None
+    """How many such segments are launched before the first is waited for; None for all, as they need no memory."""
 
     def take(self) -> None:
         """Take the parameters as they are now, after someone has given them other memory."""
@@ -38,15 +44,10 @@ def flat_view(parameter: nn.Parameter) -> Tensor:
     return flattened(parameter.detach())
 
 
-def flattened(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense `tensor` as they lie in memory, as one dimension; a view."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
 class SharedSegment:
     """A segment in the memory that the ranks of a host share."""
+
+    most_launched: int | None = None
 
     def __init__(self, channel: SharedChannel, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> None:
         self.parameters = list(parameters)
@@ -98,6 +99,8 @@ class SharedSegment:
 
 class StagedSegment:
     """A segment that travels through the backend's all-gather."""
+
+    most_launched: int | None = STAGED
 
     def __init__(self, channel: Channel, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> None:
         self.parameters = list(parameters)

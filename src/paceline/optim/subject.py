@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.ddp.engine.concurrent_wrappers import wrappers
-from paceline.ddp.engine.reducer import Reducer
+from paceline.ddp.engine.averaging import Averaging, averagings
 from paceline.ddp.engine.sparse import sparse_by_layer
 from paceline.errors import UsageError
 from paceline.torch_internals.dtensor import is_sharded
@@ -33,7 +32,7 @@ class Subject:
     """Names of parameters, by ``id``; of those of the model, or of a wrapper."""
     sparse: frozenset[int] = frozenset()
     """Parameters whose gradients are sparse, by ``id``; every rank updates these."""
-    wrappers: list[Reducer] = field(default_factory=list)
+    wrappers: list[Averaging] = field(default_factory=list)
     """Those of ours that average the gradients."""
 
     @property
@@ -92,6 +91,19 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
     return Subject(groups, group, model, names, sparse, ours)
 
 
+def expect_wrapper(subject: Subject) -> None:
+    """Refuse to scatter gradients that no wrapper of ours averages.
+
+    Raises:
+        UsageError: unless there is one rank alone.
+    """
+    if subject.size > 1 and not subject.wrappers:
+        raise UsageError(
+            "reduce_scatter=True needs paceline.DistributedDataParallel, as others average whole gradients; wrap the "
+            "model with it first, or leave reduce_scatter out"
+        )
+
+
 def _listed(entry: Any) -> Any:
     """Return a group whose parameters can be looked at more than once, unlike what ``parameters()`` returns."""
     if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
@@ -99,10 +111,10 @@ def _listed(entry: Any) -> Any:
     return entry
 
 
-def wrappers_of(groups: Iterable[Any]) -> list[Reducer]:
+def wrappers_of(groups: Iterable[Any]) -> list[Averaging]:
     """Return those of our wrappers that average gradients of parameters in `groups`."""
     ids = {id(parameter) for parameter in _parameters(groups)}
-    return [each for each in wrappers() if isinstance(each, Reducer) and ids & each.names.keys()]
+    return [each for each in averagings() if ids & each.names.keys()]
 
 
 def _parameters(groups: Iterable[Any]) -> Iterable[Any]:

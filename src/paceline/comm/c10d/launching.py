@@ -72,6 +72,20 @@ class Launching(Exchanging):
         assert isinstance(self._collectives, Collectives), "only among ranks of one host; see native"
         return self._collectives.post_gather(tensor, parts)
 
+    def launch_reduce_scatter(
+        self,
+        tensor: Tensor,
+        parts: Sequence[Sequence[slice]],
+        note: Note | None = None,
+        factor: Callable[[Sequence[Note]], float] | None = None,
+    ) -> Operation:
+        """Begin the sum of `tensor`, of which each rank gets its own of the `parts`, one list for each rank, in place.
+
+        :meth:`allocate` gave it on every rank. Otherwise as :meth:`launch_all_reduce`.
+        """
+        assert isinstance(self._collectives, Collectives), "only among ranks of one host; see native"
+        return self._collectives.post_reduce_scatter(tensor, parts, note, factor)
+
     def progress(self) -> None:
         """Take launched operations as far as they go now, without waiting."""
         self._whole_engine().progress()

@@ -72,6 +72,26 @@ class AllReduce:
 
         return self._engine.post(header, compute)
 
+    def post_parts(
+        self,
+        tensor: Tensor,
+        parts: Sequence[Sequence[slice]],
+        op: ReduceOp.RedOpType,
+        note: Note,
+        factor: Callable[[Sequence[Note]], float] | None,
+    ) -> Operation:
+        """Begin to reduce this rank's `parts` of `tensor`; see :meth:`Collectives.post_reduce_scatter`."""
+        header = self._header(tensor, 0, tensor, op, Kind.launched_reduce_scatter, note)
+
+        def compute(headers: list[Header]) -> None:
+            with recorder.span(REDUCE):
+                scale = None if factor is None else factor([header.note for header in headers])
+                for part in parts[self._place]:
+                    operands = self._engine.operands(headers, part)
+                    reduce_into([operands[self._place]], operands, op, scale)
+
+        return self._engine.post(header, compute)
+
     def post_own(self, shown: Tensor, result: Tensor, op: ReduceOp.RedOpType, scale: float | None = None) -> Operation:
         """Begin to reduce what every rank has `shown` in its shared memory, each for itself into `result`."""
 

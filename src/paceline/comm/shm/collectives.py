@@ -49,6 +49,23 @@ class Collectives:
         """
         return self._reductions.post(tensor, op, scale, note, factor)
 
+    def post_reduce_scatter(
+        self,
+        tensor: Tensor,
+        parts: Sequence[Sequence[slice]],
+        note: Note | None = None,
+        factor: Callable[[Sequence[Note]], float] | None = None,
+    ) -> Operation:
+        """Begin to sum `tensor`, which lies in this rank's shared memory, in the elements that are this rank's alone.
+
+        Args:
+            tensor: elsewhere it keeps what it holds; not to be written to until the operation is finished.
+            parts: which elements are of the rank in each place; no element is of two.
+            note: of this rank.
+            factor: of all ranks' notes, by which the sum is multiplied.
+        """
+        return self._reductions.post_parts(tensor, parts, ReduceOp.SUM, note or (0.0, 0.0), factor)
+
     def post_own_sum(self, shown: Tensor, result: Tensor) -> Operation:
         """Begin to sum what all ranks show in their shared memory, each for itself into its `result`."""
         return self._reductions.post_own(shown, result, ReduceOp.SUM)

@@ -51,9 +51,11 @@ class Kind(IntEnum):
     all_to_all = 10
     launched_gather = 11
     """One that was launched, in place; all ranks' operands lie in shared memory."""
+    launched_reduce_scatter = 12
+    """One that was launched, in place; all ranks' operands lie in shared memory."""
 
 
-_REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.reduce)
+_REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.launched_reduce_scatter, Kind.reduce)
 ROOTS = {Kind.broadcast: "from", Kind.scatter: "from", Kind.reduce: "to", Kind.gather: "to"}
 
 

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from paceline.buckets import Bucket, assign
 from paceline.ddp.engine.gradient_views import Window, are_untouched, shared
 from paceline.ddp.transport.channel import Channel
+from paceline.ddp.transport.scatter import ScatteredGradient
 from paceline.errors import CheckpointMismatch
 from paceline.torch_internals.tensors import copy_each
 
@@ -82,6 +83,9 @@ class BucketSet:
     def use_parameters(self, names: Sequence[str], parameters: Sequence[nn.Parameter], outside: frozenset[int]) -> None:
         """Make the buckets anew for other parameters; gradients stay in the old memory for as long as they are used."""
         before = list(zip(self.buckets, self._windows, strict=True))
+        for parameter in self._parameters:
+            if isinstance(parameter.grad, ScatteredGradient):
+                parameter.grad.hold_memory()
         self.buckets, self._windows = [], []
         self._names, self._parameters, self.unbucketed = names, parameters, outside
         self._copies = {}
@@ -135,8 +139,11 @@ class BucketSet:
     def _move_gradients(self, bucket: Bucket) -> None:
         """Take gradients that lie in a bucket of another layout along into the present ones."""
         for index, view in zip(bucket.indices, bucket.views, strict=True):
-            if self._parameters[index].grad is view:
+            gradient = self._parameters[index].grad
+            if gradient is view:
                 self._parameters[index].grad = self.views[index].copy_(view)
+            elif isinstance(gradient, ScatteredGradient) and gradient.lies_in(view):
+                gradient.stand_for(self.views[index].copy_(view))
 
     def _open(self, bucket: Bucket) -> Window:
         """Let users see the bucket's memory."""
@@ -188,22 +195,23 @@ class BucketSet:
             self._windows[number] = self._open(bucket)
             self._keepers[number] = []
 
-    def averages(self, held: Mapping[int, Tensor]) -> Sequence[Tensor]:
+    def averages(self, held: Mapping[int, Tensor], stand_ins: Mapping[int, Tensor]) -> Sequence[Tensor]:
         """Return the tensors to publish as gradients: each parameter's view, or a copy outside of the bucket's memory.
 
         A copy where the view has another dtype than the parameter, and where users keep gradients. What was there
-        before backward (`held`) becomes the average itself if anybody refers to it, such as a flat buffer.
+        before backward (`held`) becomes the average itself if anybody refers to it, such as a flat buffer. `stand_ins`,
+        by parameter, take the place of averages of which this rank has a part alone.
         """
         if self._left:
             self._free_unused()
         self._copies = {}
-        if self._reduce_dtype is None and not self._keepers and not held:
+        if self._reduce_dtype is None and not (self._keepers or held or stand_ins):
             return self.views
         shown = list(self.views)
         if self._reduce_dtype is not None:
-            self._cast(shown)
+            self._cast(shown, stand_ins)
         for index in shared(held):
-            if _can_be_written(held[index]):
+            if index not in stand_ins and _can_be_written(held[index]):
                 shown[index] = held[index].copy_(shown[index])
         for number, keepers in self._keepers.items():
             indices = self.buckets[number].indices
@@ -216,12 +224,14 @@ class BucketSet:
             for index, gradient in enumerate(shown)
             if gradient is not self.views[index]
         }
+        for index, stand_in in stand_ins.items():
+            shown[index] = stand_in
         return shown
 
-    def _cast(self, shown: list[Tensor]) -> None:
+    def _cast(self, shown: list[Tensor], left_out: Collection[int]) -> None:
         """Put copies in the parameters' dtypes in place of views; each has memory of its own, as users may keep it."""
         for bucket in self.buckets:
-            pairs = [(index, self._parameters[index].dtype) for index in bucket.indices]
+            pairs = [(index, self._parameters[index].dtype) for index in bucket.indices if index not in left_out]
             for dtype in {dtype for _, dtype in pairs} - {bucket.flat.dtype}:
                 indices = [index for index, own in pairs if own is dtype]
                 views = [self.views[index] for index in indices]
@@ -234,6 +244,8 @@ class BucketSet:
         """Whether `gradient` lies where :meth:`averages` has put the parameter's average."""
         if gradient.layout is not torch.strided or index in self.unbucketed:
             return False
+        if isinstance(gradient, ScatteredGradient):
+            return gradient.lies_in(self.views[index])
         if index not in self._copies:
             return gradient.data_ptr() == self._addresses[index]
         shown, address = self._copies[index]

@@ -102,7 +102,7 @@ class Ending:
     def _scale(self, notes: Notes) -> None:
         parts = self.backward.parts
         parts.finisher.scale(parts.storage.buckets, notes)
-        if (norms := parts.recorder.norms) is not None:
+        if (norms := parts.recorder.norms) is not None and parts.finisher.is_whole:
             norms += [(AVERAGED, torch.linalg.vector_norm(bucket.flat), 1.0) for bucket in parts.storage.buckets]
 
     def _show_early(self) -> EarlyAverages:
@@ -157,7 +157,7 @@ class Ending:
     def _show(self, apart: dict[int, Tensor], absent: list[int]) -> Sequence[Tensor]:
         """Show the averages: ``p.grad`` is the bucket's view, or what came `apart`; None where no rank had any."""
         backward, parts = self.backward, self.backward.parts
-        averages = parts.storage.averages(backward.held)
+        averages = parts.storage.averages(backward.held, parts.finisher.stand_ins(parts.storage.buckets))
         parts.published.publish(averages, apart, absent, backward.share)
         if not parts.ledger.status.joined:  # else nothing was to be expected
             parts.arrivals.end(backward.absent)

@@ -32,7 +32,9 @@ def expect_capturable(parts: EngineParts) -> None:
         "model.weight(), whose sum over the ranks would stay that of this step": parts.ledger.is_weight_pending,
         "join(), in which ranks take part by turns": parts.join.is_active,
         "sparse gradients, whose size the host reads": bool(parts.storage.unbucketed),
-        "a communication hook or compressor, which works on the host": not parts.finisher.is_capturable,
+        "a communication hook or compressor, or scattered gradients, for which the host works": (
+            not parts.finisher.is_capturable
+        ),
         "the wrapper's first steps, which find the order of the gradients": not parts.arrivals.order_known,
     }
     for name, is_used in unfit.items():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from paceline.ddp.engine.bucket_set import BucketSet
 from paceline.ddp.engine.shared_parameters import Share, Sharing
 from paceline.ddp.engine.sparse import stored_elements
+from paceline.ddp.transport.scatter import ScatteredGradient
 
 
 class PublishedGradients:
@@ -60,12 +61,17 @@ class PublishedGradients:
         """The name of a parameter whose gradient the wrapper has not averaged; None if there is none.
 
         Zeros do not count: torch sets them itself, to have an optimizer make its state.
+
+        Raises:
+            UsageError: for the stand-in of an earlier backward's gradient.
         """
         for index, (name, parameter) in enumerate(zip(self._names, self._parameters, strict=True)):
             gradient = parameter.grad
             if gradient is None or self._is_average(index, gradient):
                 continue
-            if bool(stored_elements(gradient).any()):
+            if isinstance(gradient, ScatteredGradient):
+                gradient.memory()  # raises for one of an earlier backward
+            elif bool(stored_elements(gradient).any()):
                 return name
         return None
 

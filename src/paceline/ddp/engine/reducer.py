@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.ddp.agreement.join_events import Event
@@ -37,6 +36,7 @@ from paceline.ddp.engine.phase import Phase
 from paceline.ddp.engine.settling import Settling
 from paceline.ddp.transport.channel import Channel, Pausing
 from paceline.ddp.transport.finisher import Finisher
+from paceline.ddp.transport.scatter import scattered_and_shared
 from paceline.errors import ReplicaMismatch
 from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
 from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
@@ -76,27 +76,10 @@ class Reducer(Settling):
         """The parameters that are averaged; of a DTensor, what stands for this rank's shard."""
         return self._parts.parameters
 
-    # -- as a sharded optimizer sees it -------------------------------------------------------------------------
-
     @property
-    def group(self) -> dist.ProcessGroup:
-        """The group that it averages over."""
-        return self._parts.channel.given
-
-    @property
-    def names(self) -> dict[int, str]:
-        """Names of the parameters that the module has now, by ``id``."""
-        return {id(parameter): name for name, parameter in self._parts.new_parameters.watch.named_parameters()}
-
-    @property
-    def module(self) -> nn.Module:
-        """The module as it is now."""
-        return self._parts.new_parameters.watch.module
-
-    @property
-    def is_in_join(self) -> bool:
-        """Whether ranks may run out of data at different times."""
-        return self._parts.join.is_active
+    def parts(self) -> EngineParts:
+        """What it works with now; replaced between two backwards."""
+        return self._parts
 
     def bucket_bytes(self) -> list[int]:
         """Size of each bucket, in the order of launch."""
@@ -193,9 +176,10 @@ class Reducer(Settling):
         parts.expect_ready()
         share = parts.sharing.begin()
         try:
-            is_stepped_inside = bool(self._in_backward) or parts.finisher.steps_inside
-            if is_stepped_inside and share.elsewhere:
+            if share.elsewhere and (bool(self._in_backward) or parts.finisher.steps_inside):
                 raise optimizer_inside(parts.names[min(share.elsewhere)])
+            if share.elsewhere and not parts.finisher.is_whole:
+                raise scattered_and_shared(parts.names[min(share.elsewhere)])
             shadowed = parts.join.is_active and parts.join.tell(Event.BACKWARD)
             self._look_for_new_parameters()
             parts.new_parameters.begin()

@@ -34,6 +34,7 @@ from paceline.torch_internals.c10d import (
     ReduceScatterOptions,
     broadcast_coalesced,
 )
+from paceline.torch_internals.tensors import copy_each
 from paceline.tracing import COLLECTIVE, recorder
 
 Result = TypeVar("Result")
@@ -146,6 +147,25 @@ class Channel:
         self._outstanding.count += 1
         return work
 
+    def reduce_parts(self, flat: Tensor, parts: Sequence[Sequence[slice]], _note: Note | None = None) -> Launched:
+        """Launch the sum of `flat` over all ranks, of which each gets its own `parts` alone, in place.
+
+        Args:
+            flat: keeps in the other parts what it holds, on no account the sum.
+            parts: which elements are of each rank, one list for each.
+        """
+        lengths = [[part.stop - part.start for part in own] for own in parts]
+        rows = flat.new_zeros(self.size, max(map(sum, lengths)))  # the backends take shards of one size
+        pairs = [
+            (place, flat[part])
+            for row, own, sizes in zip(rows, parts, lengths, strict=True)
+            for place, part in zip(row[: sum(sizes)].split(sizes), own, strict=True)
+        ]
+        if pairs:
+            copy_each([place for place, _ in pairs], [part for _, part in pairs])
+        places = rows[self.rank][: sum(lengths[self.rank])].split(lengths[self.rank])
+        return _Unpacked(self.reduce_scatter(rows.view(-1)), places, [flat[part] for part in parts[self.rank]])
+
     def all_gather(self, flat: Tensor) -> Launched:
         """Launch the gathering of every rank's shard of `flat` into all of it, in place.
 
@@ -246,6 +266,19 @@ class Channel:
         is_gloo = self.group is not None and self.group.name() == "gloo"
         if is_gloo and os.getpid() == self._process and self._outstanding.count == 0:
             self.group = None  # its destructor joins them
+
+
+class _Unpacked:
+    """A launched collective whose results are copied to where they belong."""
+
+    def __init__(self, launched: Launched, results: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        self._launched, self._results, self._targets = launched, list(results), list(targets)
+
+    def wait(self) -> None:
+        """Return when they are there, or will be for whatever the device is given from now on."""
+        self._launched.wait()
+        if self._targets:
+            copy_each(self._targets, self._results)
 
 
 @cache

@@ -45,6 +45,11 @@ class DeviceChannel(Channel):
         beside = self._channel_of(tensor.device)
         return super().all_reduce(tensor, note) if beside is None else beside.all_reduce(tensor)
 
+    def reduce_parts(self, flat: Tensor, parts: Sequence[Sequence[slice]], note: Note | None = None) -> Launched:
+        """Launch the sum of `flat`; in the host's memory all of it, which is more than was asked for."""
+        beside = self._channel_of(flat.device)
+        return super().reduce_parts(flat, parts, note) if beside is None else beside.all_reduce(flat)
+
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Make `tensors` equal to those of rank `source`, in place; returns when that is done."""
         super().broadcast([tensor for tensor in tensors if tensor.device.type == self._kind], source)

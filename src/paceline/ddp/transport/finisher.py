@@ -34,6 +34,8 @@ Notes = Sequence[tuple[float, float]]
 class Finisher(Protocol):
     """Called for every bucket of a backward, in the order of launch, on every rank alike."""
 
+    is_whole: bool
+    """Whether every rank gets all of a bucket's averages."""
     steps_inside: bool
     """Whether an optimizer steps with each bucket as soon as that is reduced."""
     reads_late: bool
@@ -69,6 +71,12 @@ class Finisher(Protocol):
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Make what came back into the buckets the averages, or the parts of them that this rank is to hold."""
 
+    def stand_ins(self, buckets: Sequence[Bucket]) -> dict[int, Tensor]:
+        """Return, by parameter, what is shown in ``p.grad`` in place of averages of which this rank has a part alone.
+
+        Called once at the end of a backward.
+        """
+
 
 class Sums(Protocol):
     """Sums buckets over the ranks: a channel, or an algorithm in its place."""
@@ -85,6 +93,7 @@ class Sums(Protocol):
 class AllReduce:
     """The sum over the ranks, scaled to the mean or by the weights."""
 
+    is_whole = True
     steps_inside = False
     reads_late = True
 
@@ -128,11 +137,14 @@ class AllReduce:
             flat.mul_(1 / sums.size)
         if self._recorder.detailed:
             self._recorder.mark(SENT, at)
-        launched = sums.all_reduce(flat, note)
+        launched = self._launched(bucket, at, note)
         if self._recorder.detailed and isinstance(launched, dist.Work) and flat.device.type == "cpu":
             # Elsewhere others record it: who reduces in shared memory, and torch's profiler on a GPU.
             launched.get_future().add_done_callback(lambda _: self._recorder.mark(DONE, at))
         return launched
+
+    def _launched(self, bucket: Bucket, _at: int, note: Note | None) -> Launched:
+        return self._sums.all_reduce(bucket.flat, note)
 
     def wait(self, buckets: Sequence[Launched], block: Launched | None, control: ControlBlock) -> None:
         """Wait for them in the order of launch."""
@@ -151,10 +163,18 @@ class AllReduce:
         flats: dict[float, list[Tensor]] = {}
         for bucket in buckets:
             factor = of_means if self._divides_first(bucket.flat) else of_sums
-            flats.setdefault(factor, []).append(bucket.flat)
+            flats.setdefault(factor, []).extend(self._averaged(bucket))
         for factor, tensors in flats.items():
             if factor != 1.0:
                 multiply_each(tensors, factor)
+
+    def _averaged(self, bucket: Bucket) -> list[Tensor]:
+        """Return what the sums are in."""
+        return [bucket.flat]
+
+    def stand_ins(self, buckets: Sequence[Bucket]) -> dict[int, Tensor]:
+        """None: averages are whole."""
+        return {}
 
 
 class AlreadyDone:

@@ -32,13 +32,19 @@ class SharedChannel(Channel):
         self._outstanding.count += 1
         return _InSharedMemory(self, tensor, note)
 
+    def reduce_parts(self, flat: Tensor, parts: Sequence[Sequence[slice]], note: Note | None = None) -> Launched:
+        """Launch the sum of `flat`, which :meth:`allocate` gave; see :meth:`.Channel.reduce_parts`."""
+        self._outstanding.count += 1
+        factor = compute_scale if note is not None else None
+        return _Posted(self.group, self.group.launch_reduce_scatter(flat, parts, note, factor))
+
     def gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Launched:
         """Launch the gathering of the `parts` that each rank has into `tensor`, which :meth:`allocate` gave, in place.
 
         A wait for it returns when no rank reads from this one's memory any more.
         """
         self._outstanding.count += 1
-        return _Gathered(self.group, self.group.launch_gather(tensor, parts))
+        return _Posted(self.group, self.group.launch_gather(tensor, parts))
 
     def progress(self) -> None:
         """Reduce what every rank has launched."""
@@ -71,8 +77,8 @@ class _InSharedMemory:
             self._copy = None
 
 
-class _Gathered:
-    """A launched gathering in shared memory."""
+class _Posted:
+    """A launched operation in shared memory."""
 
     def __init__(self, group: Any, operation: Any) -> None:
         self._group, self._operation = group, operation

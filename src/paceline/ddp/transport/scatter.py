@@ -1,0 +1,268 @@
+"""Reduce-scatter in place of a bucket's all-reduce: each rank gets the averages of the pieces that it owns, no more.
+
+So there is no gradient that anybody could look at. In ``p.grad`` lies a stand-in that refuses to be read, and that a
+sharded optimizer and :func:`paceline.clip_grad_norm_` know how to use. Among ranks of a network it moves half of what
+an all-reduce does (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
+2020).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.buckets import Bucket, flattened, joined
+from paceline.comm.shm.header import Note
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.transport.channel import Channel, Launched
+from paceline.ddp.transport.finisher import AllReduce
+from paceline.errors import UsageError
+from paceline.torch_internals.empty_tensor import disabled_torch_function, without_memory
+from paceline.tracing import Recorder
+
+
+class Plan(Protocol):
+    """Which rank owns which elements of a parameter, the same on every rank."""
+
+    version: int
+    """Changes when it does."""
+
+    def pieces_of(self, parameter: Tensor) -> Sequence[tuple[int, int, int]] | None:
+        """Return (start, stop, owner) of each piece, in elements as they lie in memory; None if it is not sharded."""
+
+
+class ScatteredGradient(Tensor):
+    """Stands in ``p.grad`` for a gradient of which this rank has its own pieces alone.
+
+    Whatever reads or changes it raises UsageError.
+    """
+
+    home: Scatter
+    """Made it."""
+    parameter: weakref.ref[Tensor]
+    """Whose gradient it stands for."""
+    _memory: Callable[[], Tensor | None]
+    """Returns the place in the bucket, to which users of it alone refer; None when it is there no more."""
+
+    __torch_function__ = disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        """Refuse the operation.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"{operation} was called on a gradient of which each rank has a part alone, as the ShardedOptimizer was "
+            "made with reduce_scatter=True; call optimizer.zero_grad() before the next backward, clip with "
+            "paceline.clip_grad_norm_(model, …), and leave reduce_scatter out where anything else reads p.grad"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"ScatteredGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def stand_for(self, view: Tensor | None) -> None:
+        """Stand for what lies in `view`, from now on; None for nothing any more."""
+        self._memory = (lambda: None) if view is None else weakref.ref(view)
+
+    def hold_memory(self) -> None:
+        """Keep the memory, which the bucket is about to leave."""
+        view = self._memory()
+        self._memory = lambda: view
+
+    def lies_in(self, view: Tensor) -> bool:
+        """Whether it stands for what lies in `view`."""
+        return self._memory() is view
+
+    def memory(self) -> Tensor:
+        """Return the bucket's memory for it, in which this rank's pieces are averages, and the rest is no gradient.
+
+        Raises:
+            UsageError: if another backward has come since.
+        """
+        memory = self._memory()
+        if memory is None:
+            raise UsageError(
+                "p.grad holds the stand-in for a gradient of an earlier backward, of which nothing is left; keep no "
+                "gradients from before a backward when a ShardedOptimizer has reduce_scatter=True"
+            )
+        return memory
+
+    def own_pieces(self) -> list[tuple[int, int]]:
+        """Return from where to where this rank's pieces go, in elements as they lie in memory."""
+        return self.home.own_pieces(self.parameter())
+
+    def averages(self) -> list[Tensor]:
+        """Return this rank's pieces, flat; views. Raises what :meth:`memory` raises."""
+        flat = flattened(self.memory())
+        return [flat[start:stop] for start, stop in self.own_pieces()]
+
+
+class Scatter(AllReduce):
+    """Reduce-scatters the buckets of which `plan` cuts every parameter; the others are all-reduced.
+
+    Args:
+        plan: who owns what.
+        parameters: returns the parameters that indices in buckets are of.
+        channel: of the wrapper.
+        ledger: of the wrapper.
+        recorder: of the wrapper.
+    """
+
+    is_whole = False
+    reads_late = False
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Callable[[], Sequence[Tensor]],
+        channel: Channel,
+        ledger: Ledger,
+        recorder: Recorder,
+    ) -> None:
+        super().__init__(channel, ledger, recorder)
+        self.channel = channel
+        self._plan, self._parameters = plan, parameters
+        self._layouts: dict[int, tuple[list[int], int, list[list[slice]] | None]] = {}
+        """By the number of a bucket: its parameters, the plan's version, and which elements of it each rank owns."""
+        self._parts: dict[int, list[slice] | None] = {}
+        """By the address of a bucket of this backward: what this rank owns of it; None if that is all-reduced."""
+        self._stand_ins: dict[int, ScatteredGradient] = {}
+        """By parameter; used again unless somebody has kept one."""
+
+    @property
+    def is_capturable(self) -> bool:
+        """Never: the host makes the stand-ins."""
+        return False
+
+    def _launched(self, bucket: Bucket, at: int, note: Note | None) -> Launched:
+        parts = self._parts_of(bucket, at)
+        self._parts[id(bucket)] = None if parts is None else parts[self.channel.rank]
+        if parts is None:
+            return super()._launched(bucket, at, note)
+        return self.channel.reduce_parts(bucket.flat, parts, note)
+
+    def _parts_of(self, bucket: Bucket, at: int) -> list[list[slice]] | None:
+        """Return which elements of the bucket each rank owns; None for none, nobody's, or those in another order."""
+        parameters = [self._parameters()[index] for index in bucket.indices]
+        if not bucket.flat.numel() or any(
+            view.stride() != each.stride() for view, each in zip(bucket.views, parameters, strict=True)
+        ):
+            return None
+        indices, version, parts = self._layouts.get(at, (None, None, None))
+        if indices is not bucket.indices or version != self._plan.version:
+            parts = self._cut(parameters)
+            self._layouts[at] = (bucket.indices, self._plan.version, parts)
+        return parts
+
+    def _cut(self, parameters: Sequence[Tensor]) -> list[list[slice]] | None:
+        ranges: list[list[tuple[int, int]]] = [[] for _ in range(self.channel.size)]
+        offset = 0
+        for parameter in parameters:
+            pieces = self._plan.pieces_of(parameter)
+            if pieces is None:
+                return None
+            for start, stop, owner in pieces:
+                ranges[owner].append((offset + start, offset + stop))
+            offset += parameter.numel()
+        return [[slice(*each) for each in joined(own)] for own in ranges]
+
+    def _averaged(self, bucket: Bucket) -> list[Tensor]:
+        own = self._parts.get(id(bucket))
+        return super()._averaged(bucket) if own is None else [bucket.flat[part] for part in own]
+
+    def stand_ins(self, buckets: Sequence[Bucket]) -> dict[int, Tensor]:
+        """Return what is shown in ``p.grad`` of the parameters of which no rank has the whole average."""
+        shown: dict[int, Tensor] = {}
+        for bucket in buckets:
+            if self._parts.get(id(bucket)) is not None:
+                for index, view in zip(bucket.indices, bucket.views, strict=True):
+                    shown[index] = self._stand_in(index, view)
+        self._parts.clear()
+        return shown
+
+    def _stand_in(self, index: int, view: Tensor) -> ScatteredGradient:
+        parameter = self._parameters()[index]
+        found = self._stand_ins.get(index)
+        is_free = found is not None and sys.getrefcount(found) <= _ours_alone() and parameter.grad is not found
+        if found is None or not is_free or _look(found) != _look(parameter):
+            if found is not None:
+                found.stand_for(None)  # whoever keeps it learns that its memory holds something else
+            found = self._stand_ins[index] = without_memory(ScatteredGradient, parameter)
+            found.home, found.parameter = self, weakref.ref(parameter)
+        found.stand_for(view)
+        return found
+
+    def own_pieces(self, parameter: Tensor | None) -> list[tuple[int, int]]:
+        """Return from where to where this rank's pieces of a parameter go; see :meth:`ScatteredGradient.own_pieces`."""
+        pieces = () if parameter is None else self._plan.pieces_of(parameter) or ()
+        return [(start, stop) for start, stop, owner in pieces if owner == self.channel.rank]
+
+
+@cache
+def _ours_alone() -> int:
+    """Return what ``sys.getrefcount`` counts for a stand-in to which nobody but its finisher refers."""
+    stand_ins = {0: object()}
+    found = stand_ins.get(0)
+    return sys.getrefcount(found)
+
+
+def _look(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def scattered_and_shared(name: str) -> UsageError:
+    """The error of a backward through two wrappers that share parameter `name`, of which one scatters gradients."""
+    return UsageError(
+        f"one backward runs through two DistributedDataParallel that share {name!r}, and a ShardedOptimizer with "
+        "reduce_scatter=True gets a part of its gradient from one of them alone; leave reduce_scatter out"
+    )
+
+
+def is_scattered(gradient: Tensor | None) -> bool:
+    """Whether it stands in for a gradient of which each rank has its own pieces alone."""
+    return isinstance(gradient, ScatteredGradient)
+
+
+@torch.no_grad()
+def clip_scattered(gradients: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """Do what ``torch.nn.utils.clip_grad_norm_`` does for `gradients` of which some are scattered; all ranks call it.
+
+    The norm is that over all ranks' pieces: the same on every rank, and but for rounding that of whole gradients.
+
+    Raises:
+        UsageError: if they are of several wrappers.
+        RuntimeError: with `error_if_nonfinite`, if the norm is NaN or Inf, on every rank.
+    """
+    scattered = [each for each in gradients if isinstance(each, ScatteredGradient)]
+    whole = [each for each in gradients if not isinstance(each, ScatteredGradient)]
+    channels = {each.home.channel for each in scattered}
+    if len(channels) != 1:
+        raise UsageError("clip_grad_norm_ got the scattered gradients of several wrappers; clip those of one at a time")
+    channel = channels.pop()
+    pieces = [piece for each in scattered for piece in each.averages()]
+    device = scattered[0].device
+    own = torch.nn.utils.get_total_norm(pieces, norm_type).to("cpu", torch.float64) if pieces else torch.zeros(())
+    rows, launched = channel.gather_rows(own.to(torch.float64))
+    channel.meet(launched, "all-gather of the norms of scattered gradients")
+    norms = list(rows)
+    if whole:
+        norms.append(torch.nn.utils.get_total_norm(whole, norm_type).to("cpu", torch.float64))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(device, torch.float32)
+    if error_if_nonfinite and not math.isfinite(float(total)):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped; pass "
+            "error_if_nonfinite=False to go on"
+        )
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for each in [*pieces, *whole]:
+        each.mul_(factor.to(each.device))
+    return total
