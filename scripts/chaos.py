@@ -108,7 +108,7 @@ def sharded() -> Iterator[Case]:
     struck = "optimizer rank=1 at=5"
     yield Case("sharded, the rank that rescues, too", 4, (struck, "rescue rank=0"), settings)
     yield Case("sharded, exception inside the optimizer", 2, (f"{struck} do=raise",), settings)
-    yield Case("sharded, without second copies", 2, (struck,), {"redundancy": 1, "every": 3}, (0, 1), "disk")
+    yield Case("sharded, without second copies", 2, (struck,), {"redundancy": 1, "every": 3}, (1, 1), "disk")
 
 
 def features() -> Iterator[Case]:

@@ -24,6 +24,7 @@ from paceline.checkpoint.shard_copies import ShardCopies
 from paceline.checkpoint.turn import Turn
 from paceline.errors import CheckpointError
 from paceline.failpoints import strike
+from paceline.step_records import StepRecord
 from paceline.unwrapping import Accumulates, joins
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ class Boundary:
         self.wishes = 0
         """Of all ranks, at the last step."""
         self._entries, self._gate = entries, gate
+        self._record: StepRecord | None = None
+        """Where completed steps are counted once the gate is left, so that those computed again can be told."""
         self._is_armed = False
         """Whether :meth:`mark` was called, from where on optimizers wait for the other ranks."""
         self._turn = Turn()
@@ -148,6 +151,8 @@ class Boundary:
         if self._gate is not None:
             self._freeze(watched)
             self._gate.complete(self.step, capture.own(self._own(watched)), watched.buffers.now())
+        elif self._record is not None:
+            self._record.complete(self.step)
         self._turn.end()
         strike("boundary")
         return is_step
@@ -226,7 +231,8 @@ class Boundary:
     def leave_gate(self) -> None:
         """Let optimizers step without the other ranks, which do the same when they see it; nothing can be rescued."""
         assert self._gate is not None
-        self._gate.record.step_alone()
+        self._record = self._gate.record
+        self._record.step_alone()
         self._gate, self._frozen = None, None
         self.remove_copies()
 
