@@ -13,6 +13,7 @@ from paceline.buckets import CAPACITY, assign
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.opening import open_channel
 from paceline.errors import UsageError
+from paceline.failpoints import strike
 from paceline.optim.owned import Owned, owned_by
 from paceline.optim.plan import Piece, Shares, cut_evenly, deal_out
 from paceline.optim.segments import Segment, make_segment
@@ -48,9 +49,12 @@ class Sharding:
         self._loads = [0] * subject.size
         self._count = 0
         """Parameters that were added."""
+        self.parameters: list[nn.Parameter] = []
+        """All of them, in the order in which states number them."""
+        self.revision = 0
+        """How often parameters were added, or found in other memory."""
         self._addresses: list[int] = []
         """Where they lay when they were last looked at."""
-        self._parameters: list[nn.Parameter] = []
         if subject.size > 1:
             assert subject.group is not None
             device = _device_of(subject)
@@ -82,7 +86,7 @@ class Sharding:
         """Share out further `parameters`."""
         first, size = self._count, self._subject.size
         self._count += len(parameters)
-        self._parameters += parameters
+        self.parameters += parameters
         replicated = [index for index, each in enumerate(parameters) if size == 1 or id(each) in self._subject.sparse]
         pieces = [Piece(index, 0, parameters[index].numel(), self._subject.rank) for index in replicated]
         for members, shared in share_out(parameters, replicated, self._by, self._loads):
@@ -102,32 +106,41 @@ class Sharding:
             self.shares.add(parameters[index], own)
         pieces.sort(key=lambda piece: (piece.parameter, piece.start))
         self.owned += owned_by(self._subject.rank, pieces, parameters, first, self._master_dtype)
-        self._addresses = _addresses(self._parameters)
+        self._addresses = _addresses(self.parameters)
+        self.revision += 1
 
     def follow(self, *, changed: bool) -> None:
         """Take in parameters that were given other memory, and values that were `changed` since the last step."""
-        if _addresses(self._parameters) != self._addresses:
+        if _addresses(self.parameters) != self._addresses:
             for owned in self.owned:
                 owned.let_go()
             for segment in self._segments:
                 segment.take()
             for owned in self.owned:
                 owned.look_again()
-            self._addresses = _addresses(self._parameters)
+            self._addresses = _addresses(self.parameters)
+            self.revision += 1
         elif changed:
             for owned in self.owned:
                 owned.take_changes()
 
-    def gather(self) -> None:
-        """Make the parameters whole on every rank that were trained in this step."""
+    def gather(self, *, meets: bool) -> None:
+        """Make the parameters whole on every rank that were trained in this step.
+
+        Args:
+            meets: whether all ranks wait for each other even if there is nothing to gather.
+        """
         if self.channel is None:
             return
         active = [each for each in self._segments if any(parameter.grad is not None for parameter in each.parameters)]
+        if meets and not active:
+            self.channel.all_gather_object(None)
         launched: deque[Launched] = deque()
         for segment in active:
             if len(launched) == segment.most_launched:
                 self.channel.meet(launched.popleft(), _GATHERING)
             launched.append(segment.launch())
+        strike("gather")
         for work in launched:
             self.channel.meet(work, _GATHERING)
 

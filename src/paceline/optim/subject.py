@@ -164,6 +164,25 @@ def expect_plain(group: Any, before: Sequence[Mapping[str, Any]], subject: Subje
             )
 
 
+def expect_gradients(closure: Any, subject: Subject, parameters: Iterable[Tensor]) -> None:
+    """Refuse a step that would update nothing, or not on every rank.
+
+    Raises:
+        UsageError: for a closure, without any gradient, and inside ``model.join()``.
+    """
+    if closure is not None:
+        raise UsageError("ShardedOptimizer.step() takes no closure; call it before the step, and leave it out here")
+    if subject.is_joining():
+        raise UsageError(
+            "a ShardedOptimizer cannot step inside model.join(), as a rank that has run out of data would not "
+            "update its share; leave join() out, or use the optimizer itself"
+        )
+    if all(parameter.grad is None for parameter in parameters):
+        raise UsageError(
+            "ShardedOptimizer.step() was called without a gradient in any parameter; call loss.backward() first"
+        )
+
+
 def describe_groups(
     optimizer_class: type[Optimizer],
     by: str,
