@@ -10,6 +10,8 @@ from torch_suite import SHORTER, ddp_tests, run_test, shortened
 from torch_suite_left_out import LEFT_OUT
 from twins import Pools
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["paceline", "gloo"])
 def worlds(request: pytest.FixtureRequest) -> Iterator[Pools]:

@@ -17,6 +17,8 @@ from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.world import World
 from ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 
 

@@ -83,6 +83,7 @@ def on(world: World, trainer: Callable[[World], Tensor]) -> tuple[bool, Tensor]:
     return isinstance(dist.group.WORLD, PacelineProcessGroup), result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", [accelerate, fabric])
 def test_results_equal_gloos(trainer: Callable[[World], Tensor]) -> None:
     pytest.importorskip("accelerate" if trainer is accelerate else "lightning_fabric")

@@ -101,6 +101,7 @@ def every_algorithm(group: Any, dtype: torch.dtype, counts: list[int], check: bo
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", range(1, 10))
 def test_every_algorithm_equals_the_sum_on_any_number_of_ranks(size: int) -> None:
     ranks = ThreadRanks(size)

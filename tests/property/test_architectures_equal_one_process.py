@@ -22,6 +22,8 @@ from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.world import World
 from twins import Pools, same_gradients, same_weights
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY, WIDTH, IMAGE = 23, 16, 8
 BATCHES = (7, 5, 6, 8, 5)
 """Sequences in the global batch of each step; more steps than a missing parameter is waited for."""

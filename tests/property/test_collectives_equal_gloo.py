@@ -154,6 +154,7 @@ counts = st.one_of(
 kinds = st.sampled_from(["all_reduce", "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"])
 
 
+@pytest.mark.slow
 @no_shrinking
 @given(
     size=st.sampled_from([2, 3, 4, 5]),
@@ -240,6 +241,7 @@ MOVES = (
 )
 
 
+@pytest.mark.slow
 @no_shrinking
 @given(
     size=st.sampled_from([2, 3, 4, 5]),

@@ -120,6 +120,7 @@ FULL = {"fullgraph": True}
 layers = partial(Layers, 2)  # a graph each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "build", "options"),
     [
@@ -148,6 +149,7 @@ def with_inductor(world: World, how: str, folder: str) -> None:
         beside_eager(world, how, partial(Layers, 1), {"backend": "inductor"})
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor_equals_eager(tmp_path: Path) -> None:
     run_ranks(2, quietly, with_inductor, "outside", str(tmp_path))
 
@@ -176,6 +178,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_compiled_equals_one_process(two: Ranks, case: Case) -> None:
     run(two, train_compiled, case)
@@ -253,6 +256,7 @@ def whole_step(world: World) -> None:
         same_weights(module, twin)
 
 
+@pytest.mark.slow
 def test_a_whole_step_in_a_compiled_function(two: Ranks) -> None:
     run(two, whole_step)
 
@@ -272,6 +276,7 @@ def under_compiled_autograd(world: World) -> None:
     model(batch(world.rank, 0)).sum().backward()  # all is well without it
 
 
+@pytest.mark.slow
 def test_compiled_autograd_is_refused(two: Ranks) -> None:
     run(two, under_compiled_autograd)
 
@@ -297,5 +302,6 @@ def torchs_own(world: World) -> None:
     assert doubled_sum(torch.ones(3)).eq(2 * world.size + 1).all()
 
 
+@pytest.mark.slow
 def test_torchs_own_ddp_and_collectives_compile_on_our_group(two: Ranks) -> None:
     run(two, torchs_own)

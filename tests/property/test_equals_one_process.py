@@ -115,6 +115,7 @@ def test_adamw_foreach(pools: Pools) -> None:
     pools.run(2, many, [Case(optimizer="adamw", set_to_none=one) for one in (True, False)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [reentrant, non_reentrant])
 @pytest.mark.parametrize(("cap", "set_to_none"), [(TINY, True), (25.0, False)])
 def test_activation_checkpointing(pools: Pools, build: Any, cap: float, set_to_none: bool) -> None:

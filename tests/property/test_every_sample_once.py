@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +46,7 @@ def test_slices_cover_the_batch_in_order_and_differ_by_at_most_one(length: int, 
     assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.slow
 @fast
 @given(sizes, batch_sizes, worlds, st.booleans(), st.integers(0, 5))
 def test_ranks_together_see_the_order_of_one_process(n: int, b: int, world_size: int, shuffle: bool, seed: int) -> None:

@@ -189,6 +189,7 @@ def audit_hook() -> None:
     sys.addaudithook(watch)
 
 
+@pytest.mark.slow
 def test_a_mutated_checkpoint_loads_right_or_not_at_all(tmp_path: Path) -> None:
     job = Job(tmp_path / "run")
     job.train()

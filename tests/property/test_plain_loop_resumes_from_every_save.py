@@ -79,6 +79,7 @@ def from_every_save(world: World, folder: str) -> None:
         assert resumed["metrics"] == {epoch: whole["metrics"][epoch] for epoch in resumed["metrics"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_from_every_save_to_the_same_bits(pools: Pools, tmp_path: Path, size: int) -> None:
     pools.run(size, from_every_save, str(tmp_path))
@@ -90,6 +91,7 @@ def from_every_save_of_others(world: World, folder: str) -> list[Any]:
         return [train(world, folder, 0.0, step) for step in range(1, EPOCHS * WINDOWS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3])
 def test_with_another_number_of_ranks_from_every_save(pools: Pools, tmp_path: Path, size: int) -> None:
     [whole, _] = pools.run(2, train, str(tmp_path), 0.0)

@@ -16,6 +16,8 @@ import pytest
 
 from processes import TIMEOUT_S, Running, gone_after, paceline
 
+pytestmark = pytest.mark.slow
+
 TRAINING_SAMPLES = 1437
 EVERY = 20  # steps between checkpoints; none is due in the first epoch's last step
 

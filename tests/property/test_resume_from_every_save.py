@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paceline.train import TrainConfig
 from trainings import Outcome, Run, in_silence, relative_difference
 from twins import Pools
@@ -56,6 +58,7 @@ def expect_equal_from_every_save(pools: Pools, size: int, run: Run, folder: Path
         assert (again / "metrics.jsonl").read_text() == (folder / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_from_every_save_of_a_run_with_random_evaluation_and_short_windows(pools: Pools, tmp_path: Path) -> None:
     # The evaluation came after the save and was left out by the resumed run, which then drew other numbers.
     run = replace(RUN, dropout=0.3)
@@ -64,6 +67,7 @@ def test_from_every_save_of_a_run_with_random_evaluation_and_short_windows(pools
     expect_equal_from_every_save(pools, 2, run, tmp_path / "whole", whole)
 
 
+@pytest.mark.slow
 def test_from_every_save_after_the_number_of_ranks_has_changed(pools: Pools, tmp_path: Path) -> None:
     run = replace(RUN, augment=False)  # augmentation differs by rank, so with their number
     whole = trained(pools, 2, run, tmp_path / "whole")

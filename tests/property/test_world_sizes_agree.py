@@ -33,6 +33,7 @@ def trained(pools: Pools, size: int, run: Run) -> Outcome:
     return outcomes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 def test_ranks_and_micro_batches_give_the_same_weights_after_two_epochs(pools: Pools, dtype: torch.dtype) -> None:
     outcomes = {}
@@ -47,6 +48,7 @@ def test_ranks_and_micro_batches_give_the_same_weights_after_two_epochs(pools: P
         assert relative_difference(outcome.weights, reference.weights) < BOUND[dtype], case
 
 
+@pytest.mark.slow
 @draws(12)
 @given(
     samples=st.integers(1, 40),

@@ -234,6 +234,7 @@ def measured(folder: Path, ranks: int, *options: str) -> tuple[str, list[dict[st
     return done.stdout, json.loads((folder / "found.json").read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_real_ranks_measure_every_variant_and_get_right_results(tmp_path: Path) -> None:
     options = ("--sizes", "20,64K", "--ops", ",".join(OPS), "--rounds", "1", "--plot", "found.svg")
     out, rows = measured(tmp_path, 3, *options)

@@ -318,6 +318,7 @@ def ended(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "left"),
     [

@@ -470,6 +470,7 @@ def test_output_onto_a_full_disk_is_one_line(run_folder: Path, tmp_path: Path, a
     )
 
 
+@pytest.mark.slow
 def test_states_that_lie_in_spite_of_their_checksums_are_refused(
     run_folder: Path, tmp_path: Path, command: Command
 ) -> None:

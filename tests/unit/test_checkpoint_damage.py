@@ -56,6 +56,7 @@ def test_a_truncated_file_is_detected_at_every_offset(folder: Path, name: str) -
     assert verify.read_whole(path.parent, 2).step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_byte_is_detected_anywhere(folder: Path, name: str) -> None:
     path = folder / "step-00000002" / name

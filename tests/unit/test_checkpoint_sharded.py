@@ -91,6 +91,7 @@ def resumed(world: World, folder: str, kinds: list[str]) -> list[list[Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_it_is_loaded_by_any_number_of_ranks_and_sharded_or_not(pools: Pools, tmp_path: Path) -> None:
     for size, kinds in ((1, ["sharded"]), (2, ["plain", "sharded", "tensor"]), (4, ["sharded"])):
         pools.run(size, saved, str(tmp_path), kinds)
@@ -200,6 +201,7 @@ def test_a_name_that_is_not_there_is_told_with_the_sharded_ones(pools: Pools, tm
         paceline.load_weights(tmp_path / "sharded2", name="other")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_disk_as_nobody_has_a_lost_shard(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     hurt = command(tmp_path, "run", "--nproc", "2", "--max-restarts", "1", "loop.py", "die", OMP_NUM_THREADS="1")

@@ -151,6 +151,7 @@ def busy(world: World, seconds: float) -> int:
     return rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [[1], [0, 1]])
 def test_a_rank_that_is_stopped_for_less_than_the_timeout_raises_no_alarm(stopped: list[int]) -> None:
     with Ranks(2, 4, "paceline") as ranks:  # the group's timeout: 3.2 s
@@ -251,6 +252,7 @@ def knock(kind: str, held: list[socket.socket]) -> int:
     return knocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random bytes", "huge", "silent", "wrong secret", "another user"])
 def test_strangers_at_the_socket_change_nothing(kind: str) -> None:
     if kind == "another user" and os.getuid():

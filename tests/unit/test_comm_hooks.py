@@ -131,6 +131,7 @@ def beside_torch(world: World) -> list[str]:
     return failed
 
 
+@pytest.mark.slow
 def test_torchs_own_hooks_do_in_ours_what_they_do_in_torch_ddp(pools: Pools) -> None:
     for failed in pools.run(2, beside_torch):
         assert failed == []

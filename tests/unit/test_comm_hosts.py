@@ -101,6 +101,7 @@ def reductions(world: World, hosts: int) -> None:
         assert torch.equal(highest, wanted.amax(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "hosts"), [(4, 2), (6, 3)])
 def test_sums_over_hosts_are_in_the_order_of_ranks_then_hosts(size: int, hosts: int) -> None:
     run_ranks(size, reductions, hosts, backend="gloo")

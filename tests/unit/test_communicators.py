@@ -192,6 +192,7 @@ def test_sys_exit_without_an_error_is_no_error(world: World) -> None:
     assert told == [f"destroyed {name_of(model)}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", [pytest.param(name, marks=pytest.mark.ranks(2, backend=name)) for name in ("gloo", "paceline")]
 )

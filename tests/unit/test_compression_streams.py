@@ -155,6 +155,7 @@ def as_wanted(device: QueuedDevice, order: tuple[Stream, ...], results: list[Ten
     return same and not device.used_late
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compressor_gives_the_same_bits_in_every_order_of_streams(kind: str, dtype: torch.dtype, ranks: Any) -> None:

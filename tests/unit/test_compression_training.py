@@ -63,6 +63,7 @@ def uncompressed(pools: Pools) -> float:
     return float(pools.run(2, accuracy_on_digits, None)[0][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_digits_are_learnt_within_one_percent_of_uncompressed(pools: Pools, uncompressed: float, kind: str) -> None:
     (accuracy, ratio, weights), (_, _, others) = pools.run(2, accuracy_on_digits, kind)
@@ -112,6 +113,7 @@ def many_buckets(world: World) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 def test_collectives_of_many_buckets_keep_their_order_on_either_backend(backend: str) -> None:
     with Pools(backend) as pools:

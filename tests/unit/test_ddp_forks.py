@@ -221,6 +221,7 @@ def pools() -> Iterator[Pools]:
         yield pools
 
 
+@pytest.mark.slow
 def test_a_child_may_end_as_scripts_do(tmp_path: Path) -> None:
     # Not by os._exit: at the end of the interpreter everything goes that is left.
     text = """

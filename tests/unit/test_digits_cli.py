@@ -148,6 +148,7 @@ def test_a_folder_below_a_regular_file_is_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path, done, before, "plain/points cannot be used: Not a directory; choose a folder")
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_something_else_keeps_it(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("…")
@@ -259,6 +260,7 @@ OTHER_CODE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "message"), OTHER_CODE.values(), ids=OTHER_CODE)
 def test_another_model_or_one_changed_pixel_is_refused(tmp_path: Path, change: str, message: str) -> None:
     program = f"import sys, torch, paceline.recipes.digits as digits\n{change}\ndigits.main(sys.argv[-1])"
@@ -269,6 +271,7 @@ def test_another_model_or_one_changed_pixel_is_refused(tmp_path: Path, change: s
     assert_refused(tmp_path, digits(tmp_path, *SHORT, *KEPT, "--resume"), before, message)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_samples(tmp_path: Path) -> None:
     # Each global batch of two leaves one of the ranks without a sample, and the last one leaves two.
     program = (

@@ -41,6 +41,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     return accuracy(tmp_path_factory.mktemp("alone"), program=(str(EXAMPLE),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_plain_loop_ends_with_the_same_accuracy_on_any_number_of_ranks(
     alone: str, tmp_path: Path, size: int

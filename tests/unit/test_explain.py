@@ -166,6 +166,7 @@ report({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "ranks", "scrolls"), [(1200, MOST_RANKS, False), (420, MOST_RANKS, True), (420, 4, False)]
 )
@@ -263,6 +264,7 @@ report({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_page_can_be_read_in_both_themes(theme: str, tmp_path: Path) -> None:
     option = f"--blink-settings=preferredColorScheme={int(theme == 'light')}"

@@ -58,6 +58,7 @@ def trained(folder: Path, settings: dict[str, Any], orders: str = "") -> list[di
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "orders"),
     [

@@ -57,6 +57,7 @@ CASES += [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "path"), CASES, ids=[path for _, path in CASES])
 def test_every_check_runs_and_holds_on_cpu_ranks(pools: Pools, size: int, path: str) -> None:
     for rows in pools.run(size, tried, path):

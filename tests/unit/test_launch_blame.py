@@ -56,6 +56,7 @@ DEATHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "headline"), DEATHS.items(), ids=map("-".join, DEATHS))
 def test_the_dead_rank_is_named_last_and_at_most_one_traceback_is_shown(
     case: tuple[str, str, str], headline: str, tmp_path: Path

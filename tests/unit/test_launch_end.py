@@ -106,6 +106,7 @@ def test_ranks_that_outstay_the_grace_are_killed_and_named(tmp_path: Path) -> No
         assert "rank 0, 1 did not end within 1 s after SIGTERM" in job.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", ["raise ValueError('early')", "import sys; sys.exit(5)"])
 def test_after_a_failure_stubborn_ranks_are_gone_within_five_seconds(tmp_path: Path, failing: str) -> None:
     name = script(

@@ -99,6 +99,7 @@ def test_a_rank_that_is_stopped_for_half_the_timeout_raises_no_alarm(tmp_path: P
     assert digests(tmp_path) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_launcher_that_was_stopped_with_its_ranks_raises_no_alarm(tmp_path: Path) -> None:
     # On its return everything looks as if it had been still for long.
     arguments = ("--hang-timeout", "1.5", script(tmp_path, TRAIN), "stop")
@@ -122,6 +123,7 @@ def test_a_hang_that_is_only_to_be_reported_is_told_once_and_the_job_goes_on(tmp
         assert job.stderr.count("rank 1 hangs: stopped for 1 s") == 1, job.stderr
 
 
+@pytest.mark.slow
 def test_without_a_flag_the_rank_that_kept_others_waiting_tells_its_stacks_at_their_timeout(tmp_path: Path) -> None:
     done = paceline(tmp_path, "run", "--nproc", "2", "--timeout", "1.5", script(tmp_path, TRAIN), "spin", fork="all")
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 from processes import Running, script
 
 
+@pytest.mark.slow
 def test_two_launchers_make_one_world(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -34,6 +35,7 @@ def test_two_launchers_make_one_world(tmp_path: Path) -> None:
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
 
 
+@pytest.mark.slow
 def test_a_failure_on_several_hosts_is_reported_like_on_one(tmp_path: Path) -> None:
     name = script(tmp_path, "raise ValueError('bad ${local_rank}')")
     with Running(tmp_path, "run", "--master-addr", "localhost.", "--nnodes", "1", name, fork="all") as job:

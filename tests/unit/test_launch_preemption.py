@@ -70,6 +70,7 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(name.removeprefix("step-")) for name in os.listdir(folder / "saved") if name.startswith("step-"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "target", "arguments"),
     [
@@ -249,6 +250,7 @@ WORKER_DIES = TRAIN.replace("step == 3 and options", "step == 3 and world.rank =
 )
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_on_the_way_to_the_end_of_its_step_costs_that_step_alone(tmp_path: Path) -> None:
     # As where a batch system ends the DataLoader's workers, too. The others rescue the step before.
     arguments = ("--requeue-exit-code", "99", script(tmp_path, WORKER_DIES), "slow=loop", "seconds=1")

@@ -58,6 +58,7 @@ def told(folder: Path, rank: int, argument: str) -> Any:
     return json.loads((folder / f"rank-{rank}{argument}").read_text().replace(argument, ""))
 
 
+@pytest.mark.slow
 def test_a_forked_rank_is_what_a_new_interpreter_would_be(tmp_path: Path) -> None:
     name = script(tmp_path, SELF)
     for option, argument in (("--pin", "by-fork"), ("--no-preload", "by-exec")):
@@ -72,6 +73,7 @@ def test_a_forked_rank_is_what_a_new_interpreter_would_be(tmp_path: Path) -> Non
     assert all(first != second for first, second in zip(*chances, strict=True))
 
 
+@pytest.mark.slow
 def test_ranks_are_forked_by_one_process_in_every_life(tmp_path: Path) -> None:
     name = script(
         tmp_path,
@@ -97,6 +99,7 @@ WAITING = (
 )
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_fork_server_and_the_report_says_so(tmp_path: Path) -> None:
     with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, WAITING)) as job:
         job.wait_for("ready-0", "ready-1")
@@ -110,6 +113,7 @@ def test_ranks_end_with_the_fork_server_and_the_report_says_so(tmp_path: Path) -
         assert "failed first (signal SIGKILL" in job.stderr
 
 
+@pytest.mark.slow
 def test_streams_know_the_file_that_the_rank_writes_to(tmp_path: Path) -> None:
     text = "import torch\nfrom sys import stdout\nprint(stdout.seekable(), stdout.write_through, stdout)\n"
     text += "print(stdout.tell())"
@@ -126,6 +130,7 @@ def test_streams_know_the_file_that_the_rank_writes_to(tmp_path: Path) -> None:
     assert int(second) == len(first) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nobody_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
     with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, WAITING)) as job:

@@ -120,6 +120,7 @@ def test_a_record_keeps_the_wishes_of_two_steps_because_a_rank_may_be_one_ahead(
     assert seen.pid == os.getpid()
 
 
+@pytest.mark.slow
 def test_a_record_outlives_its_rank(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from paceline.step_records import *\n"

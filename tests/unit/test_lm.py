@@ -158,6 +158,7 @@ def trained(world: World, config: LmConfig) -> tuple[dict[str, Any], list[str]]:
     return json.loads(report.to_json()), [corpus.tokenizer.decode(sample)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["chars", "bpe"])
 def test_ranks_and_micro_batches_give_the_same_loss(pools: Pools, text: Path, tokenizer: str) -> None:
     if tokenizer == "bpe":
@@ -241,6 +242,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_of_hugging_face_trains_and_writes_with_its_own_tokenizer(
     pools: Pools, text: Path, llama: str, dtype: str

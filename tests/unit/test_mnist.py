@@ -119,6 +119,7 @@ def test_bad_options_are_refused(folder: Path, options: dict[str, Any], message:
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 def test_ranks_learn_and_agree_with_one(folder: Path, tmp_path: Path) -> None:
     reports = []
     for nproc in ("1", "2"):
@@ -141,6 +142,7 @@ def test_ranks_learn_and_agree_with_one(folder: Path, tmp_path: Path) -> None:
     assert reports[1]["test_loss"] == pytest.approx(reports[0]["test_loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_sweep_trains_every_batch_with_and_without_the_rule(folder: Path, tmp_path: Path) -> None:
     options = ["--nproc", "2", "--data", str(folder), "--epochs", "1", "--sweep", "batch", "--json", "out.json"]
     done = paceline(tmp_path, "train", "mnist", *options, "--plot", "out.svg", fork="all", OMP_NUM_THREADS="1")

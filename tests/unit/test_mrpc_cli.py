@@ -159,6 +159,7 @@ def silent_port() -> tuple[socket.socket, str]:
     return server, f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
+@pytest.mark.slow
 def test_without_network_one_line_says_which_flags_make_it_run(tmp_path: Path, data: Path, model: Path) -> None:
     home = str(tmp_path / "home")
     nobody = {"HF_HOME": home, "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -232,6 +233,7 @@ def test_a_name_that_the_hub_does_not_know_is_one_line(tmp_path: Path, data: Pat
     assert "the model org/name cannot be fetched" in said
 
 
+@pytest.mark.slow
 def test_the_data_of_the_hub_are_fetched_once_and_then_found_without_network(tmp_path: Path, model: Path) -> None:
     glue = tmp_path / "glue"
     (glue / "mrpc").mkdir(parents=True)

@@ -28,6 +28,8 @@ from real_data import real_data
 from trainings import Interrupted, interruption
 from twins import Pools
 
+pytestmark = pytest.mark.slow
+
 WORDS = "a the cat dog sat ran on under mat tree said that it was not red blue".split()  # noqa: SIM905
 LLAMA = {
     "model_type": "llama",

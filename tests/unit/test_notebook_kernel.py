@@ -14,6 +14,8 @@ import pytest
 from drawn import LONG
 from kernels import Kernel, kernel
 
+pytestmark = pytest.mark.slow
+
 SHARE = "import torch, torch.distributed as dist"
 
 

@@ -12,6 +12,8 @@ import pytest
 from drawn import LONG
 from kernels import kernel
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[2] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 SHORT = ("1-ddp-from-scratch", "5-break-it")

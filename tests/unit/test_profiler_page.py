@@ -323,6 +323,7 @@ MANY = (
 )
 
 
+@pytest.mark.slow
 def test_sixty_four_ranks_can_be_looked_through_on_a_phone(large: Report, tmp_path: Path) -> None:
     [seen] = run_in_page(page(large), MANY, tmp_path, "--window-size=390,900")
     assert re.fullmatch(r"rank 40 waits \d+\.\d ms a step for rank 13", seen.pop("tip"))

@@ -63,6 +63,7 @@ def profiled(world: World, folder: Path, wrapper: str, sleep: float, options: di
     return [*same, not recorder.on, not recorder.detailed, not recorder.spans, recorder.norms is None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "gloo"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_sleeps_is_found_and_all_files_are_there(tmp_path: Path, backend: str | None, ranks: int) -> None:

@@ -134,6 +134,7 @@ def test_what_is_no_straggler_raises_no_alarm(name, seconds):
     assert find_stragglers(seconds) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.01, 0.05, 0.2])
 def test_clean_jobs_raise_no_alarm(noise):
     """The rate is below 1 %, so 30 jobs with fixed seeds have none; benchmarks/straggler_detection.py measures it."""

@@ -613,6 +613,7 @@ def test_leaves():
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_at_the_moment_that_was_ordered(outcome: Any) -> None:
     outcome(
         """
@@ -662,6 +663,7 @@ def test_hosts(world):
 # -- assertions --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["torch", "paceline"])
 def test_the_assertions_hold_for_both_wrappers(outcome: Any, wrapper: str) -> None:
     outcome(
@@ -783,6 +785,7 @@ def test_the_plug_in_loads_nothing_before_a_test_uses_it() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_the_debugger_opens_on_one_rank(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         HEAD
@@ -802,6 +805,7 @@ def test_it(world):
     assert "Quitting debugger" in printed
 
 
+@pytest.mark.slow
 def test_coverage_sees_what_ranks_run(pytester: pytest.Pytester) -> None:
     coverage = pytest.importorskip("coverage")
     pytester.makepyfile(judged="def f(rank):\n    if rank:\n        return 1\n    return 0\n")
@@ -817,6 +821,7 @@ def test_coverage_sees_what_ranks_run(pytester: pytest.Pytester) -> None:
     assert arcs == {(2, 3), (2, 4)}
 
 
+@pytest.mark.slow
 def test_workers_of_xdist_fork_ranks(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(HEAD + "@pytest.mark.ranks(1, 2)\ndef test_it(world): world.barrier()\n")
     pytester.run(sys.executable, "-m", "pytest", *OPTIONS, "-n2").assert_outcomes(passed=2)

@@ -59,6 +59,7 @@ def top(folder: Path, *options: str) -> tuple[int, str, str]:
 # -- real jobs ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_running_job_is_seen_with_its_slow_and_its_dead_rank(tmp_path: Path) -> None:
     with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAIN)) as job:
         job.wait_for("ready-0", "ready-1")
@@ -92,6 +93,7 @@ def test_a_running_job_is_seen_with_its_slow_and_its_dead_rank(tmp_path: Path) -
     assert "rank 1" in job.stderr
 
 
+@pytest.mark.slow
 def test_of_several_jobs_one_has_to_be_named_and_none_is_said_so(tmp_path: Path) -> None:
     nothing = "error: no job of yours runs on this host; start one with paceline run, train or profile"
     assert top(tmp_path) == (2, "", f"{nothing}, which paceline top finds\n")

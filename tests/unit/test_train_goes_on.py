@@ -93,6 +93,7 @@ def interrupted(world: World, folder: str) -> dict[str, bool]:
     return equal
 
 
+@pytest.mark.slow
 def test_fit_after_ctrl_c_at_any_moment_ends_with_the_bits_of_an_undisturbed_run(pools: Pools, tmp_path: Path) -> None:
     # The window in progress was lost, with its place in the epoch, or "the Checkpointer is closed".
     [equal] = pools.run(1, interrupted, str(tmp_path))

@@ -241,6 +241,7 @@ def log_to_wandb(folder: str) -> tuple[str, int]:
     return record.decode("latin-1"), len(list(Path(folder).glob("wandb/offline-run-*")))
 
 
+@pytest.mark.slow
 def test_weights_and_biases_gets_the_same_values(tmp_path: Path) -> None:
     record, runs = call(log_to_wandb, str(tmp_path))
     assert runs == 1

@@ -32,6 +32,7 @@ def interrupted(pools: Pools, size: int, run: Run, step: int) -> list[Outcome]:
     return outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("size", [1, 2])
 def test_resumed_in_mid_epoch_with_dropout_and_augmentation(
@@ -57,6 +58,7 @@ def test_the_number_of_workers_may_change_on_resume(pools: Pools, tmp_path: Path
 MOMENTS = {"the first step": 1, "an epoch's end": STEPS, "the next step": STEPS + 1, "the last step": 3 * STEPS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", MOMENTS.values(), ids=MOMENTS)
 def test_resumed_at_moments_that_are_easily_got_wrong(pools: Pools, tmp_path: Path, step: int) -> None:
     options: dict[str, Any] = {"clip_norm": 1.0, "warmup_steps": 4, "decay": "linear", "log_every": 1}
@@ -77,6 +79,7 @@ def test_resumed_at_moments_that_are_easily_got_wrong(pools: Pools, tmp_path: Pa
     assert metrics[1] == metrics[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_line_of_metrics_after_a_resume_is_that_of_the_undisturbed_run(
     pools: Pools, tmp_path: Path, size: int
@@ -117,6 +120,7 @@ def test_resumed_between_the_steps_of_accumulation(pools: Pools, tmp_path: Path)
     assert [other.bits() for other in again] == [one.bits() for one in whole]
 
 
+@pytest.mark.slow
 def test_resumed_with_compressed_gradients_and_what_was_not_sent_yet(pools: Pools, tmp_path: Path) -> None:
     run = Run(config(tmp_path / "whole"), compress=True)
     whole = pools.run(2, train, run)
@@ -125,6 +129,7 @@ def test_resumed_with_compressed_gradients_and_what_was_not_sent_yet(pools: Pool
     assert whole[0].weights_sha256 != pools.run(2, train, Run(config(tmp_path / "plain")))[0].weights_sha256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_resumed_with_buffers_that_depend_on_data_and_feed_forward(
     pools: Pools, tmp_path: Path, accumulate: int
@@ -136,6 +141,7 @@ def test_resumed_with_buffers_that_depend_on_data_and_feed_forward(
     assert [other.bits() for other in again] == [one.bits() for one in whole]
 
 
+@pytest.mark.slow
 def test_interrupted_in_every_epoch(pools: Pools, tmp_path: Path) -> None:
     run = Run(config(tmp_path / "whole"), dropout=0.3, augment=True)
     whole = pools.run(2, train, run)
@@ -149,6 +155,7 @@ def test_interrupted_in_every_epoch(pools: Pools, tmp_path: Path) -> None:
     assert [other.bits() for other in again] == [one.bits() for one in whole]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_saved_bucket_layout_keeps_gloos_order_of_summation(pools: Pools, tmp_path: Path, size: int) -> None:
     run = Run(config(tmp_path / "whole", checkpoint_every=5), width=64, bucket_cap_mb=0.001, augment=True)

@@ -26,6 +26,7 @@ def run(folder: Path | None = None, **options: object) -> Run:
     return Run(TrainConfig(**settings), adam=True)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_weights_are_those_of_the_unsharded_optimizer(pools: Pools, tmp_path: Path, size: int) -> None:
     plain = pools.run(size, train, run())[0].weights_sha256
