@@ -10,9 +10,8 @@ Optimizations Toward Training Trillion Parameter Models", SC 2020.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,9 +23,10 @@ from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError
 from paceline.optim import states
 from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise
+from paceline.optim.living import enter, expect_apart
 from paceline.optim.owned import Owned
 from paceline.optim.sharding import Sharding
-from paceline.optim.subject import Subject, describe_groups, expect_plain, expect_wrapper, subject_of
+from paceline.optim.subject import Subject, describe_groups, expect_plain, expect_scatterable, expect_step, subject_of
 from paceline.optimizer_shards import Assembly, Window
 from paceline.torch_internals.compile import never_compiled
 from paceline.torch_internals.optimizer_hooks import (
@@ -91,7 +91,7 @@ class ShardedOptimizer(Optimizer):
         make: Callable[[Any], Optimizer] = partial[Any](optimizer_class, **defaults)
         self._subject: Subject = subject_of(params, process_group)
         if reduce_scatter:
-            expect_wrapper(self._subject)
+            expect_scatterable(self._subject)
         self._by, self._master_dtype = by, master_dtype
         template = make([nn.Parameter(torch.zeros(1))])  # the class refuses settings that it does not know
         self._inner: Optimizer | None = None
@@ -100,19 +100,21 @@ class ShardedOptimizer(Optimizer):
         """Who owns what, and the way to the other ranks."""
         self._consolidated: dict[str, Any] | None = None
         """What :meth:`consolidate_state_dict` has brought together, until the next step."""
+        self._trained: list[list[nn.Parameter]] = []
+        """The parameters of each group, as they were given."""
         self._versions = -1
         """Of the parameters' version counters, after the last step."""
         super().__init__(self._subject.groups, template.defaults)
-        self._expect_apart(self.param_groups)
+        expect_apart(self, self.param_groups, self._subject)
         self._sharding = Sharding(self._subject, by, master_dtype, self._description)
         if self._sharding.channel is not None:
             finalize(self, self._sharding.channel.close)
         for group in self.param_groups:
-            self._sharding.add(group["params"])
+            self._add(group["params"])
         self._inner = make([self._inner_group(group) for group in self.param_groups])
         for wrapper in self._subject.wrappers:
             wrapper.scatter(self._sharding.shares if reduce_scatter else None)
-        _living().add(self)
+        enter(self)
 
     @classmethod
     def of(
@@ -185,27 +187,21 @@ class ShardedOptimizer(Optimizer):
         expect_plain(param_group, self.param_groups, self._subject)
         super().add_param_group(param_group)
         if self._inner is not None:
-            self._expect_apart([param_group])
+            expect_apart(self, [param_group], self._subject)
             assert self._sharding is not None
             self._sharding.expect_equal(self._description())
-            self._sharding.add(param_group["params"])
+            self._add(param_group["params"])
             self._inner.add_param_group(self._inner_group(param_group))
+
+    def _add(self, parameters: Sequence[nn.Parameter]) -> None:
+        assert self._sharding is not None
+        self._sharding.add(parameters)
+        self._trained.append(list(parameters))
 
     def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         ours = {id(parameter) for parameter in group["params"]}
         trained = [owned.trained for owned in self.owned if id(owned.parameter) in ours]
         return {**_settings(group), "params": trained}
-
-    def _expect_apart(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse parameters that another sharded optimizer trains."""
-        ours = {id(parameter) for group in groups for parameter in group["params"]}
-        for other in list(_living()):
-            for parameter in other.parameters if other is not self else ():
-                if id(parameter) in ours:
-                    raise UsageError(
-                        f"{self._subject.name_of(parameter)} is trained by another ShardedOptimizer already; make one "
-                        "for a model, and delete it before you make another"
-                    )
 
     def _description(self) -> Any:
         return describe_groups(self._class, self._by, self._master_dtype, self.param_groups)
@@ -221,16 +217,19 @@ class ShardedOptimizer(Optimizer):
             UsageError: for a closure, without any gradient, and inside ``model.join()``.
             CommunicationError: if a rank ended or did not come.
         """
-        self._expect_gradients(closure)
+        expect_step(closure, self._subject, self.param_groups, self._trained)
         assert self._inner is not None
         assert self._sharding is not None
         self._consolidated = None
-        self._sharding.follow(changed=0 <= self._versions != self._count_versions())
-        for owned in self._sharding.owned:
-            owned.take_gradient(owned.parameter.grad)
+        if self._sharding.has_moved():
+            self._follow()
+        elif 0 <= self._versions != self._count_versions():
+            self._sharding.take_changes()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_settings(group))
         try:
+            for owned in self._sharding.owned:
+                owned.take_gradient(owned.parameter.grad)
             self._inner.step()
         finally:
             for owned in self._sharding.owned:
@@ -244,25 +243,21 @@ class ShardedOptimizer(Optimizer):
     def _count_versions(self) -> int:
         return sum(parameter._version for parameter in self.parameters) if self._master_dtype is not None else 0
 
-    def _expect_gradients(self, closure: Any) -> None:
-        if closure is not None:
-            raise UsageError("ShardedOptimizer.step() takes no closure; call it before the step, and leave it out here")
-        if self._subject.is_joining():
-            raise UsageError(
-                "a ShardedOptimizer cannot step inside model.join(), as a rank that has run out of data would not "
-                "update its share; leave join() out, or use the optimizer itself"
-            )
-        if all(parameter.grad is None for group in self.param_groups for parameter in group["params"]):
-            raise UsageError(
-                "ShardedOptimizer.step() was called without a gradient in any parameter; call loss.backward() first"
-            )
+    def _follow(self) -> None:
+        """Follow parameters to other memory; where they lie in another order there, ranks exchange their states."""
+        assert self._sharding is not None
+        before = self.local_state()
+        if self._sharding.follow() and self._versions >= 0:
+            self._load(states.brought_together(before, self.windows(), self.channel))
 
     # -- states -------------------------------------------------------------------------------------------------
 
     def local_state(self) -> dict[str, Any]:
         """Return this rank's shard of the state, with what it is of; see :mod:`paceline.optimizer_shards`."""
         assert self._inner is not None
-        return states.local_state(self.owned, self.parameters, self.param_groups, self._inner, self._subject)
+        assert self._sharding is not None
+        strides = self._sharding.strides
+        return states.local_state(self.owned, self.parameters, self.param_groups, self._inner, self._subject, strides)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard, as :meth:`local_state` does; see :meth:`full_state_dict` for all of it.
@@ -295,11 +290,17 @@ class ShardedOptimizer(Optimizer):
         Raises:
             CheckpointMismatch: if it is of other parameters, the shard of another rank, or one is missing.
         """
-        assert self._inner is not None
-        loaded = states.find_owned(before_load(self, state_dict), self.owned, self.parameters, self._subject)
-        states.load(loaded, self.owned, self.param_groups, self._inner)
+        assert self._sharding is not None
+        if self._sharding.has_moved():
+            self._sharding.follow()
+        self._load(before_load(self, state_dict))
         self._consolidated, self._versions = None, self._count_versions()
         after_load(self)
+
+    def _load(self, state: Any) -> None:
+        assert self._inner is not None
+        loaded = states.find_owned(state, self.owned, self.parameters, self._subject)
+        states.load(loaded, self.owned, self.param_groups, self._inner)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a ShardedOptimizer cannot be copied or pickled; make another, and load its state_dict()")
@@ -307,9 +308,3 @@ class ShardedOptimizer(Optimizer):
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in _NOT_SETTINGS}
-
-
-@cache
-def _living() -> WeakSet[ShardedOptimizer]:
-    """The sharded optimizers of this process."""
-    return WeakSet()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.buckets import CAPACITY, assign
 from paceline.ddp.transport.channel import Channel
@@ -47,6 +47,8 @@ class Sharding:
         """Parameters that were added."""
         self._addresses: list[int] = []
         """Where they lay when they were last looked at."""
+        self.strides: list[tuple[int, ...]] = []
+        """Of the parameters, whose order in memory pieces and their states follow."""
         self._parameters: list[nn.Parameter] = []
         if subject.size > 1:
             assert subject.group is not None
@@ -104,21 +106,36 @@ class Sharding:
             self.shares.add(parameters[index], own)
         pieces.sort(key=lambda piece: (piece.parameter, piece.start))
         self.owned += owned_by(self._subject.rank, pieces, parameters, first, self._master_dtype)
-        self._addresses = _addresses(self._parameters)
+        self._note_places()
 
-    def follow(self, *, changed: bool) -> None:
-        """Take in parameters that were given other memory, and values that were `changed` since the last step."""
-        if _addresses(self._parameters) != self._addresses:
-            for owned in self.owned:
-                owned.let_go()
-            for segment in self._segments:
-                segment.take()
-            for owned in self.owned:
-                owned.look_again()
-            self._addresses = _addresses(self._parameters)
-        elif changed:
-            for owned in self.owned:
-                owned.take_changes()
+    def _note_places(self) -> None:
+        self._addresses = _addresses(self._parameters)
+        self.strides = list(map(Tensor.stride, self._parameters))
+
+    def has_moved(self) -> bool:
+        """Whether parameters were given other memory."""
+        return _addresses(self._parameters) != self._addresses
+
+    def follow(self) -> bool:
+        """Take in parameters that were given other memory.
+
+        Returns:
+            Whether they lie in another order there, so that pieces are of other elements; the same on every rank.
+        """
+        before = self.strides
+        for owned in self.owned:
+            owned.let_go()
+        for segment in self._segments:
+            segment.take()
+        for owned in self.owned:
+            owned.look_again()
+        self._note_places()
+        return self.strides != before
+
+    def take_changes(self) -> None:
+        """Take in values that were changed since the last step."""
+        for owned in self.owned:
+            owned.take_changes()
 
     def gather(self) -> None:
         """Make the parameters whole on every rank that were trained in this step."""
