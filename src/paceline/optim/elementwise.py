@@ -42,11 +42,13 @@ def _own_attributes(optimizer: Optimizer, copied: Mapping[str, Any]) -> dict[str
     Raises:
         UsageError: if there are parameters among them, which are not the pieces that are to be trained.
     """
-    kept = {name: value for name, value in vars(optimizer).items() if name not in copied}
-    hooks = hooks_of(optimizer)
-    for name in list(kept):
-        if name in hooks or getattr(kept[name], "__self__", None) is optimizer:  # such as a step that schedulers count
-            del kept[name]
+    left_out = {*copied, *hooks_of(optimizer)}
+    kept = {
+        name: value
+        for name, value in vars(optimizer).items()
+        # A method that was put over the class's is bound to this optimizer, such as the step that a scheduler counts.
+        if name not in left_out and not callable(getattr(type(optimizer), name, None))
+    }
     for name, value in kept.items():
         held = value.values() if isinstance(value, Mapping) else value
         if isinstance(value, nn.Parameter) or any(

@@ -189,8 +189,8 @@ def expect_step(
         if given is None or len(now) != len(given) or not all(map(is_, now, given)):
             raise UsageError(
                 f"parameter group {number} of the ShardedOptimizer has {len(now)} parameters, which are others than "
-                f"the {len(given or ())} that were given; add some by add_param_group(), set requires_grad to False and "
-                "p.grad to None to leave some out, or make another optimizer"
+                f"the {len(given or ())} that were given; add some by add_param_group(), leave some out by setting "
+                "requires_grad to False and p.grad to None, or make another optimizer"
             )
     if all(parameter.grad is None for given in trained for parameter in given):
         raise UsageError(
