@@ -299,27 +299,35 @@ def test_a_stand_in_is_never_taken_for_another_parameters(pools: Pools) -> None:
         assert apart < 1e-5
 
 
-def in_double(world: World) -> tuple[torch.dtype, float]:
-    results = []
-    norm = torch.zeros(())
+def clipped_in(world: World, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> tuple[torch.dtype, float, float]:
+    """The dtype of the norm, and how far norms and weights are from those of whole gradients."""
+    results, norms = [], []
     for is_scattering in (False, True):
         torch.manual_seed(0)
-        model = paceline.DistributedDataParallel(nn.Linear(40, 40, dtype=torch.float64))
+        model = paceline.DistributedDataParallel(nn.Linear(40, 40, dtype=dtype), reduce_dtype=reduce_dtype)
         optimizer = ShardedOptimizer(model, SGD, lr=0.1, reduce_scatter=is_scattering)
         for step in range(3):
-            model(torch.full((2, 40), float(step + world.rank), dtype=torch.float64)).square().sum().backward()
-            norm = paceline.clip_grad_norm_(model, 1.0)
+            model(torch.full((2, 40), float(step + world.rank), dtype=dtype)).square().sum().backward()
+            norms.append(paceline.clip_grad_norm_(model, 1.0))
             optimizer.step()
             optimizer.zero_grad()
         results.append(weights(model))
         del optimizer
-    return norm.dtype, max(float((one - other).abs().max()) for one, other in zip(*results, strict=True))
+    apart = max(float((one - other).abs().max()) for one, other in zip(*results, strict=True))
+    return norms[-1].dtype, abs(float(norms[0] / norms[3]) - 1), apart
 
 
-def test_gradients_in_double_are_clipped_in_double(pools: Pools) -> None:
-    for dtype, apart in pools.run(2, in_double):
-        assert dtype is torch.float64
-        assert apart < 1e-14
+@pytest.mark.parametrize(
+    ("dtype", "reduce_dtype", "of_norms", "of_weights"),
+    [(torch.float64, None, 1e-14, 1e-14), (torch.float32, torch.bfloat16, 1e-6, 1e-3)],
+)
+def test_norms_have_the_precision_of_the_parameters(
+    pools: Pools, dtype: torch.dtype, reduce_dtype: torch.dtype | None, of_norms: float, of_weights: float
+) -> None:
+    for kind, norms, apart in pools.run(2, clipped_in, dtype, reduce_dtype):
+        assert kind is dtype
+        assert norms < of_norms
+        assert apart < of_weights
 
 
 def hooked_too_late(world: World) -> str:

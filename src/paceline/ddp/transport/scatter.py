@@ -245,9 +245,11 @@ def clip_scattered(gradients: Iterable[Tensor], max_norm: float, norm_type: floa
     if len(channels) != 1:
         raise UsageError("clip_grad_norm_ got the scattered gradients of several wrappers; clip those of one at a time")
     channel = channels.pop()
-    pieces = [piece for each in scattered for piece in each.averages()]
+    pairs = [(piece, each.dtype) for each in scattered for piece in each.averages()]
+    pieces = [piece for piece, _ in pairs]
     device = scattered[0].device
-    own = torch.nn.utils.get_total_norm(pieces, norm_type).to("cpu", torch.float64) if pieces else torch.zeros(())
+    shown = [piece.to(dtype) for piece, dtype in pairs]  # not in the dtype of the buckets, which may be a narrower one
+    own = torch.nn.utils.get_total_norm(shown, norm_type).to("cpu", torch.float64) if shown else torch.zeros(())
     rows, launched = channel.gather_rows(own.to(torch.float64))
     channel.meet(launched, "all-gather of the norms of scattered gradients")
     norms = list(rows)
