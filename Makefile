@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-recipes train test test-long test-torch check wheel-check chaos bench bench-mpi pictures \
+.PHONY: help install install-recipes train test test-slow test-long test-torch check wheel-check chaos bench bench-mpi pictures \
 	notebooks docs clean
 
 help:  ## show this help
@@ -46,10 +46,13 @@ train: $(VENV)/.digits  ## train a digit classifier with two ranks, in seconds
 # Each worker takes tests that stand together, so that they share their ranks; byte code is kept for the many processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-test: $(VENV)/.dev  ## run the whole test suite
-	$(PYTEST) $(ARGS)
+test: $(VENV)/.dev  ## run the tests, but for the slow ones; minutes
+	$(PYTEST) -m 'not slow' $(ARGS)
 
-test-long: $(VENV)/.dev  ## the same, with ten times as many drawn cases
+test-slow: $(VENV)/.dev  ## run the slow tests: whole trainings, jobs that are struck, torch's own suite, browsers
+	$(PYTEST) -m slow $(ARGS)
+
+test-long: $(VENV)/.dev  ## run all of them, with ten times as many drawn cases
 	PACELINE_LONG_TESTS=1 $(PYTEST) $(ARGS)
 
 # A torch of its own, and so an environment of its own, of several GB; what else is pinned stays so.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dated_results import save
 from paceline import Checkpointer
 
 
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=10.0, help="seconds of computing after a save")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", default=None, help="on the disk to write to")
+    parser.add_argument("--keep", action="store_true", help="keep the results in a file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model, optimizer = states(options.parameters)
@@ -97,19 +99,17 @@ def main() -> None:
     held = {name: statistics.median(held for held, _ in each) for name, each in found.items()}
     total = {name: statistics.median(total for _, total in each) for name, each in found.items()}
     loop: dict[str, Any] = {name: total[name] - total["none"] for name in ("waits", "background")}
-    print(
-        json.dumps(
-            {
-                "parameters": sum(each.numel() for each in model.parameters()),
-                "threads": options.threads,
-                "save_s": held,
-                "loop_s": loop,
-                "save_share": held["background"] / held["waits"],
-                "loop_share": loop["background"] / loop["waits"],
-            },
-            indent=1,
-        )
-    )
+    results = {
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "threads": options.threads,
+        "save_s": held,
+        "loop_s": loop,
+        "save_share": held["background"] / held["waits"],
+        "loop_share": loop["background"] / loop["waits"],
+    }
+    print(json.dumps(results, indent=1))
+    if options.keep:
+        print("kept in", save("async-save", results, ranks=1))
 
 
 if __name__ == "__main__":

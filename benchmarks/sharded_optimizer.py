@@ -1,6 +1,7 @@
 """Whole training steps with a sharded optimizer, ours and torch's, beside unsharded ones, in turns in one run.
 
-With --memory, the peak of a rank's memory instead, of each variant in processes of its own.
+With --memory, the peak of a rank's memory instead, of each variant in processes of its own, and the bytes of optimizer
+state on a rank. With --config CONFIG.json, of a language model in float32, too; SmolLM2-360M takes 5 to 8 GiB a rank.
 Run by: paceline run --nproc 2 benchmarks/sharded_optimizer.py --help; with --memory, without paceline run.
 """
 
@@ -33,7 +34,7 @@ from paceline.bench.turns import median_ratio, slowest_timed, take_turns
 from paceline.buckets import MIB
 from paceline.optim import ShardedOptimizer
 from step_time import torch_ddp
-from workloads import WORKLOADS
+from workloads import WORKLOADS, language_model
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
 VARIANTS = ("torch DDP", "torch DDP + ZeRO", "paceline", "paceline, sharded")
@@ -56,8 +57,10 @@ def trained_by(
     return ours, ShardedOptimizer(ours, torch.optim.AdamW, **ADAMW)
 
 
-def step_of(workload: str, variant: str, gloo: dist.ProcessGroup | None) -> Callable[[], None]:
-    """Return a function that trains one step."""
+def training_of(
+    workload: str, variant: str, gloo: dist.ProcessGroup | None
+) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+    """Return the optimizer, and a function that trains one step."""
     torch.manual_seed(0)
     model, optimizer = trained_by(variant, WORKLOADS[workload].build(), gloo)
     x, y = WORKLOADS[workload].batch()
@@ -68,38 +71,47 @@ def step_of(workload: str, variant: str, gloo: dist.ProcessGroup | None) -> Call
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return optimizer, step
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of the state that this rank holds."""
+    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    tensors = [value for entry in inner.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def measure_memory(workload: str, variant: str, steps: int, result: Path) -> None:
-    """Train in this rank; rank 0 leaves the largest peak of all ranks in `result`."""
+    """Train in this rank; rank 0 leaves the largest peak and the largest state of all ranks in `result`."""
     world = paceline.init("paceline" if variant.startswith("paceline") else "gloo")
-    step = step_of(workload, variant, dist.group.WORLD)
+    optimizer, step = training_of(workload, variant, dist.group.WORLD)
     for number in range(steps):
         if number == 2:  # buckets have been rebuilt, and the optimizer has its state
             peak = Peak().__enter__()
         step()
     peak.__exit__()
-    most = torch.tensor(float(peak.bytes))
+    most = torch.tensor([peak.bytes, state_bytes(optimizer)], dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     if world.is_main:
-        result.write_text(str(int(most)))
+        peak_mib, state_mib = (most / MIB).tolist()
+        result.write_text(json.dumps({"peak MiB": round(peak_mib, 1), "state MiB": round(state_mib, 1)}))
     world.close()
 
 
-def compare_memory(workloads: list[str], nproc: int) -> None:
-    table = Table("workload", *(f"{name}, MiB" for name in VARIANTS), title="peak memory of a rank")
-    results: dict[str, dict[str, float]] = {}
+def compare_memory(workloads: list[str], nproc: int, steps: int, config: list[str]) -> None:
+    table = Table("workload", "MiB of a rank", *VARIANTS, title="memory of a rank: peak, and the optimizer's state")
+    results: dict[str, dict[str, dict[str, float]]] = {}
     for workload in workloads:
         results[workload] = {}
         for variant in VARIANTS:
             with tempfile.TemporaryDirectory() as folder:
-                result = Path(folder) / "peak"
-                command = [sys.executable, "-m", "paceline", "run", "--nproc", str(nproc), __file__]
-                command += ["--train", workload, variant, str(result)]
-                subprocess.run(command, check=True, timeout=600)
-                results[workload][variant] = round(int(result.read_text()) / MIB, 1)
-        table.add_row(workload, *(f"{value:.0f}" for value in results[workload].values()))
+                result = Path(folder) / "memory"
+                command = [sys.executable, "-m", "paceline", "run", "--nproc", str(nproc), __file__, *config]
+                command += ["--steps", str(steps), "--train", workload, variant, str(result)]
+                subprocess.run(command, check=True, timeout=1200)
+                results[workload][variant] = json.loads(result.read_text())
+        for name in ("peak MiB", "state MiB"):
+            table.add_row(workload, name, *(f"{found[name]:,.0f}" for found in results[workload].values()))
         print(json.dumps({workload: results[workload]}), flush=True)
     Console().print(table)
     print("kept in", save("sharded-optimizer-memory", results, nproc))
@@ -112,7 +124,7 @@ def compare_times(workloads: list[str], rounds: int, seconds: float) -> None:
     table = Table("workload", *columns, title=f"whole steps with fused AdamW, {world.size} ranks")
     results = {}
     for workload in workloads:
-        steps = {name: step_of(workload, name, gloo) for name in VARIANTS}
+        steps = {name: training_of(workload, name, gloo)[1] for name in VARIANTS}
         for step in steps.values():  # the first ones make the optimizer's state, and rebuild buckets
             step(), step()
         calls = torch.tensor(max(1, round(seconds / slowest_timed(steps["torch DDP"], 2))))
@@ -138,18 +150,33 @@ def compare_times(workloads: list[str], rounds: int, seconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", default=["mlp-10M", "mlp-100M"], choices=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="*", default=["mlp-10M", "mlp-100M"], help=", ".join(WORKLOADS))
+    parser.add_argument("--config", type=Path, help="config.json of a language model to train, too")
+    parser.add_argument("--tokens", type=int, default=64, help="with --config, in a rank's batch")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=0.5, help="length of a variant's turn in a round")
     parser.add_argument("--memory", action="store_true", help="measure memory, not time")
     parser.add_argument("--nproc", type=int, default=2, help="with --memory")
+    parser.add_argument("--steps", type=int, default=8, help="with --memory; the first two are not measured")
     parser.add_argument("--train", nargs=3, metavar=("WORKLOAD", "VARIANT", "RESULT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    config: list[str] = []
+    if options.config is not None:
+        if not options.config.is_file():
+            parser.error(f"there is no file {options.config}")
+        model = language_model(options.config, options.tokens)
+        WORKLOADS[model.name] = model
+        config = ["--config", str(options.config), "--tokens", str(options.tokens)]
+        options.workloads.append(model.name)
+    if unknown := [name for name in options.workloads if name not in WORKLOADS]:
+        parser.error(f"there is no workload {unknown[0]}; choose from {', '.join(WORKLOADS)}")
+    if options.steps < 3:
+        parser.error("--steps has to be 3 or more, as the first two are not measured")
     if options.train:
         workload, variant, result = options.train
-        measure_memory(workload, variant, 8, Path(result))
+        measure_memory(workload, variant, options.steps, Path(result))
     elif options.memory:
-        compare_memory(options.workloads, options.nproc)
+        compare_memory(options.workloads, options.nproc, options.steps, config)
     else:
         compare_times(options.workloads, options.rounds, options.seconds)
 

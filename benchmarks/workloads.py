@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -98,6 +101,32 @@ class ThousandParameters(nn.Module):
         """Map (batch, 256) to logits (batch, 16)."""
         logits: Tensor = self.head(x + torch.stack(list(self.parts)).sum(0))
         return logits
+
+
+class CausalModel(nn.Module):
+    """A causal language model of transformers, with random weights in float32."""
+
+    def __init__(self, config: Path) -> None:
+        super().__init__()
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        automatic: Any = AutoModelForCausalLM
+        self.model: nn.Module = automatic.from_config(AutoConfig.from_pretrained(str(config)), dtype=torch.float32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (batch, length) to logits (batch × length, vocabulary)."""
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits.flatten(0, 1)
+
+
+def language_model(config: Path, length: int) -> Workload:
+    """Return a workload that trains the model of a ``config.json`` on one sequence of `length` tokens."""
+    vocabulary = int(json.loads(config.read_text())["vocab_size"])
+
+    def batch() -> tuple[Tensor, Tensor]:
+        return torch.randint(vocabulary, (1, length)), torch.randint(vocabulary, (length,))
+
+    return Workload(config.stem, lambda: CausalModel(config), batch, True)
 
 
 def _vectors(rows: int, width: int) -> Callable[[], tuple[Tensor, Tensor]]:

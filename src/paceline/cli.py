@@ -18,6 +18,7 @@ from paceline.checkpoint.checkpoint_command import checkpoint
 from paceline.compare.modes import MODES
 from paceline.errors import UsageError
 from paceline.explain.explain_command import EXAMPLES, explain
+from paceline.memory_estimate import estimate_command
 from paceline.recipe_commands import INTERRUPTED, RECIPES, Recipes, command_line, parse_recipe, untyped_flags
 
 
@@ -41,6 +42,7 @@ app.add_typer(train, name="train")
 app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")
 app.command("explain", epilog=EXAMPLES)(explain)
+app.command("estimate-memory", epilog=estimate_command.EXAMPLES)(estimate_command.estimate_memory)
 
 
 def _version(wanted: bool) -> None:

@@ -104,6 +104,10 @@ HEADLINES = {
         [End(0, 1, 5.0, leaving=4.5), End(1, 0, 4.1, leaving=3.9)],
         "rank 0 failed first (exit code 1), after rank 1 had ended with exit code 0",
     ),
+    "one was on its way out, with a code that nobody knows, when it was stopped": (
+        [End(0, 3, 5.0, leaving=4.5), End(1, -signal.SIGTERM, 5.1, stopped=True, leaving=4.4)],
+        "rank 0 failed first (exit code 3), after rank 1 had begun to end",
+    ),
     "one never came": (
         [
             End(0, 1, 5.0, record=told("CommunicationError: rank 1 did not take part", 4.0, blamed=(1,))),

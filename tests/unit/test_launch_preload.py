@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,7 +85,9 @@ def test_ranks_are_forked_by_one_process_in_every_life(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "failed first (signal SIGKILL" in done.stderr
     assert "starting all ranks again (restart 1 of 2)" in done.stderr
-    assert "(exit code 3); starting all ranks again (restart 2 of 2)" in done.stderr
+    # The other may have been on its way out when the launcher ended it.
+    second = r"\(exit code 3\)(, after rank [01] had begun to end)?; starting all ranks again \(restart 2 of 2\)"
+    assert re.search(second, done.stderr), done.stderr
     parents = {parent for life in range(3) for parent in (tmp_path / f"life-{life}").read_text().split()}
     assert len(parents) == 1
 

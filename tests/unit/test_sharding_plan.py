@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.optim.plan import Piece, cut_evenly, deal_out, joined
+from paceline.buckets import joined
+from paceline.optim.plan import Piece, cut_evenly, deal_out
 
 
 @pytest.mark.parametrize(

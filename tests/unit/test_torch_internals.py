@@ -47,6 +47,7 @@ from paceline.torch_internals import (
     dtensor,
     elastic,
     empty_tensor,
+    fake_tensors,
     nccl,
     optimizer_hooks,
     profiler,
@@ -177,6 +178,16 @@ def _() -> None:
 @contract("Node._saved_self_sym_sizes")
 def _() -> None:
     assert tuple(cast("Any", torch.ones(3, 2, requires_grad=True).mean().grad_fn)._saved_self_sym_sizes) == (3, 2)
+
+
+@contract("torch._subclasses.fake_tensor.FakeTensorMode")
+def _() -> None:
+    with fake_tensors.without_memory():
+        weight = torch.empty(2**50, requires_grad=True)
+        product = weight * torch.ones(2**50)
+        assert product.untyped_storage().nbytes() == 2**52
+        assert (product.device.type, product.requires_grad) == ("cpu", True)
+        assert torch.empty_like(torch.empty(3, device="meta"), device="cpu").shape == (3,)
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------

@@ -122,10 +122,12 @@ def headline(ends: Sequence[End]) -> str:
         text = f"rank {failed[0].rank} failed first ({failed[0].detail})"
         if failed[0].state is not None:
             text += f" {failed[0].state.moment}"
-        before = [end.rank for end in ends if end.has_left and end.when < failed[0].when]
+        before = [end for end in ends if end.has_left and end.when < failed[0].when]
         # It may have handled an error about a rank that it missed, and have told nobody.
-        untold = failed[0].record is None and failed[0].code > 0
-        return f"{text}, after {named_ranks(sorted(before))} had ended with exit code 0" if before and untold else text
+        if not before or failed[0].record is not None or failed[0].code <= 0:
+            return text
+        did = "had begun to end" if any(end.code for end in before) else "had ended with exit code 0"
+        return f"{text}, after {named_ranks(sorted(end.rank for end in before))} {did}"
     who, victim = named_ranks(sorted(end.rank for end in culprits)), _complaint(failed)
     so = f"so rank {victim.rank} failed ({victim.detail})"
     if not culprits[0].has_left:

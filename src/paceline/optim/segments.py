@@ -20,11 +20,17 @@ from paceline.errors import UsageError
 from paceline.optim.plan import Piece
 from paceline.torch_internals.tensors import copy_each
 
+STAGED = 4
+"""Segments that travel through buffers of their own at a time: enough to keep a network busy, and few enough that the
+buffers together stay small beside the parameters."""
+
 
 class Segment(Protocol):
     """Parameters of one dtype on one device, with the pieces that ranks own of them."""
 
     parameters: list[nn.Parameter]
+    most_launched: int | None
+    """How many such segments are launched before the first is waited for; None for all, as they need no memory."""
 
     def take(self) -> None:
         """Take the parameters as they are now, after someone has given them other memory."""
@@ -40,6 +46,8 @@ def flat_view(parameter: nn.Parameter) -> Tensor:
 
 class SharedSegment:
     """A segment in the memory that the ranks of a host share."""
+
+    most_launched: int | None = None
 
     def __init__(self, channel: SharedChannel, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> None:
         self.parameters = list(parameters)
@@ -91,6 +99,8 @@ class SharedSegment:
 
 class StagedSegment:
     """A segment that travels through the backend's all-gather."""
+
+    most_launched: int | None = STAGED
 
     def __init__(self, channel: Channel, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> None:
         self.parameters = list(parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -9,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buckets import CAPACITY, assign
-from paceline.ddp.transport.channel import Channel
+from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.opening import open_channel
 from paceline.errors import UsageError
 from paceline.optim.owned import Owned, owned_by
 from paceline.optim.plan import Piece, Shares, cut_evenly, deal_out
 from paceline.optim.segments import Segment, make_segment
 from paceline.optim.subject import Subject
+
+_GATHERING = "gathering of updated parameters"
 
 
 class Sharding:
@@ -82,14 +85,9 @@ class Sharding:
         first, size = self._count, self._subject.size
         self._count += len(parameters)
         self._parameters += parameters
-        sizes = [parameter.numel() for parameter in parameters]
         replicated = [index for index, each in enumerate(parameters) if size == 1 or id(each) in self._subject.sparse]
-        pieces = [Piece(index, 0, sizes[index], self._subject.rank) for index in replicated]
-        for members in _segments_of(parameters, replicated):
-            if self._by == "tensor":
-                shared = deal_out(sizes, members, size, self._loads)
-            else:
-                shared = cut_evenly(sizes, members, size)
+        pieces = [Piece(index, 0, parameters[index].numel(), self._subject.rank) for index in replicated]
+        for members, shared in share_out(parameters, replicated, self._by, self._loads):
             if shared:
                 assert self.channel is not None
                 number = {index: place for place, index in enumerate(members)}
@@ -142,9 +140,31 @@ class Sharding:
         if self.channel is None:
             return
         active = [each for each in self._segments if any(parameter.grad is not None for parameter in each.parameters)]
-        launched = [segment.launch() for segment in active]
+        launched: deque[Launched] = deque()
+        for segment in active:
+            if len(launched) == segment.most_launched:
+                self.channel.meet(launched.popleft(), _GATHERING)
+            launched.append(segment.launch())
         for work in launched:
-            self.channel.meet(work, "gathering of updated parameters")
+            self.channel.meet(work, _GATHERING)
+
+
+def share_out(
+    parameters: Sequence[nn.Parameter], replicated: Sequence[int], by: str, loads: list[int]
+) -> list[tuple[list[int], list[Piece]]]:
+    """Return which of the `parameters` make a segment, with the pieces that ranks own of them.
+
+    Args:
+        parameters: of which the values are not read.
+        replicated: places of those that every rank updates.
+        by: ``"element"`` or ``"tensor"``.
+        loads: for each rank, elements that it has got as whole parameters before; what it gets is added.
+    """
+    sizes, ranks = [parameter.numel() for parameter in parameters], len(loads)
+    return [
+        (members, deal_out(sizes, members, ranks, loads) if by == "tensor" else cut_evenly(sizes, members, ranks))
+        for members in _segments_of(parameters, replicated)
+    ]
 
 
 def _segments_of(parameters: Sequence[nn.Parameter], apart: Sequence[int]) -> list[list[int]]:

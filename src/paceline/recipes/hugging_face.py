@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.recipes.hub import (
+from paceline.hub import (
     Absent,
     cached_model,
     fetch_all,

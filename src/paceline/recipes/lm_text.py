@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from paceline.digests import tensor_digest
 from paceline.errors import MissingExtra, UsageError
-from paceline.recipes.hub import one_line
+from paceline.hub import one_line
 
 VALIDATION_SHARE = 0.1
 IGNORED = -100

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline import hub
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import MissingExtra, UsageError
 from paceline.launch.program import option
 from paceline.output_files import write_file
-from paceline.recipes import hub, mrpc_data
+from paceline.recipes import mrpc_data
 from paceline.recipes.mrpc_data import ON_THE_HUB, Batch, PadToLongest, Splits, f1_score, majority_baseline
 from paceline.recipes.mrpc_model import (
     Source,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.recipes.hub import has_weights, one_line
+from paceline.hub import has_weights, one_line
 from paceline.recipes.mrpc_data import Pair, TokenizedPairs, Tokens
 
 NOT_A_MODEL = ("tokenizer_config.json", "generation_config.json", "preprocessor_config.json", "adapter_config.json")

@@ -12,7 +12,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, Protocol
 
 import torch
@@ -26,10 +26,6 @@ from paceline.ddp.transport.finisher import AllReduce
 from paceline.errors import UsageError
 from paceline.torch_internals.empty_tensor import disabled_torch_function, without_memory
 from paceline.tracing import Recorder
-
-_OURS_ALONE = 3
-"""What ``sys.getrefcount`` counts for a stand-in that nobody but its finisher refers to: the dictionary, a name, and
-the call."""
 
 
 class Plan(Protocol):
@@ -156,9 +152,11 @@ class Scatter(AllReduce):
         return self.channel.reduce_parts(bucket.flat, parts, note)
 
     def _parts_of(self, bucket: Bucket, at: int) -> list[list[slice]] | None:
-        """Return which elements of the bucket each rank owns; None if some are nobody's, or lie in another order."""
+        """Return which elements of the bucket each rank owns; None for none, nobody's, or those in another order."""
         parameters = [self._parameters()[index] for index in bucket.indices]
-        if any(view.stride() != each.stride() for view, each in zip(bucket.views, parameters, strict=True)):
+        if not bucket.flat.numel() or any(
+            view.stride() != each.stride() for view, each in zip(bucket.views, parameters, strict=True)
+        ):
             return None
         indices, version, parts = self._layouts.get(at, (None, None, None))
         if indices is not bucket.indices or version != self._plan.version:
@@ -197,7 +195,7 @@ class Scatter(AllReduce):
         found = self._stand_ins.get(index)
         if found is not None and found.parameter() is not parameter:  # the module has got others since
             found = None
-        is_free = found is not None and sys.getrefcount(found) <= _OURS_ALONE and parameter.grad is not found
+        is_free = found is not None and sys.getrefcount(found) <= _ours_alone() and parameter.grad is not found
         if found is None or not is_free or _look(found) != _look(parameter):
             if found is not None:
                 found.stand_for(None)  # whoever keeps it learns that its memory holds something else
@@ -210,6 +208,14 @@ class Scatter(AllReduce):
         """Return from where to where this rank's pieces of a parameter go; see :meth:`ScatteredGradient.own_pieces`."""
         pieces = () if parameter is None else self._plan.pieces_of(parameter) or ()
         return [(start, stop) for start, stop, owner in pieces if owner == self.channel.rank]
+
+
+@cache
+def _ours_alone() -> int:
+    """Return what ``sys.getrefcount`` counts for a stand-in to which nobody but its finisher refers."""
+    stand_ins = {0: object()}
+    found = stand_ins.get(0)
+    return sys.getrefcount(found)
 
 
 def _look(tensor: Tensor) -> tuple[object, ...]:

@@ -95,17 +95,23 @@ def out_of_reach() -> str | None:
     return f"{endpoint} cannot be reached ({reasons[0]})" if reasons else None
 
 
-def cached_model(name: str) -> Path | None:
-    """Return the folder in the hub's cache that has a whole model: configuration, tokenizer and weights; or None."""
+def cached_config(name: str) -> Path | None:
+    """Return the configuration of a model in the hub's cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         config = try_to_load_from_cache(name, "config.json")
     except ValueError as error:
         raise UsageError(f"{name!r} is neither a folder nor the name of a model: {one_line(error)}") from error
-    if not isinstance(config, str):
+    return Path(config) if isinstance(config, str) else None
+
+
+def cached_model(name: str) -> Path | None:
+    """Return the folder in the hub's cache that has a whole model: configuration, tokenizer and weights; or None."""
+    config = cached_config(name)
+    if config is None:
         return None
-    folder = Path(config).parent
+    folder = config.parent
     has_tokenizer = any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json"))
     return folder if has_tokenizer and has_weights(folder) else None
 
