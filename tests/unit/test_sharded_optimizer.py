@@ -553,6 +553,31 @@ def test_states_follow_parameters_to_another_memory_format(pools: Pools, size: i
     assert all(pools.run(size, of_another_memory_format, AdamW, {"lr": 1e-2}))
 
 
+def moved_before_a_group(world: World) -> bool:
+    """Move parameters to other memory, and add a group before the next step, which would have to notice it."""
+    results = []
+    for is_sharded in (False, True):
+        model = wrap(world, convolutions())
+        first, second, _, last = model.module
+        optimizer: Any = ShardedOptimizer(first, AdamW, lr=1e-2) if is_sharded else AdamW(first.parameters(), lr=1e-2)
+        for step in range(6):
+            if step == 2:
+                model.to(memory_format=torch.channels_last)
+                optimizer.add_param_group({"params": list(second.parameters())})
+            if step == 4:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+                optimizer.add_param_group({"params": list(last.parameters())})
+            image_step(model, optimizer, step, world.rank)
+            model.zero_grad()
+        results.append(weights(model))
+    return all(map(torch.equal, *results))
+
+
+def test_parameters_that_moved_before_a_group_came_are_trained(pools: Pools) -> None:
+    assert all(pools.run(2, moved_before_a_group))
+
+
 def loaded_in_another_order(world: World) -> str:
     model = wrap(world, convolutions())
     optimizer = ShardedOptimizer(model, AdamW, lr=1e-2)

@@ -185,6 +185,8 @@ class ShardedOptimizer(Optimizer):
             UsageError: if one is trained already, or ranks give different ones.
         """
         expect_plain(param_group, self.param_groups, self._subject)
+        if self._inner is not None and self._sharding is not None and self._sharding.has_moved():
+            self._follow()  # now, as what is noted of the memory that pieces lie in is noted anew for all of them
         super().add_param_group(param_group)
         if self._inner is not None:
             expect_apart(self, [param_group], self._subject)
