@@ -93,6 +93,24 @@ def sequences() -> Iterator[Case]:
         yield Case(f"every moment in turn: {wrapper}, {backend}", nproc, orders, settings, weights=is_reproducible)
 
 
+def sharded() -> Iterator[Case]:
+    """Yield runs with a sharded optimizer of which there are second copies, struck at all moments in turn."""
+    moments = (*MOMENTS[:6], "updated", "shard", "gather", *MOMENTS[6:])
+    for turn, (nproc, wrapper, backend) in enumerate(((2, "ours", "paceline"), (4, "ours", "paceline"),
+                                                      (2, "torch", "gloo"), (4, "ours", "gloo"))):  # fmt: skip
+        orders = tuple(
+            f"{moment} rank={(number + turn) % nproc} at={1 if moment == 'rendezvous' else 3} start={number}"
+            for number, moment in enumerate(moments)
+        )
+        settings = {"wrapper": wrapper, "backend": backend, "redundancy": 2, "steps": 30}
+        yield Case(f"sharded, every moment in turn: {wrapper}, {backend}", nproc, orders, settings)
+    settings = {"redundancy": 2}
+    struck = "optimizer rank=1 at=5"
+    yield Case("sharded, the rank that rescues, too", 4, (struck, "rescue rank=0"), settings)
+    yield Case("sharded, exception inside the optimizer", 2, (f"{struck} do=raise",), settings)
+    yield Case("sharded, without second copies", 2, (struck,), {"redundancy": 1, "every": 3}, (1, 1), "disk")
+
+
 def features() -> Iterator[Case]:
     """Yield scripts that have one thing more than the plain loop, each struck twice."""
     moments = {
@@ -126,6 +144,7 @@ def cases() -> list[Case]:
     again = (f"{struck} do=raise", *(f"forward rank=1 start={start} do=raise" for start in range(1, 5)))
     return [
         *sequences(),
+        *sharded(),
         *(Case(f"{each} on disk", 2, (f"{each} rank=0 at={at}",), saving, source="any")
           for each, at in (("write", 2), ("before-rename", 2), ("after-rename", 2))),
         Case("the rank that rescues, too", 4, (struck, "rescue rank=0"), {}),

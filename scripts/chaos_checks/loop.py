@@ -22,13 +22,14 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.data import DataLoader
 from paceline.failpoints import strike
+from paceline.optim import ShardedOptimizer
 
 
 class Optimizer(torch.optim.AdamW):
     """AdamW that can be struck when the first group of parameters is updated and the second is not."""
 
     def _init_group(self, group: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-        if group is self.param_groups[1]:
+        if len(self.param_groups) > 1 and group is self.param_groups[1]:
             strike("optimizer")
         return super()._init_group(group, *arguments, **options)  # type: ignore[no-untyped-call]
 
@@ -90,7 +91,9 @@ def main() -> None:
     model = wrap(net, settings)
     parameters: list[Tensor] = list(net.parameters())
     groups: list[dict[str, Any]] = [{"params": parameters[:4]}, {"params": parameters[4:], "lr": 0.02}]
-    optimizer = Optimizer(groups, lr=0.01)
+    optimizer: torch.optim.Optimizer = Optimizer(groups, lr=0.01)
+    if settings.get("redundancy"):
+        optimizer = ShardedOptimizer(groups, Optimizer, lr=0.01, redundancy=settings["redundancy"])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     loader = DataLoader(data, batch_size=32, shuffle=True)
     in_background = settings.get("background", False)

@@ -24,6 +24,9 @@ from paceline.black_box import FOLDER
 
 STEPS, BEFORE, RESCUE = "steps", "steps-before", "rescue"
 """Folders in a job's folder: records of the present start, those of the one before, and rescued checkpoints."""
+SHARD = ".shard"
+"""Ending of files beside the records, with a rank's share of a sharded optimizer; those of a start that has ended are
+of no use."""
 RESTARTS = "PACELINE_RESTARTS"
 """Environment variable by which our launcher tells its ranks how often it starts them again without progress."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

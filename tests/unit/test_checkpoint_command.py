@@ -231,7 +231,9 @@ def test_show_calls_complex_tensors_complex(tmp_path: Path, command: Command) ->
         checkpointer.register("model", Holder({"w": torch.zeros(5, 2, dtype=torch.complex64)}))
         checkpointer.save(1)
     [model, _] = json.loads(command("show", tmp_path, "--json").out)["objects"]
-    assert model["tensors"] == [{"name": "w", "shape": [5, 2], "dtype": "complex64", "nbytes": 80, "tied_to": None}]
+    assert model["tensors"] == [
+        {"name": "w", "shape": [5, 2], "dtype": "complex64", "nbytes": 80, "tied_to": None, "slice": None}
+    ]
 
 
 def test_show_passes_over_a_damaged_one_and_says_so(run_folder: Path, command: Command) -> None:

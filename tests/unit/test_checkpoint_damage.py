@@ -198,7 +198,12 @@ FORGERIES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (at(0, path="state.json"), "lists a file twice"),
     (at(0, tensors={"w": {"shape": [2**62], "dtype": "float32", "slice": [[0, 2**62]]}}), "than any memory"),
     (at(0, tensors={"w": {"shape": [1], "dtype": "object", "slice": [[0, 1]]}}), "no dtype"),
-    (at(0, tensors={"w": {"shape": [1], "dtype": "float32", "slice": [[1, 2]]}}), "slices"),
+    (
+        at(0, tensors={"w": {"shape": [1], "dtype": "float32", "slice": [[1, 2]]}}),
+        "all ranks share is stored in slices",
+    ),
+    (at(0, tensors={"w": {"shape": [1], "dtype": "float32", "slice": [[1, 3]]}}), "a slice of another size"),
+    (at(0, tensors={"w": {"shape": [1], "dtype": "float32", "slice": []}}), "malformed"),
     (lambda body: body.update(format_version=2), "format_version is 2, this Paceline reads 1"),
     (lambda body: body.update(aliases={"model.safetensors": {"a": "b"}}), "leads to 'b'"),
     (lambda body: body.update(more=1), "checksum"),

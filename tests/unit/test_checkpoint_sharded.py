@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import paceline
+from paceline.checkpoint import manifest
 from paceline.checkpoint.tensorfile import read_specs
-from paceline.errors import CheckpointMismatch, CheckpointWarning
+from paceline.errors import CheckpointMismatch, CheckpointWarning, UsageError
 from paceline.optim import ShardedOptimizer
 from paceline.world import World
 from processes import paceline as command
@@ -154,10 +155,49 @@ def test_the_shared_out_class_is_compared(pools: Pools, tmp_path: Path) -> None:
     assert "'optimizer' is of class SGD in this run but of class AdamW in the checkpoint" in message
 
 
-def test_slices_are_told_in_state_json(pools: Pools, tmp_path: Path) -> None:
+def test_the_manifest_has_the_slice_of_each_piece(pools: Pools, tmp_path: Path) -> None:
+    pools.run(4, saved, str(tmp_path), ["sharded", "tensor"])
+    for kind in ("sharded", "tensor"):
+        folder = tmp_path / f"{kind}4" / "step-00000003"
+        found = manifest.parse((folder / "manifest.json").read_bytes())
+        listed = [entry["tensors"] for entry in json.loads((folder / "manifest.json").read_text())["files"]]
+        slices = [name["slice"] for tensors in listed for key, name in tensors.items() if "exp_avg" in key]
+        assert any(first for ((first, _), *_) in slices) == (kind == "sharded")
+        assert all(file.rank for file in found.files if file.starts), "rank 0's pieces are the first ones"
+
+
+def of_command(*arguments: object) -> Any:
+    """Return what `paceline checkpoint` prints as JSON; an exit code of its own is an error."""
+    done = command(Path(str(arguments[-1])).parent, "checkpoint", *map(str, arguments[:-1]), fork="all")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout) if "--json" in arguments else done.stdout
+
+
+def test_the_commands_know_shards(pools: Pools, tmp_path: Path) -> None:
+    pools.run(4, saved, str(tmp_path), ["sharded", "plain"])
+    pools.run(4, saved, f"{tmp_path}/copy", ["sharded"])
+    run = tmp_path / "sharded4"
+    here = tmp_path / "any"
+    found = of_command("show", run, "--json", here)["objects"]
+    pieces = [tensor for each in found if each["name"] == "optimizer" for tensor in each["tensors"] if tensor["slice"]]
+    assert {tensor["slice"]["start"] for tensor in pieces} > {0}
+    assert "of [99, 5]" in of_command("show", run, here)
+    assert of_command("verify", run, "--json", here)["damaged"] == []
+    assert of_command("audit", run, tmp_path / "copy" / "sharded4", "--json", here)["passed"]
+    for source in ("sharded4", "plain4"):
+        of_command("export", tmp_path / source, "--name", "optimizer", "--out", tmp_path / f"{source}.pt", here)
+    whole, plain = (torch.load(tmp_path / f"{source}.pt", weights_only=True) for source in ("sharded4", "plain4"))
+    assert whole["state"].keys() == plain["state"].keys()
+    for index, entry in plain["state"].items():
+        assert all(torch.equal(whole["state"][index][key], value) for key, value in entry.items())
+    net = nn.Sequential(nn.Linear(5, 99), nn.Tanh(), nn.Linear(99, 4))
+    AdamW(net.parameters()).load_state_dict(whole)
+
+
+def test_a_name_that_is_not_there_is_told_with_the_sharded_ones(pools: Pools, tmp_path: Path) -> None:
     pools.run(2, saved, str(tmp_path), ["sharded"])
-    state = json.loads((tmp_path / "sharded2" / "step-00000003" / "state.json").read_text())
-    assert all("shards" in str(rank["optimizer"]["state"]) for rank in state["ranks"])
+    with pytest.raises(UsageError, match=r"which has \['model', 'optimizer', 'scheduler'\]"):
+        paceline.load_weights(tmp_path / "sharded2", name="other")
 
 
 def test_a_run_goes_on_from_disk_as_nobody_has_a_lost_shard(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ LOOP = Path(__file__).parents[2] / "scripts" / "chaos_checks" / "loop.py"
 OURS = {"wrapper": "ours", "backend": "paceline"}
 TORCH = {"wrapper": "torch", "backend": "paceline"}
 GLOO = {"wrapper": "ours", "backend": "gloo"}
+SHARDED = {**OURS, "redundancy": 2}
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------------
@@ -66,8 +67,17 @@ def trained(folder: Path, settings: dict[str, Any], orders: str = "") -> list[di
         (TORCH, "bucket rank=1 at=3; rendezvous rank=0 start=1"),
         # All steps were once counted as redone if a rank ended while it restored them.
         (GLOO, "forward rank=1 at=3; restore rank=0 at=2 start=1"),
+        # Of the step that the others are in, nobody has what the lost rank has updated.
+        (SHARDED, "optimizer rank=1 at=3; gather rank=0 at=2 start=1"),
+        ({**SHARDED, "backend": "gloo"}, "bucket rank=0 at=3; shard rank=1 at=3 start=1"),
     ],
-    ids=["inside the optimizer", "mid-reduction, then in the rendezvous", "forward, then in the restore"],
+    ids=[
+        "inside the optimizer",
+        "mid-reduction, then in the rendezvous",
+        "forward, then in the restore",
+        "sharded: inside the optimizer, then in the gathering",
+        "sharded: mid-reduction, then while a shard is stored",
+    ],
 )
 def test_a_struck_run_ends_with_the_bits_of_an_undisturbed_one(
     tmp_path: Path, settings: dict[str, Any], orders: str
@@ -82,7 +92,8 @@ def test_a_struck_run_ends_with_the_bits_of_an_undisturbed_one(
     path = tmp_path / "struck" / "checkpoints" / step_name(5)
     runs = sample_ledger.read(path, verify.read_whole(path, 5))
     assert runs[0].resumed_at is None, "the ledger goes back to the beginning, whichever rank saved it"
-    assert [(run.resumed_at, run.saved) for run in runs[1:]] == [(run.saved, 5) for run in runs[-2:-1]]
+    assert [run.resumed_at for run in runs[1:]] == [run.saved for run in runs[:-1]]
+    assert runs[-1].saved == 5
     assert [(epoch.used, epoch.problems) for epoch in consumed_once.check(runs)] == [(5, ())]
 
 

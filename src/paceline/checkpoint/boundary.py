@@ -2,7 +2,7 @@
 
 Parameters and the states of optimizers stay as they are until the next optimizer step, so nothing of them is copied.
 What changes in between is: settings of optimizers, small buffers of modules, and the states of all other objects; these
-copies are small, see :mod:`paceline.checkpoint.frozen`.
+copies are small, see :mod:`paceline.checkpoint.frozen`. Of a sharded optimizer each rank stores its own share.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from paceline.checkpoint import capture
 from paceline.checkpoint.frozen import Freezer, SmallBuffers, parameters_of, thaw_object
 from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.shard_copies import ShardCopies
 from paceline.checkpoint.turn import Turn
 from paceline.errors import CheckpointError
 from paceline.failpoints import strike
+from paceline.step_records import StepRecord
 from paceline.unwrapping import Accumulates, joins
 
 logger = logging.getLogger(__name__)
@@ -35,14 +38,14 @@ class Watched:
 
     def __init__(self, entries: Sequence[Registered]) -> None:
         self.entries = tuple(entries)
-        self.own = [entry for entry in entries if entry.per_rank]
+        self.own = [entry for entry in entries if entry.per_rank and not entry.holds_shard]
         self.shared = [(Freezer(entry), entry.is_constant) for entry in entries if not entry.per_rank]
         self.accumulating = [entry.object for entry in entries if isinstance(entry.object, Accumulates)]
         self.modules = [entry.object for entry in entries if isinstance(entry.object, nn.Module)]
         self.optimizers = [entry.object for entry in entries if isinstance(entry.object, torch.optim.Optimizer)]
         self.parameters = parameters_of(entries)
         self.buffers = SmallBuffers(entries)
-        self.holds_shards = any(entry.holds_shard for entry in entries)
+        self.holds_lone_shards = any(entry.holds_shard and not entry.is_kept_twice for entry in entries)
         self.is_on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
 
     def versions(self) -> list[int]:
@@ -66,17 +69,23 @@ class Boundary:
         self.wishes = 0
         """Of all ranks, at the last step."""
         self._entries, self._gate = entries, gate
+        self._record: StepRecord | None = None
+        """Where completed steps are counted once the gate is left, so that those computed again can be told."""
         self._is_armed = False
         """Whether :meth:`mark` was called, from where on optimizers wait for the other ranks."""
         self._turn = Turn()
         """The optimizer steps since the boundary."""
         self._hooks: dict[int, Any] = {}
         """Handles of the hooks of optimizers, by the optimizer's id."""
+        self._update_hooks: list[Any] = []
+        """Handles of the hooks of sharded optimizers' shares."""
         self._frozen: dict[str, Any] | None = None
         """What was copied at the boundary, by the name of the object; None if nothing was."""
         self._versions: list[int] = []
         """Of the parameters, at the boundary."""
         self._watched = Watched([])
+        self._shards: dict[int, ShardCopies] = {}
+        """Copies of sharded optimizers, by the optimizer's id; where nobody could use them none is written."""
         self._process = os.getpid()
 
     @property
@@ -96,13 +105,20 @@ class Boundary:
 
     def watch(self, entry: Registered) -> None:
         """Notice the steps of `entry`, if it is an optimizer."""
-        if isinstance(entry.object, torch.optim.Optimizer) and id(entry.object) not in self._hooks:
-            self._hooks[id(entry.object)] = entry.object.register_step_pre_hook(self._optimizer_steps)
+        if not entry.is_optimizer or id(entry.object) in self._hooks:
+            return
+        self._hooks[id(entry.object)] = entry.object.register_step_pre_hook(self._optimizer_steps)
+        if entry.is_kept_twice and self._gate is not None:
+            copies = ShardCopies(self._gate.folder, self._gate.rank, self._gate.size, entry)
+            self._shards[id(entry.object)] = copies
+            self._update_hooks.append(entry.object.share.register_update_hook(partial(self._share_is_new, copies)))
 
     def go_on_from(self, step: int) -> None:
         """Take `step` for the number of steps done; everything registered is as of its end."""
         self.step, self._frozen = step, None
         self._turn.end()
+        for copies in self._shards.values():
+            copies.start_over()
 
     def mark(self) -> bool:
         """Mark that everything registered is consistent; returns whether this ends an optimizer step.
@@ -123,17 +139,20 @@ class Boundary:
         is_step = self._turn.has_begun or not self._hooks
         self.step += is_step
         if self._gate is not None and self._is_of_no_use(watched):
-            if watched.holds_shards and self._gate.rank == 0:
+            if watched.holds_lone_shards and self._gate.rank == 0:
                 logger.warning(
                     "the optimizer is sharded, and no other rank has a lost rank's shard: a failure will cost the "
-                    "steps since the last save on disk"
+                    "steps since the last save on disk; ShardedOptimizer(…, redundancy=2) keeps a second copy"
                 )
             self.leave_gate()
+        self._store(self._keep_states)
         if self._gate is not None and is_first:  # the optimizer has not waited
             self._prepare(self.step, watched)
         if self._gate is not None:
             self._freeze(watched)
-            self._gate.complete(self.step, capture.own(watched.own), watched.buffers.now())
+            self._gate.complete(self.step, capture.own(self._own(watched)), watched.buffers.now())
+        elif self._record is not None:
+            self._record.complete(self.step)
         self._turn.end()
         strike("boundary")
         return is_step
@@ -154,6 +173,11 @@ class Boundary:
             if not entry.per_rank:
                 yield thaw_object(entry, self._frozen[entry.name])
 
+    @property
+    def shards(self) -> list[ShardCopies]:
+        """The copies of sharded optimizers."""
+        return list(self._shards.values())
+
     def positions(self) -> dict[str, tuple[int, int]]:
         """Return the epoch and the batch in it of sources of data, which their states tell, at the boundary."""
         assert self._frozen is not None
@@ -167,9 +191,10 @@ class Boundary:
 
     def close(self) -> None:
         """Let optimizers step without being noticed."""
-        for handle in self._hooks.values():
+        for handle in [*self._hooks.values(), *self._update_hooks]:
             handle.remove()
         self._hooks.clear()
+        self._update_hooks.clear()
         self._frozen = None
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -184,7 +209,8 @@ class Boundary:
                 self.leave_gate()
             else:
                 self._prepare(self.step + 1, watched)
-        self._turn.step(optimizer, watched.optimizers)
+        copies = self._shards.get(id(optimizer)) if self._is_armed and self._gate is not None else None
+        self._turn.step(optimizer, watched.optimizers, None if copies is None else copies.way_back(self.step))
         if is_first:
             strike("gate")
 
@@ -205,26 +231,64 @@ class Boundary:
     def leave_gate(self) -> None:
         """Let optimizers step without the other ranks, which do the same when they see it; nothing can be rescued."""
         assert self._gate is not None
-        self._gate.record.step_alone()
+        self._record = self._gate.record
+        self._record.step_alone()
         self._gate, self._frozen = None, None
+        self.remove_copies()
+
+    def remove_copies(self) -> None:
+        """Give the memory of this rank's copies of shards back, which nobody needs any more."""
+        for copies in self._shards.values():
+            copies.remove()
 
     def _prepare(self, step: int, watched: Watched) -> None:
         """Meet the other ranks before `step`, unless one of them cannot."""
+        if not self._turn.has_begun:
+            self._store(self._keep_values)
+        self._store(partial(self._meet, step, watched))
+        if self._gate is not None and self._gate.is_left:
+            self.leave_gate()
+
+    def _meet(self, step: int, watched: Watched) -> None:
         assert self._gate is not None
+        own = capture.own(self._own(watched))
+        self.wishes = self._gate.prepare(step, own, watched.buffers.now(), self.wish)
+
+    def _own(self, watched: Watched) -> list[Registered]:
+        """Return what each rank stores at the gate and at the end of a step."""
+        return [*watched.own, *(copies.settings for copies in self._shards.values())]
+
+    def _store(self, store: Callable[[], None]) -> None:
+        """Store what others may need of this rank; where memory is full, nothing can be rescued from now on."""
+        if self._gate is None:
+            return
         try:
-            self.wishes = self._gate.prepare(step, capture.own(watched.own), watched.buffers.now(), self.wish)
+            store()
         except OSError as error:
             logger.warning("a failure will cost the steps since the last save on disk: %s", error)
             self.leave_gate()
-            return
-        if self._gate.is_left:
-            self.leave_gate()
+
+    def _keep_states(self) -> None:
+        """At the end of a step, store the states of shards that were not, or were changed since."""
+        for copies in self._shards.values():
+            if not copies.is_current:
+                copies.keep_state(self.step)
+
+    def _keep_values(self) -> None:
+        """Before any optimizer steps, store what the steps of sharded ones change."""
+        for copies in self._shards.values():
+            copies.keep_values(self.step)
+
+    def _share_is_new(self, copies: ShardCopies) -> None:
+        """In the middle of a sharded optimizer's step, store the state that this rank has updated."""
+        if self._is_armed and os.getpid() == self._process:
+            self._store(partial(copies.keep_state, self.step + 1))
 
     def _is_of_no_use(self, watched: Watched) -> bool:
         """Whether the surviving ranks could not tell what the others need.
 
         Inside ``join`` ranks take different numbers of steps; without a registered optimizer nobody says when
         parameters change; on a GPU the host is ahead of what the device has computed; and of a sharded optimizer
-        nobody else has a rank's shard.
+        nobody else has a rank's shard, unless there is a second copy.
         """
-        return not self._hooks or not watched.is_on_cpu or self.joins or watched.holds_shards
+        return not self._hooks or not watched.is_on_cpu or self.joins or watched.holds_lone_shards

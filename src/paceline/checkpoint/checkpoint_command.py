@@ -17,7 +17,7 @@ from paceline.checkpoint import export as exporting
 from paceline.checkpoint import inspection, storage
 from paceline.checkpoint.audit_command import audit_checkpoints
 from paceline.checkpoint.command_output import add_row, make_table, print_json, printable, say
-from paceline.checkpoint.inspection import Inspected, SavedObject
+from paceline.checkpoint.inspection import Inspected, SavedObject, SavedTensor
 from paceline.checkpoint.room import readable
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 from paceline.output_tables import print_table
@@ -224,8 +224,13 @@ def _contents_table(objects: Sequence[SavedObject]) -> Table:
         add_row(table, each.name, rank, _tensors(len(each.tensors)), "", "", f"{each.nbytes:,}")
         for tensor in each.tensors:
             size = f"{tensor.nbytes:,}" if tensor.tied_to is None else f"as {tensor.tied_to}"
-            add_row(table, "", "", f"  {tensor.name}", tensor.dtype, str(list(tensor.shape)), size)
+            add_row(table, "", "", f"  {tensor.name}", tensor.dtype, _shape(tensor), size)
     return table
+
+
+def _shape(tensor: SavedTensor) -> str:
+    shape, piece = str(list(tensor.shape)), tensor.slice
+    return shape if piece is None else f"{shape}: {piece.start} to {piece.stop} of {list(piece.whole)}"
 
 
 def _tensors(count: int) -> str:

@@ -20,13 +20,14 @@ from paceline.checkpoint import capture, codec, notes, restoring, sample_ledger
 from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.notes import Keep
 from paceline.checkpoint.recovery import History, Recovery
-from paceline.checkpoint.registered import Registered, Stateful
+from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.rescue import Contents
 from paceline.checkpoint.run_folder import RunFolder, expect_path
 from paceline.checkpoint.sample_ledger import Ledger
 from paceline.checkpoint.save_interval import SaveInterval
 from paceline.checkpoint.saved import Saved, compare, expect_registrable
 from paceline.checkpoint.saving import collect
+from paceline.checkpoint.stateful import Stateful
 from paceline.errors import CheckpointError, UsageError
 from paceline.rollcall import called_by_all
 from paceline.torch_internals.dtensor import local_of

@@ -101,6 +101,12 @@ class Gate:
         others = [(rank, self._other(rank)) for rank in range(self.size) if rank != self.rank]
         return [rank for rank, other in others if other and not other.has_left and not is_running(other.pid)]
 
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank has come to the end of its training, or left."""
+        others = [self._other(rank) for rank in range(self.size) if rank != self.rank]
+        return all(other is None or other.has_left for other in others)
+
     def wait_for_step(self, step: int, seconds: float) -> None:
         """Wait until every rank that runs has completed `step`, which all have prepared."""
         deadline = time.monotonic() + seconds
@@ -114,8 +120,7 @@ class Gate:
         """Wait until every rank has come to the end of its training or is gone; returns those that are gone."""
         deadline = time.monotonic() + seconds
         while not (gone := self.gone()) and time.monotonic() < deadline:
-            others = [self._other(rank) for rank in range(self.size) if rank != self.rank]
-            if all(other is None or other.has_left for other in others):
+            if self.is_over:
                 break
             time.sleep(_LOOK_S)
         return gone

@@ -18,6 +18,7 @@ from paceline.checkpoint import codec, manifest, notes, storage, verify
 from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.notes import Keep, Notes
 from paceline.checkpoint.saved import RANK_ROLE
+from paceline.checkpoint.slices import Slice, slices_of
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 from paceline.step_records import step_name
 
@@ -51,13 +52,16 @@ class Inspected:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a checkpoint; ``tied_to`` is the name of the one that has its memory, or None."""
+    """A tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
     tied_to: str | None = None
+    """The name of the one that has its memory."""
+    slice: Slice | None = None
+    """Of a piece in a sharded optimizer's state, what it holds of the whole."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,8 @@ def contents(found: Inspected) -> list[SavedObject]:
         objects = [_object(name, None, node, known.file(name)) for name, node in state["objects"].items()]
         for rank, nodes in enumerate(state["ranks"]):
             file = known.file(RANK_ROLE, rank)
-            objects += [_object(name, rank, node, file) for name, node in nodes.items()]
+            pieces = {} if file is None else slices_of(nodes, file.tensors)
+            objects += [_object(name, rank, node, file, pieces) for name, node in nodes.items()]
     except (verify.Damaged, ValueError, KeyError, TypeError, AttributeError) as error:
         raise NoCheckpoint(
             f"the checkpoint {found.path} is damaged: {manifest.STATE}: {error}; use another one"
@@ -209,8 +214,10 @@ def _saved_at(path: Path) -> float:
         return 0.0
 
 
-def _object(name: str, rank: int | None, node: Any, file: File | None) -> SavedObject:
-    """Describe the object of `node`, whose tensors are in `file`."""
+def _object(
+    name: str, rank: int | None, node: Any, file: File | None, pieces: Mapping[str, Slice] | None = None
+) -> SavedObject:
+    """Describe the object of `node`, whose tensors are in `file`, some of them `pieces`."""
     if type(node) is not dict:
         raise ValueError("an object's entry is no JSON object")
     complex_ones = dict(codec.tensors_in([node["state"], node["metadata"], node.get("optimizer")]))
@@ -224,7 +231,7 @@ def _object(name: str, rank: int | None, node: Any, file: File | None) -> SavedO
             raise ValueError(f"it names a tensor {documents.shown(key)}, which is in no file")
         spec = file.tensors[key]
         shape, dtype = (spec.shape[:-1], _COMPLEX.get(spec.dtype, "")) if is_complex else (spec.shape, spec.dtype)
-        tensors.append(SavedTensor(key, shape, dtype, spec.nbytes))
+        tensors.append(SavedTensor(key, shape, dtype, spec.nbytes, slice=(pieces or {}).get(key)))
         tensors += [SavedTensor(alias, shape, dtype, 0, tied_to=key) for alias in tied.get(key, ())]
     return SavedObject(name, rank, tuple(tensors))
 

@@ -3,7 +3,8 @@
 ``manifest.json`` is written last. Its ``sha256`` covers the rest of it, and its bytes are the only rendering
 of its content, so any change to it shows. ``files`` lists every file with its size, SHA-256, role (a
 registered name, or ``state`` or ``rank``), rank (null where all ranks share it) and, per tensor, the slice of
-the whole that it holds.
+the whole that it holds: ``[[0, size], …]`` of one that is whole, ``[[start, stop]]`` of a piece of a flat one, as a
+sharded optimizer's rank has.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline import documents
@@ -40,6 +41,8 @@ class File:
     rank: int | None
     tensors: Mapping[str, Spec]
     aliases: Mapping[str, str]
+    starts: Mapping[str, int] = field(default_factory=dict)
+    """By name of a tensor that is a piece of a flat one, which element is its first; none for the first piece."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def parse(raw: bytes) -> Manifest:
             paceline_version=_text(body["paceline_version"]),
             files=files,
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"an entry is missing or malformed ({type(error).__name__}: {str(error)[:80]})") from None
     if len({file.path for file in files}) < len(files):
         raise ValueError("it lists a file twice")
@@ -113,7 +116,7 @@ def parse(raw: bytes) -> Manifest:
 
 def _file_out(file: File) -> dict[str, Any]:
     tensors = {
-        name: {"shape": spec.shape, "dtype": spec.dtype, "slice": [[0, size] for size in spec.shape]}
+        name: {"shape": spec.shape, "dtype": spec.dtype, "slice": _slice(spec, file.starts.get(name, 0))}
         for name, spec in file.tensors.items()
     }
     return {
@@ -126,6 +129,12 @@ def _file_out(file: File) -> dict[str, Any]:
     }
 
 
+def _slice(spec: Spec, start: int) -> list[list[int]]:
+    """Return the slice of a tensor: of each dimension the first element and the one behind the last."""
+    whole = [[0, size] for size in spec.shape]
+    return [[start, start + spec.shape[0]], *whole[1:]] if start else whole
+
+
 def _file_in(entry: Any, aliases: Any) -> File:
     path = _text(entry["path"])
     if not _FILE.fullmatch(path) or path == NAME:
@@ -134,6 +143,9 @@ def _file_in(entry: Any, aliases: Any) -> File:
     if not _SHA256.fullmatch(digest):
         raise ValueError(f"the SHA-256 of {path!r} is malformed")
     tensors = {name: _spec_in(tensor) for name, tensor in entry["tensors"].items()}
+    starts = {name: start for name, spec in tensors.items() if (start := _start_in(entry["tensors"][name], spec))}
+    if starts and entry["rank"] is None:
+        raise ValueError("a tensor that all ranks share is stored in slices, which this Paceline does not read")
     targets = {alias: _text(target) for alias, target in aliases.get(path, {}).items()}
     if dangling := [target for target in targets.values() if target not in tensors]:
         raise ValueError(f"an alias in {path!r} leads to {documents.shown(dangling[0])}, which is not there")
@@ -145,15 +157,22 @@ def _file_in(entry: Any, aliases: Any) -> File:
         rank=None if entry["rank"] is None else _count(entry["rank"]),
         tensors=tensors,
         aliases=targets,
+        starts=starts,
     )
+
+
+def _start_in(entry: Any, spec: Spec) -> int:
+    """Return the first element of the slice that `entry` states."""
+    start = _count(entry["slice"][0][0]) if spec.shape else 0
+    if entry["slice"] != _slice(spec, start):
+        raise ValueError("a tensor is stored in a slice of another size, or of more than the first dimension")
+    return start
 
 
 def _spec_in(entry: Any) -> Spec:
     shape, dtype = tuple(_count(size) for size in entry["shape"]), _text(entry["dtype"])
     if dtype not in CODES:
         raise ValueError(f"{dtype[:40]!r} is no dtype that checkpoints use")
-    if entry["slice"] != [[0, size] for size in shape]:
-        raise ValueError("a tensor is stored in slices, which this Paceline does not read")
     if math.prod(max(1, size) for size in shape) >= 2**56:
         raise ValueError(f"a tensor of shape {documents.shown(shape)} is larger than any memory")
     return Spec(shape, dtype)

@@ -1,8 +1,8 @@
 """The states that a rank alone has, kept in memory that outlives it: random generators, buffers, registered objects.
 
-A file in the folder of the job's step records has four slots, which the rank fills in turns. A slot begins with the
-number of its write, which is set to 0 first and written last, so a rank that is killed leaves the others whole: the
-step before, and this step as it was when its gradients were there, which may be twice.
+A file in the folder of the job's step records has four slots, see :mod:`paceline.checkpoint.slots`, which the rank
+fills in turns. So a rank that is killed leaves the step before, and this step as it was when its gradients were there,
+which may be twice.
 
 Plain values are stored by ``marshal``, which runs no code when it is read, and is fast.
 """
@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import marshal
-import mmap
-import os
 import random
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,16 +21,12 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.capture import Capture
-from paceline.checkpoint.room import aligned
-from paceline.checkpoint.tensorfile import Spec, stored
+from paceline.checkpoint.slots import SlotFile, as_stored, layout_of, slots_in, tensors_in
 from paceline.rng import rng_state_of
 
-_HEAD = struct.Struct("<qqqq")  # number of the write, step, bytes of plain values, bytes of all
 _SLOTS = 4
 _MT19937 = 624 * 4 + 4
 """Bytes of NumPy's Mersenne Twister: its words, and the position among them."""
-_FIRST = 64 * 2**10
-"""Bytes of a slot at first."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +49,7 @@ class OwnStatesFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._number = path, 0
-        self._map = self._make(_FIRST)
-        self._address = _address_of(self._map)
+        self._file, self._number = SlotFile(path, _SLOTS), 0
         self._numpy: tuple[bytes, Any] | None = None
         """NumPy's generator as it was last, as it lies in memory and as it is stored."""
         self._plain: tuple[tuple[Any, ...], bytes] = (), b""
@@ -66,25 +57,11 @@ class OwnStatesFile:
 
     def write(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
         """Store this rank's generators, and what is given, as its states at `step`."""
-        tensors = [_as_stored(tensor) for tensor in (*objects.tensors.values(), *buffers)]
-        layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+        tensors = [as_stored(tensor) for tensor in (*objects.tensors.values(), *buffers)]
         names = list(objects.tensors)
-        plain = self._dumped((self._generators(), dict(objects.nodes), dict(objects.aliases), names, layout))
-        sizes = [tensor.nbytes for tensor in tensors]
-        total = aligned(_HEAD.size + len(plain)) + sum(map(aligned, sizes))
-        if total > self._capacity:
-            self._grow(total)
+        values = (self._generators(), dict(objects.nodes), dict(objects.aliases), names, layout_of(tensors))
         self._number += 1
-        at = self._number % _SLOTS * self._capacity
-        self._map[at : at + 8] = bytes(8)
-        self._map[at + _HEAD.size : at + _HEAD.size + len(plain)] = plain
-        place = at + aligned(_HEAD.size + len(plain))
-        for tensor, size in zip(tensors, sizes, strict=True):
-            if size:
-                ctypes.memmove(self._address + place, tensor.data_ptr(), size)
-            place += aligned(size)
-        struct.pack_into("<qqq", self._map, at + 8, step, len(plain), total)
-        struct.pack_into("<q", self._map, at, self._number)
+        self._file.write(self._number % _SLOTS, step, self._dumped(values), tensors)
 
     def _dumped(self, values: tuple[Any, ...]) -> bytes:
         """Return `values` as they are stored. At the end of a step they are often as before the optimizer."""
@@ -116,28 +93,6 @@ class OwnStatesFile:
         self._numpy = (memory, state) if memory else None
         return state
 
-    @property
-    def _capacity(self) -> int:
-        return len(self._map) // _SLOTS
-
-    def _grow(self, least: int) -> None:
-        """Take a larger file, with the slots as they are; it takes the smaller one's place when it is whole."""
-        before, capacity = self._map, self._capacity
-        slots = [bytes(before[slot * capacity : (slot + 1) * capacity]) for slot in range(_SLOTS)]
-        self._map = self._make(2 * least, slots)
-        self._address = _address_of(self._map)
-
-    def _make(self, capacity: int, slots: Sequence[bytes] = ()) -> mmap.mmap:
-        size = _SLOTS * -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
-        new = self._path.with_name(f".{self._path.name}")
-        with open(new, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # or a write into full memory would end the rank with SIGBUS
-            made = mmap.mmap(file.fileno(), size)
-        for slot, content in enumerate(slots):
-            made[slot * size // _SLOTS : slot * size // _SLOTS + len(content)] = content
-        new.replace(self._path)
-        return made
-
 
 def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStates | None:
     """Return what the rank whose file is `path` stored last for `step`, or first if `prepared`; None if nothing.
@@ -145,35 +100,15 @@ def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStat
     Raises:
         OSError: if the file cannot be read.
     """
-    content = path.read_bytes()
-    capacity = len(content) // _SLOTS
-    found = [(*_HEAD.unpack_from(content, slot * capacity), slot * capacity) for slot in range(_SLOTS)]
-    fitting = [entry for entry in found if entry[0] > 0 and entry[1] == step]
+    content = bytearray(path.read_bytes())
+    fitting = [slot for slot in slots_in(content, _SLOTS) if slot.step == step]
     if not fitting:
         return None
-    _, _, plain, _, at = min(fitting) if prepared else max(fitting)
-    generators, nodes, aliases, names, layout = marshal.loads(content[at + _HEAD.size : at + _HEAD.size + plain])
-    place, tensors = at + aligned(_HEAD.size + plain), []
-    for shape, dtype in layout:
-        spec = Spec(shape, dtype.removeprefix("torch."))
-        tensor = spec.empty("cpu")
-        if spec.nbytes:
-            raw = torch.frombuffer(bytearray(content[place : place + spec.nbytes]), dtype=torch.uint8)
-            tensor = raw.view(tensor.dtype).reshape(spec.shape)
-        tensors.append(tensor)
-        place += aligned(spec.nbytes)
+    slot = (min if prepared else max)(fitting, key=lambda slot: slot.number)
+    generators, nodes, aliases, names, layout = marshal.loads(slot.plain)
+    tensors = tensors_in(content, slot.at, layout)
     objects = Capture(nodes, dict(zip(names, tensors, strict=False)), aliases)
     return OwnStates(_unpacked(generators), objects, tensors[len(names) :])
-
-
-def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what :func:`stored` does, without its calls for a tensor that is so already, as nearly all are."""
-    is_so = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_complex() and not tensor.is_neg()
-    return tensor if is_so else stored(tensor)
-
-
-def _address_of(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _unpacked(generators: tuple[Any, ...]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -12,45 +12,10 @@ from torch import nn
 from paceline.checkpoint import optimizers, shards
 from paceline.checkpoint.codec import Encoder, Unencodable, decode
 from paceline.checkpoint.compared_states import as_in, check_module, check_optimizer, without_compile
+from paceline.checkpoint.stateful import Mergeable, Sharded
 from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
 from paceline.optimizer_shards import Assembly, Window
 from paceline.unwrapping import Accumulates, HasBucketLayout, unwrap
-
-
-class Stateful(Protocol):
-    """An object with a state that can be taken and loaded: module, optimizer, scheduler, sampler, GradScaler."""
-
-    def state_dict(self) -> Any:
-        """Return the state, as nested plain values and tensors."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Load a state that :meth:`state_dict` returned."""
-
-
-@runtime_checkable
-class Mergeable(Protocol):
-    """An object with a state per rank that also takes the states of another number of ranks, without tensors."""
-
-    def load_rank_states(self, states: Sequence[Any], /) -> None:
-        """Load this rank's part of the states that all ranks had."""
-
-
-@runtime_checkable
-class Sharded(Protocol):
-    """An optimizer of whose state each rank holds a shard; see :mod:`paceline.optimizer_shards`."""
-
-    @property
-    def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """The optimizer that it shares out."""
-
-    def local_state(self) -> dict[str, Any]:
-        """Return this rank's shard."""
-
-    def windows(self) -> dict[int, Window]:
-        """Return what this rank holds of each parameter's state."""
-
-    def load_state_dict(self, state: Any, /) -> None:
-        """Load a shard of this rank, an :class:`Assembly` of shards, or the state of the unsharded optimizer."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +64,11 @@ class Registered:
         return isinstance(self.object, Sharded)
 
     @property
+    def is_kept_twice(self) -> bool:
+        """Whether there are copies of the shards of ranks that are gone."""
+        return isinstance(self.object, Sharded) and self.object.redundancy > 1
+
+    @property
     def is_constant(self) -> bool:
         """Whether the object says, by an attribute ``state_is_constant``, that its state never changes."""
         return not isinstance(self.object, nn.Module) and bool(getattr(self.object, "state_is_constant", False))
@@ -116,13 +86,19 @@ class Registered:
                 "model.do_sync is true"
             )
 
-    def capture(self, encoder: Encoder, prefix: str = "") -> dict[str, Any]:
+    def capture(self, encoder: Encoder, prefix: str = "", state: Any = None) -> dict[str, Any]:
         """Return the node of the object's state; its tensors go to `encoder`, their names starting with `prefix`.
+
+        Args:
+            encoder: gets the tensors.
+            prefix: of their names.
+            state: to take in place of the object's own, such as another rank's shard.
 
         Raises:
             UsageError: if the state holds a value that cannot be encoded; names object and path.
         """
-        state = self.object.local_state() if isinstance(self.object, Sharded) else self._target.state_dict()
+        if state is None:
+            state = self.object.local_state() if isinstance(self.object, Sharded) else self._target.state_dict()
         metadata = getattr(state, "_metadata", None)
         if isinstance(self.object, nn.Module):
             state, metadata = without_compile(state), without_compile(metadata)

@@ -29,6 +29,7 @@ from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.run_folder import RunFolder
 from paceline.checkpoint.sample_ledger import Ledger
 from paceline.checkpoint.saved import GENERATORS
+from paceline.checkpoint.shard_copies import with_shards
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError, UsageError
@@ -86,7 +87,7 @@ class Rescue:
         if gate is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
             return
         if any(entry.is_sharded for entry in self._contents.entries()):
-            return  # nobody has the shards of the rank that is gone, and to gather them would wait for it
+            return  # nobody has the parts of DTensors of the rank that is gone, and to gather them would wait for it
         step, memory = self._boundary.step, rescued_folder(gate)
         with _turn(memory):
             if step in _steps(memory) or step in _steps(self._contents.folder):
@@ -94,7 +95,7 @@ class Rescue:
             strike("rescue")
             gate.wait_for_step(step, COMPLETES_S)
             try:
-                ranks = _all_own_states(gate, step)
+                ranks = with_shards(self._boundary.shards, step, _all_own_states(gate, step))
                 load_buffers(self._contents.entries(), ranks[0].buffers)
                 shared = [capture.shared(entry) for entry in self._boundary.states()]
                 self._save(step, shared, ranks, memory)

@@ -13,7 +13,8 @@ import torch
 from paceline import documents, rank_consensus
 from paceline.checkpoint import codec, manifest, tensor_transfer, tensorfile, verify
 from paceline.checkpoint.manifest import File, Manifest
-from paceline.checkpoint.registered import Mergeable, Outline, Registered
+from paceline.checkpoint.registered import Outline, Registered
+from paceline.checkpoint.stateful import Mergeable
 from paceline.errors import CheckpointError, CheckpointMismatch, UsageError
 from paceline.optimizer_shards import is_shard
 from paceline.world import World

@@ -12,8 +12,10 @@ from torch import nn
 
 from paceline import documents
 from paceline.checkpoint import codec, manifest, storage, tensorfile, verify
+from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.registered import Outline, Registered
+from paceline.checkpoint.whole_optimizer import put_together, shards_among
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 
 
@@ -88,17 +90,24 @@ def _read_folder(folder: Path, name: str) -> tuple[int, Any, dict[str, torch.Ten
 def read_object(folder: Path, found: Manifest, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return node and tensors of the object `name` in the checkpoint `folder`, which was verified by `found`.
 
+    Of an optimizer that was saved in shards the whole.
+
     Raises:
         CheckpointError: if it is malformed.
-        UsageError: if nothing that all ranks share is saved as `name`.
+        UsageError: if nothing that all ranks share, or have shards of, is saved as `name`.
     """
     try:
         state = documents.parse(verify.read_document(folder / manifest.STATE))
+        in_shards = shards_among(state["ranks"])
+        if name in in_shards:
+            encoder = Encoder()
+            whole = encoder.encode(put_together(folder, found, state["ranks"], name))
+            return {"state": whole, "metadata": None}, encoder.tensors
         node = state["objects"].get(name)
         if node is None:
             raise UsageError(
-                f"nothing is saved as {name!r} in {folder}, which has {sorted(state['objects'])}; give one of these "
-                "names"
+                f"nothing is saved as {name!r} in {folder}, which has {sorted([*state['objects'], *in_shards])}; give "
+                "one of these names"
             )
         file = found.file(name)
         tensors = {} if file is None else tensorfile.read(folder / file.path, file.tensors)

@@ -16,6 +16,7 @@ from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.notes import Notes
 from paceline.checkpoint.sample_ledger import Run
 from paceline.checkpoint.saved import RANK_ROLE
+from paceline.checkpoint.slices import slices_of
 from paceline.checkpoint.storage import Storage
 from paceline.failpoints import strike
 
@@ -79,7 +80,8 @@ class Draft:
         path = f"{role}.safetensors" if rank is None else f"{role}-{rank:05d}.safetensors"
         size, digest = storage.write_file(self._folder / path, tensorfile.pieces(capture.tensors, capture.aliases))
         specs = {name: tensorfile.spec_of(tensor) for name, tensor in capture.tensors.items()}
-        self._files.append(File(path, size, digest, role, rank, specs, dict(capture.aliases)))
+        starts = {name: piece.start for name, piece in slices_of(capture.nodes, specs).items() if piece.start}
+        self._files.append(File(path, size, digest, role, rank, specs, dict(capture.aliases), starts))
         strike("write")
 
     def __enter__(self) -> Draft:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.step_records import BEFORE, RESCUE, RESTARTS, STEPS, StepRecord, present_records, step_name
+from paceline.step_records import BEFORE, RESCUE, RESTARTS, SHARD, STEPS, StepRecord, present_records, step_name
 
 LIMIT = 3
 """Starts without progress, by default."""
@@ -98,6 +98,8 @@ class Restarts:
             for path in (self._folder / STEPS).iterdir():
                 shutil.rmtree(before / path.name, ignore_errors=True)
                 path.rename(before / path.name)
+            for path in before.glob(f"*/*{SHARD}"):  # as large as the optimizer; what was to rescue of it is rescued
+                path.unlink()
 
     def decide(self) -> str | None:
         """Return words for the restart that comes now, after a failure; None if there is none."""

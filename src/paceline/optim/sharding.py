@@ -13,6 +13,7 @@ from paceline.buckets import CAPACITY, assign
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.opening import open_channel
 from paceline.errors import UsageError
+from paceline.failpoints import strike
 from paceline.optim.owned import Owned, owned_by
 from paceline.optim.plan import Piece, Shares, cut_evenly, deal_out
 from paceline.optim.segments import Segment, make_segment
@@ -48,11 +49,16 @@ class Sharding:
         self._loads = [0] * subject.size
         self._count = 0
         """Parameters that were added."""
+        self.parameters: list[nn.Parameter] = []
+        """All of them, in the order in which states number them."""
+        self.groups: list[list[nn.Parameter]] = []
+        """The same by group, as they were added."""
+        self.revision = 0
+        """How often parameters were added, or found in other memory."""
         self._addresses: list[int] = []
         """Where they lay when they were last looked at."""
         self.strides: list[tuple[int, ...]] = []
         """Of the parameters, whose order in memory pieces and their states follow."""
-        self._parameters: list[nn.Parameter] = []
         if subject.size > 1:
             assert subject.group is not None
             device = _device_of(subject)
@@ -84,7 +90,8 @@ class Sharding:
         """Share out further `parameters`."""
         first, size = self._count, self._subject.size
         self._count += len(parameters)
-        self._parameters += parameters
+        self.parameters += parameters
+        self.groups.append(list(parameters))
         replicated = [index for index, each in enumerate(parameters) if size == 1 or id(each) in self._subject.sparse]
         pieces = [Piece(index, 0, parameters[index].numel(), self._subject.rank) for index in replicated]
         for members, shared in share_out(parameters, replicated, self._by, self._loads):
@@ -107,12 +114,13 @@ class Sharding:
         self._note_places()
 
     def _note_places(self) -> None:
-        self._addresses = _addresses(self._parameters)
-        self.strides = list(map(Tensor.stride, self._parameters))
+        self._addresses = _addresses(self.parameters)
+        self.strides = list(map(Tensor.stride, self.parameters))
+        self.revision += 1
 
     def has_moved(self) -> bool:
         """Whether parameters were given other memory."""
-        return _addresses(self._parameters) != self._addresses
+        return _addresses(self.parameters) != self._addresses
 
     def follow(self) -> bool:
         """Take in parameters that were given other memory.
@@ -135,16 +143,23 @@ class Sharding:
         for owned in self.owned:
             owned.take_changes()
 
-    def gather(self) -> None:
-        """Make the parameters whole on every rank that were trained in this step."""
+    def gather(self, *, meets: bool) -> None:
+        """Make the parameters whole on every rank that were trained in this step.
+
+        Args:
+            meets: whether all ranks wait for each other even if there is nothing to gather.
+        """
         if self.channel is None:
             return
         active = [each for each in self._segments if any(parameter.grad is not None for parameter in each.parameters)]
+        if meets and not active:
+            self.channel.all_gather_object(None)
         launched: deque[Launched] = deque()
         for segment in active:
             if len(launched) == segment.most_launched:
                 self.channel.meet(launched.popleft(), _GATHERING)
             launched.append(segment.launch())
+        strike("gather")
         for work in launched:
             self.channel.meet(work, _GATHERING)
 

@@ -30,16 +30,13 @@ def local_state(
     strides: Sequence[tuple[int, ...]],
 ) -> dict[str, Any]:
     """Return this rank's shard; see :mod:`paceline.optimizer_shards`. Pieces follow the `strides` of parameters."""
-    state: dict[int, dict[str, Any]] = {}
-    for each in owned:
-        entry = dict(inner.state[each.trained]) if each.trained in inner.state else {}
-        if each.master_dtype is not None:
-            entry[MASTER] = each.trained.detach()
-        if entry:
-            state[each.index] = entry
+    state = held(owned, inner)
+    for entry in state.values():
+        if isinstance(master := entry.get(MASTER), nn.Parameter):
+            entry[MASTER] = master.detach()
     return {
         "state": state,
-        "param_groups": _packed(groups),
+        "param_groups": packed(groups),
         KEY: {
             "rank": subject.rank,
             "ranks": subject.size,
@@ -51,7 +48,19 @@ def local_state(
     }
 
 
-def _packed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def held(owned: Sequence[Owned], inner: Optimizer) -> dict[int, dict[str, Any]]:
+    """Return the state of this rank's pieces by parameter, in the optimizer's own tensors, masters included."""
+    state: dict[int, dict[str, Any]] = {}
+    for each in owned:
+        entry = dict(inner.state[each.trained]) if each.trained in inner.state else {}
+        if each.master_dtype is not None:
+            entry[MASTER] = each.trained
+        if entry:
+            state[each.index] = entry
+    return state
+
+
+def packed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the groups with numbers for parameters, as torch's optimizers do."""
     packed, first = [], 0
     for group in groups:
