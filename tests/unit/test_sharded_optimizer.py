@@ -509,3 +509,209 @@ def test_a_shard_of_other_parameters_is_refused() -> None:
     other = ShardedOptimizer([nn.Parameter(torch.ones(4))], SGD, lr=0.1)
     with pytest.raises(CheckpointMismatch, match=r"shape \(3,\), but the shard of rank 0 is of one of shape \(4,\)"):
         optimizer.load_state_dict(other.local_state())
+
+
+def convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(128, 3))
+
+
+def image_step(model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+    model(images).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def of_another_memory_format(world: World, kind: type, options: dict[str, Any]) -> bool:
+    """Change the order of elements in memory, in which pieces are cut, after steps and after a state was loaded."""
+    results = []
+    for is_sharded in (False, True):
+        model = wrap(world, convolutions())
+        parameters = list(model.parameters())
+        optimizer = ShardedOptimizer(parameters, kind, **options) if is_sharded else kind(parameters, **options)
+        for step in range(8):
+            if step == 2:
+                model.to(memory_format=torch.channels_last)
+            if step == 4:
+                state = optimizer.full_state_dict() if is_sharded else optimizer.state_dict()
+                optimizer.load_state_dict(state)
+                model.to(memory_format=torch.contiguous_format)
+                for parameter in parameters:
+                    parameter.data = parameter.data.contiguous()
+            if step == 6:
+                model.to(memory_format=torch.channels_last)
+                state = optimizer.full_state_dict() if is_sharded else optimizer.state_dict()
+                optimizer.load_state_dict(state)
+            image_step(model, optimizer, step, world.rank)
+        results.append(weights(model))
+    return all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_states_follow_parameters_to_another_memory_format(pools: Pools, size: int) -> None:
+    assert all(pools.run(size, of_another_memory_format, AdamW, {"lr": 1e-2}))
+
+
+def moved_before_a_group(world: World) -> bool:
+    """Move parameters to other memory, and add a group before the next step, which would have to notice it."""
+    results = []
+    for is_sharded in (False, True):
+        model = wrap(world, convolutions())
+        first, second, _, last = model.module
+        optimizer: Any = ShardedOptimizer(first, AdamW, lr=1e-2) if is_sharded else AdamW(first.parameters(), lr=1e-2)
+        for step in range(6):
+            if step == 2:
+                model.to(memory_format=torch.channels_last)
+                optimizer.add_param_group({"params": list(second.parameters())})
+            if step == 4:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+                optimizer.add_param_group({"params": list(last.parameters())})
+            image_step(model, optimizer, step, world.rank)
+            model.zero_grad()
+        results.append(weights(model))
+    return all(map(torch.equal, *results))
+
+
+def test_parameters_that_moved_before_a_group_came_are_trained(pools: Pools) -> None:
+    assert all(pools.run(2, moved_before_a_group))
+
+
+def loaded_in_another_order(world: World) -> str:
+    model = wrap(world, convolutions())
+    optimizer = ShardedOptimizer(model, AdamW, lr=1e-2)
+    image_step(model, optimizer, 0, world.rank)
+    own = optimizer.state_dict()
+    model.to(memory_format=torch.channels_last)
+    with pytest.raises(CheckpointMismatch) as caught:
+        optimizer.load_state_dict(own)
+    return str(caught.value)
+
+
+def test_a_shard_of_another_memory_format_is_refused(pools: Pools) -> None:
+    assert all("cut otherwise" in message for message in pools.run(2, loaded_in_another_order))
+
+
+def with_edited_groups(world: World) -> list[str]:
+    """Change ``param_groups`` by hand, which the pieces do not follow; in silence a layer would not be trained."""
+    model = wrap(world, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    first, second = (list(layer.parameters()) for layer in model.module)
+    optimizer = ShardedOptimizer([{"params": list(first)}], SGD, lr=0.1)
+    groups = optimizer.param_groups
+    messages = []
+
+    def refuse() -> None:
+        model(torch.ones(1, 8)).sum().backward()
+        with pytest.raises(UsageError) as caught:
+            optimizer.step()
+        messages.append(str(caught.value))
+        model.zero_grad()
+
+    groups[0]["params"].extend(second)
+    refuse()
+    groups[0]["params"] = first[:1]
+    refuse()
+    groups[0]["params"] = first
+    groups.append({**groups[0], "params": second})
+    refuse()
+    groups.pop()
+    image = groups.pop()
+    refuse()
+    groups.append(image)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return messages
+
+
+def test_groups_edited_by_hand_are_refused(pools: Pools) -> None:
+    for messages in pools.run(2, with_edited_groups):
+        assert len(messages) == 4
+        assert all("add_param_group()" in message for message in messages)
+        assert "group 1" in messages[2]
+
+
+def after_a_refused_step(world: World) -> bool:
+    """Refuse a gradient that cannot be cut; the ones that were taken before it are not used in the next step."""
+    first, second = nn.Parameter(torch.ones(128)), nn.Parameter(torch.ones(384))
+    optimizer = ShardedOptimizer([first, second], SGD, lr=0.1)
+    first.grad, second.grad = torch.ones(128), torch.ones(384).to_sparse()
+    with pytest.raises(UsageError, match="sparse"):
+        optimizer.step()
+    first.grad, second.grad = None, torch.ones(384)
+    optimizer.step()
+    return bool((first == 1).all()) and torch.allclose(second, torch.tensor(0.9))
+
+
+def test_a_refused_step_leaves_no_gradient_behind(pools: Pools) -> None:
+    assert pools.run(2, after_a_refused_step) == [True, True]
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps what it needs in attributes, as optimizers that are not torch's often do."""
+
+    def __init__(self, parameters: Any, lr: float, power: float, keeps: bool = False) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.power, self.count = power, 0
+        if keeps:
+            self.kept = self.param_groups[0]["params"]
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / self.count**self.power)
+
+
+def of_attributes(world: World) -> tuple[bool, str]:
+    results = []
+    for is_sharded in (False, True):
+        model = wrap(world, convolutions())
+        optimizer: Any = Counting(model.parameters(), 1e-2, 0.5)
+        CosineAnnealingLR(optimizer, STEPS)  # which has it count its steps
+        optimizer = ShardedOptimizer.of(optimizer) if is_sharded else optimizer
+        for step in range(4):
+            image_step(model, optimizer, step, world.rank)
+        results.append(weights(model))
+        del optimizer
+    with pytest.raises(UsageError) as caught:
+        ShardedOptimizer.of(Counting(model.parameters(), 1e-2, 0.5, keeps=True))
+    return all(map(torch.equal, *results)), str(caught.value)
+
+
+def test_an_optimizer_with_attributes_of_its_own_is_taken_over(pools: Pools) -> None:
+    for is_equal, message in pools.run(2, of_attributes):
+        assert is_equal
+        assert "'kept'" in message
+
+
+def with_objects_in_groups(world: World) -> bool:
+    """Compare groups that hold objects, whose addresses differ between ranks."""
+    spread = [object() for _ in range(1 + world.rank)]
+    parameters = list(nn.Linear(4, 4).parameters())
+    optimizer = ShardedOptimizer([{"params": parameters, "tag": spread[-1], "rule": lambda step: step}], SGD, lr=0.1)
+    return optimizer.param_groups[0]["tag"] is spread[-1]
+
+
+def test_objects_in_groups_are_no_difference_between_ranks(pools: Pools) -> None:
+    assert all(pools.run(2, with_objects_in_groups))
+
+
+def in_a_cycle(world: World) -> bool:
+    """Make an optimizer where the deleted one before it waits for the garbage collector, on one rank."""
+    model = wrap(world, nn.Linear(4, 4))
+    first: Any = ShardedOptimizer(model, SGD, lr=0.1)
+    if world.rank == 0:
+        first.itself = first
+    gc.disable()
+    try:
+        del first
+        return len(ShardedOptimizer(model, SGD, lr=0.1).parameters) == 2
+    finally:
+        gc.enable()
+
+
+def test_a_deleted_optimizer_need_not_be_collected_yet(pools: Pools) -> None:
+    assert all(pools.run(2, in_a_cycle))

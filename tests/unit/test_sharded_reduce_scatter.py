@@ -263,3 +263,97 @@ def interrupted(world: World) -> bool:
 
 def test_an_exception_in_backward_leaves_a_wrapper_that_goes_on(pools: Pools) -> None:
     assert all(pools.run(2, interrupted))
+
+
+def thawed(world: World) -> tuple[bool, float]:
+    """Thaw layers, so that others of one shape get other numbers.
+
+    Returns whether bits are those of whole gradients, and how far clipped ones are from them.
+    """
+    results: dict[tuple[bool, float], list[torch.Tensor]] = {}
+    for limit in (1e9, 0.05):
+        for is_scattering in (False, True):
+            torch.manual_seed(0)
+            net = nn.Sequential(*(nn.Linear(24, 24) for _ in range(5)))
+            net[0].requires_grad_(False)
+            net[2].requires_grad_(False)
+            model = paceline.DistributedDataParallel(net)
+            optimizer = ShardedOptimizer(model, AdamW, lr=1e-2, reduce_scatter=is_scattering)
+            for step in range(6):
+                net[2].requires_grad_(step >= 2)
+                net[0].requires_grad_(step >= 4)
+                model(torch.full((2, 24), float(step + world.rank))).square().sum().backward()
+                paceline.clip_grad_norm_(model, limit)
+                optimizer.step()
+                optimizer.zero_grad()
+            results[is_scattering, limit] = weights(model)
+            del optimizer
+    is_exact = all(map(torch.equal, results[False, 1e9], results[True, 1e9]))
+    pairs = zip(results[False, 0.05], results[True, 0.05], strict=True)
+    return is_exact, max(float((one - other).abs().max()) for one, other in pairs)
+
+
+def test_a_stand_in_is_never_taken_for_another_parameters(pools: Pools) -> None:
+    for is_exact_now, apart in pools.run(2, thawed):
+        assert is_exact_now
+        assert apart < 1e-5
+
+
+def clipped_in(world: World, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> tuple[torch.dtype, float, float]:
+    """The dtype of the norm, and how far norms and weights are from those of whole gradients."""
+    results, norms = [], []
+    for is_scattering in (False, True):
+        torch.manual_seed(0)
+        model = paceline.DistributedDataParallel(nn.Linear(40, 40, dtype=dtype), reduce_dtype=reduce_dtype)
+        optimizer = ShardedOptimizer(model, SGD, lr=0.1, reduce_scatter=is_scattering)
+        for step in range(3):
+            model(torch.full((2, 40), float(step + world.rank), dtype=dtype)).square().sum().backward()
+            norms.append(paceline.clip_grad_norm_(model, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(weights(model))
+        del optimizer
+    apart = max(float((one - other).abs().max()) for one, other in zip(*results, strict=True))
+    return norms[-1].dtype, abs(float(norms[0] / norms[3]) - 1), apart
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduce_dtype", "of_norms", "of_weights"),
+    [(torch.float64, None, 1e-14, 1e-14), (torch.float32, torch.bfloat16, 1e-6, 1e-3)],
+)
+def test_norms_have_the_precision_of_the_parameters(
+    pools: Pools, dtype: torch.dtype, reduce_dtype: torch.dtype | None, of_norms: float, of_weights: float
+) -> None:
+    for kind, norms, apart in pools.run(2, clipped_in, dtype, reduce_dtype):
+        assert kind is dtype
+        assert norms < of_norms
+        assert apart < of_weights
+
+
+def hooked_too_late(world: World) -> str:
+    model = paceline.DistributedDataParallel(nn.Linear(8, 8))
+    optimizer = ShardedOptimizer(model, SGD, lr=0.1, reduce_scatter=True)
+    hook = torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook
+    message = refused(partial(model.register_comm_hook, None, hook))
+    model(torch.ones(2, 8)).sum().backward()
+    assert is_scattered(model.module.weight.grad)
+    optimizer.step()
+    return message
+
+
+def test_a_hook_does_not_take_the_place_of_scattering_in_silence(pools: Pools) -> None:
+    assert all("ShardedOptimizer" in message for message in pools.run(2, hooked_too_late))
+
+
+def one_of_two_hooked(world: World) -> bool:
+    """Refuse two wrappers of which the second has a hook, and leave the first as it was."""
+    first, second = (paceline.DistributedDataParallel(nn.Linear(8, 8)) for _ in range(2))
+    second.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook)
+    parameters = [*first.parameters(), *second.parameters()]
+    refused(lambda: ShardedOptimizer(parameters, SGD, lr=0.1, reduce_scatter=True))
+    first(torch.ones(2, 8)).sum().backward()
+    return is_scattered(first.module.weight.grad)
+
+
+def test_a_refused_optimizer_leaves_wrappers_as_they_were(pools: Pools) -> None:
+    assert pools.run(2, one_of_two_hooked) == [False, False]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-from paceline.torch_internals.optimizer_hooks import drop_hooks
+from paceline.torch_internals.optimizer_hooks import drop_hooks, hooks_of
 
 _NAMES = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 _ELEMENTWISE = {getattr(torch.optim, name) for name in [*_NAMES, "SparseAdam"]}
@@ -30,9 +30,35 @@ class Prototype:
         made = copy.copy(self.optimizer)
         drop_hooks(made)
         made.state, made.param_groups = defaultdict(dict), []
+        vars(made).update(_own_attributes(self.optimizer, vars(made)))
         for group in groups if isinstance(groups[0], dict) else [{"params": groups}]:
             made.add_param_group(group)
         return made
+
+
+def _own_attributes(optimizer: Optimizer, copied: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the class of `optimizer` keeps in attributes, beside those `copied`, which torch's copies leave out.
+
+    Raises:
+        UsageError: if there are parameters among them, which are not the pieces that are to be trained.
+    """
+    left_out = {*copied, *hooks_of(optimizer)}
+    kept = {
+        name: value
+        for name, value in vars(optimizer).items()
+        # A method that was put over the class's is bound to this optimizer, such as the step that a scheduler counts.
+        if name not in left_out and not callable(getattr(type(optimizer), name, None))
+    }
+    for name, value in kept.items():
+        held = value.values() if isinstance(value, Mapping) else value
+        if isinstance(value, nn.Parameter) or any(
+            isinstance(each, nn.Parameter) for each in (held if isinstance(held, Iterable) else ())
+        ):
+            raise UsageError(
+                f"{type(optimizer).__name__} keeps parameters in its attribute {name!r}, and so cannot be shared out "
+                "once it is made; give ShardedOptimizer the parameters, the class and its settings"
+            )
+    return kept
 
 
 def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> None:

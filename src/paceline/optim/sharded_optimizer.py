@@ -9,10 +9,9 @@ Optimizations Toward Training Trillion Parameter Models", SC 2020.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,10 +24,11 @@ from paceline.errors import UsageError
 from paceline.failpoints import strike
 from paceline.optim import states
 from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise
+from paceline.optim.living import enter, expect_apart
 from paceline.optim.owned import Owned
 from paceline.optim.sharding import Sharding
 from paceline.optim.share import Share, check_redundancy
-from paceline.optim.subject import Subject, describe_groups, expect_gradients, expect_plain, expect_wrapper, subject_of
+from paceline.optim.subject import Subject, describe_groups, expect_plain, expect_scatterable, expect_step, subject_of
 from paceline.optimizer_shards import Assembly, Window
 from paceline.torch_internals.compile import never_compiled
 from paceline.torch_internals.optimizer_hooks import (
@@ -97,7 +97,7 @@ class ShardedOptimizer(Optimizer):
         make: Callable[[Any], Optimizer] = partial[Any](optimizer_class, **defaults)
         self._subject: Subject = subject_of(params, process_group)
         if reduce_scatter:
-            expect_wrapper(self._subject)
+            expect_scatterable(self._subject)
         self._by, self._master_dtype, self.redundancy = by, master_dtype, redundancy
         template = make([nn.Parameter(torch.zeros(1))])  # the class refuses settings that it does not know
         self._inner: Optimizer | None = None
@@ -109,7 +109,7 @@ class ShardedOptimizer(Optimizer):
         self._versions = -1
         """Of the parameters' version counters, after the last step."""
         super().__init__(self._subject.groups, template.defaults)
-        self._expect_apart(self.param_groups)
+        expect_apart(self, self.param_groups, self._subject)
         check_redundancy(redundancy, self._subject, self.parameters)
         self._sharding = Sharding(self._subject, by, master_dtype, self._description)
         if self._sharding.channel is not None:
@@ -121,7 +121,7 @@ class ShardedOptimizer(Optimizer):
             wrapper.scatter(self._sharding.shares if reduce_scatter else None)
         self.share = Share(self._sharding, self._inner, self.param_groups)
         """What others keep copies of."""
-        _living().add(self)
+        enter(self)
 
     @classmethod
     def of(
@@ -195,9 +195,11 @@ class ShardedOptimizer(Optimizer):
             UsageError: if one is trained already, or ranks give different ones.
         """
         expect_plain(param_group, self.param_groups, self._subject)
+        if self._inner is not None and self._sharding is not None and self._sharding.has_moved():
+            self._follow()  # now, as what is noted of the memory that pieces lie in is noted anew for all of them
         super().add_param_group(param_group)
         if self._inner is not None:
-            self._expect_apart([param_group])
+            expect_apart(self, [param_group], self._subject)
             assert self._sharding is not None
             self._sharding.expect_equal(self._description())
             self._sharding.add(param_group["params"])
@@ -207,17 +209,6 @@ class ShardedOptimizer(Optimizer):
         ours = {id(parameter) for parameter in group["params"]}
         trained = [owned.trained for owned in self.owned if id(owned.parameter) in ours]
         return {**_settings(group), "params": trained}
-
-    def _expect_apart(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse parameters that another sharded optimizer trains."""
-        ours = {id(parameter) for group in groups for parameter in group["params"]}
-        for other in list(_living()):
-            for parameter in other.parameters if other is not self else ():
-                if id(parameter) in ours:
-                    raise UsageError(
-                        f"{self._subject.name_of(parameter)} is trained by another ShardedOptimizer already; make one "
-                        "for a model, and delete it before you make another"
-                    )
 
     def _description(self) -> Any:
         return describe_groups(self._class, self._by, self._master_dtype, self.param_groups)
@@ -233,16 +224,19 @@ class ShardedOptimizer(Optimizer):
             UsageError: for a closure, without any gradient, and inside ``model.join()``.
             CommunicationError: if a rank ended or did not come.
         """
-        expect_gradients(closure, self._subject, self.parameters)
         assert self._inner is not None
         assert self._sharding is not None
+        expect_step(closure, self._subject, self.param_groups, self._sharding.groups)
         self._consolidated = None
-        self._sharding.follow(changed=0 <= self._versions != self._count_versions())
-        for owned in self._sharding.owned:
-            owned.take_gradient(owned.parameter.grad)
+        if self._sharding.has_moved():
+            self._follow()
+        elif 0 <= self._versions != self._count_versions():
+            self._sharding.take_changes()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_settings(group))
         try:
+            for owned in self._sharding.owned:
+                owned.take_gradient(owned.parameter.grad)
             self._inner.step()
         finally:
             for owned in self._sharding.owned:
@@ -258,12 +252,21 @@ class ShardedOptimizer(Optimizer):
     def _count_versions(self) -> int:
         return sum(parameter._version for parameter in self.parameters) if self._master_dtype is not None else 0
 
+    def _follow(self) -> None:
+        """Follow parameters to other memory; where they lie in another order there, ranks exchange their states."""
+        assert self._sharding is not None
+        before = self.local_state()
+        if self._sharding.follow() and self._versions >= 0:
+            self._load(states.brought_together(before, self.windows(), self.channel))
+
     # -- states -------------------------------------------------------------------------------------------------
 
     def local_state(self) -> dict[str, Any]:
         """Return this rank's shard of the state, with what it is of; see :mod:`paceline.optimizer_shards`."""
         assert self._inner is not None
-        return states.local_state(self.owned, self.parameters, self.param_groups, self._inner, self._subject)
+        assert self._sharding is not None
+        strides = self._sharding.strides
+        return states.local_state(self.owned, self.parameters, self.param_groups, self._inner, self._subject, strides)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard, as :meth:`local_state` does; see :meth:`full_state_dict` for all of it.
@@ -296,11 +299,17 @@ class ShardedOptimizer(Optimizer):
         Raises:
             CheckpointMismatch: if it is of other parameters, the shard of another rank, or one is missing.
         """
-        assert self._inner is not None
-        loaded = states.find_owned(before_load(self, state_dict), self.owned, self.parameters, self._subject)
-        states.load(loaded, self.owned, self.param_groups, self._inner)
+        assert self._sharding is not None
+        if self._sharding.has_moved():
+            self._sharding.follow()
+        self._load(before_load(self, state_dict))
         self._consolidated, self._versions = None, self._count_versions()
         after_load(self)
+
+    def _load(self, state: Any) -> None:
+        assert self._inner is not None
+        loaded = states.find_owned(state, self.owned, self.parameters, self._subject)
+        states.load(loaded, self.owned, self.param_groups, self._inner)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("a ShardedOptimizer cannot be copied or pickled; make another, and load its state_dict()")
@@ -308,9 +317,3 @@ class ShardedOptimizer(Optimizer):
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in _NOT_SETTINGS}
-
-
-@cache
-def _living() -> WeakSet[ShardedOptimizer]:
-    """The sharded optimizers of this process."""
-    return WeakSet()

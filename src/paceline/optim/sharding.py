@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.buckets import CAPACITY, assign
 from paceline.ddp.transport.channel import Channel, Launched
@@ -51,10 +51,14 @@ class Sharding:
         """Parameters that were added."""
         self.parameters: list[nn.Parameter] = []
         """All of them, in the order in which states number them."""
+        self.groups: list[list[nn.Parameter]] = []
+        """The same by group, as they were added."""
         self.revision = 0
         """How often parameters were added, or found in other memory."""
         self._addresses: list[int] = []
         """Where they lay when they were last looked at."""
+        self.strides: list[tuple[int, ...]] = []
+        """Of the parameters, whose order in memory pieces and their states follow."""
         if subject.size > 1:
             assert subject.group is not None
             device = _device_of(subject)
@@ -87,6 +91,7 @@ class Sharding:
         first, size = self._count, self._subject.size
         self._count += len(parameters)
         self.parameters += parameters
+        self.groups.append(list(parameters))
         replicated = [index for index, each in enumerate(parameters) if size == 1 or id(each) in self._subject.sparse]
         pieces = [Piece(index, 0, parameters[index].numel(), self._subject.rank) for index in replicated]
         for members, shared in share_out(parameters, replicated, self._by, self._loads):
@@ -106,23 +111,37 @@ class Sharding:
             self.shares.add(parameters[index], own)
         pieces.sort(key=lambda piece: (piece.parameter, piece.start))
         self.owned += owned_by(self._subject.rank, pieces, parameters, first, self._master_dtype)
+        self._note_places()
+
+    def _note_places(self) -> None:
         self._addresses = _addresses(self.parameters)
+        self.strides = list(map(Tensor.stride, self.parameters))
         self.revision += 1
 
-    def follow(self, *, changed: bool) -> None:
-        """Take in parameters that were given other memory, and values that were `changed` since the last step."""
-        if _addresses(self.parameters) != self._addresses:
-            for owned in self.owned:
-                owned.let_go()
-            for segment in self._segments:
-                segment.take()
-            for owned in self.owned:
-                owned.look_again()
-            self._addresses = _addresses(self.parameters)
-            self.revision += 1
-        elif changed:
-            for owned in self.owned:
-                owned.take_changes()
+    def has_moved(self) -> bool:
+        """Whether parameters were given other memory."""
+        return _addresses(self.parameters) != self._addresses
+
+    def follow(self) -> bool:
+        """Take in parameters that were given other memory.
+
+        Returns:
+            Whether they lie in another order there, so that pieces are of other elements; the same on every rank.
+        """
+        before = self.strides
+        for owned in self.owned:
+            owned.let_go()
+        for segment in self._segments:
+            segment.take()
+        for owned in self.owned:
+            owned.look_again()
+        self._note_places()
+        return self.strides != before
+
+    def take_changes(self) -> None:
+        """Take in values that were changed since the last step."""
+        for owned in self.owned:
+            owned.take_changes()
 
     def gather(self, *, meets: bool) -> None:
         """Make the parameters whole on every rank that were trained in this step.

@@ -49,7 +49,11 @@ class Share:
 
     def values(self) -> list[tuple[int, tuple[int, int] | None, Tensor]]:
         """Return what a step may change: number of the parameter, which elements (None for all), and a view of them."""
-        self._sharding.follow(changed=False)
+        if self._sharding.has_moved() and self._sharding.follow() and self._inner.state:
+            raise UsageError(
+                "the memory format of parameters was changed after optimizer.step(), and the optimizer's state can "
+                "follow in its next step alone; change the format after checkpointer.step(), or before training"
+            )
         return [
             (each.index, each.piece, each.values())
             for each in self._sharding.owned

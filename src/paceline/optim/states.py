@@ -27,8 +27,9 @@ def local_state(
     groups: Sequence[Mapping[str, Any]],
     inner: Optimizer,
     subject: Subject,
+    strides: Sequence[tuple[int, ...]],
 ) -> dict[str, Any]:
-    """Return this rank's shard; see :mod:`paceline.optimizer_shards`."""
+    """Return this rank's shard; see :mod:`paceline.optimizer_shards`. Pieces follow the `strides` of parameters."""
     state = held(owned, inner)
     for entry in state.values():
         if isinstance(master := entry.get(MASTER), nn.Parameter):
@@ -41,7 +42,7 @@ def local_state(
             "ranks": subject.size,
             "pieces": {each.index: list(each.piece) for each in owned if each.piece is not None},
             "shapes": {index: list(each.shape) for index, each in enumerate(parameters)},
-            "strides": {index: list(each.stride()) for index, each in enumerate(parameters)},
+            "strides": dict(enumerate(map(list, strides))),
             "dtypes": {index: each.dtype for index, each in enumerate(parameters)},
         },
     }
@@ -78,15 +79,22 @@ def full_state(
     if to is not None and not 0 <= to < size:
         raise CheckpointMismatch(f"there is no rank {to} to bring the optimizer's state to; give one below {size}")
     wanted = {index: Window(tuple(each.shape), each.stride(), None) for index, each in enumerate(parameters)}
-    assembly = Assembly(wanted)
-    is_kept = channel is None or to in (None, channel.rank)
-    for rank in range(size):
-        theirs = shard if channel is None else _sent(shard, rank, channel)
-        if is_kept:
-            assembly.add(theirs)
-    if not is_kept:
+    assembly = brought_together(shard, wanted, channel, to)
+    if assembly is None:
         return None
     return {"state": dict(sorted(assembly.state().items())), "param_groups": deepcopy(assembly.groups)}
+
+
+def brought_together(
+    shard: Mapping[str, Any], wanted: Mapping[int, Window], channel: Channel | None, to: int | None = None
+) -> Assembly | None:
+    """Return what is `wanted` of all ranks' shards, on every rank, or on rank `to` and None elsewhere."""
+    assembly = Assembly(wanted) if channel is None or to in (None, channel.rank) else None
+    for rank in range(1 if channel is None else channel.size):
+        theirs = shard if channel is None else _sent(shard, rank, channel)
+        if assembly is not None:
+            assembly.add(theirs)
+    return assembly
 
 
 def _sent(shard: Mapping[str, Any], source: int, channel: Channel) -> Mapping[str, Any]:
@@ -174,7 +182,11 @@ def find_owned(
             f"{about['ranks']}; load the shards of all ranks as a list, or what full_state_dict() returns"
         )
     pieces = {index: tuple(piece) for index, piece in about["pieces"].items()}
-    if pieces != {each.index: each.piece for each in owned if each.piece is not None}:
+    cut = [each for each in owned if each.piece is not None]
+    strides = {index: tuple(about["strides"][index]) for index in pieces}
+    if pieces != {each.index: each.piece for each in cut} or strides != {
+        each.index: each.parameter.stride() for each in cut
+    }:
         raise CheckpointMismatch(
             f"rank {subject.rank}: the shard was cut otherwise than this optimizer's parameters are; load the shards "
             "of all ranks as a list, or what full_state_dict() returns"

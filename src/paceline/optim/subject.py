@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from operator import is_
 from typing import Any
 
 import torch
@@ -91,12 +94,14 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
     return Subject(groups, group, model, names, sparse, ours)
 
 
-def expect_wrapper(subject: Subject) -> None:
-    """Refuse to scatter gradients that no wrapper of ours averages.
+def expect_scatterable(subject: Subject) -> None:
+    """Refuse to scatter gradients that no wrapper of ours averages, or one by something else than an all-reduce.
 
     Raises:
         UsageError: unless there is one rank alone.
     """
+    for wrapper in subject.wrappers:
+        wrapper.expect_scatterable()
     if subject.size > 1 and not subject.wrappers:
         raise UsageError(
             "reduce_scatter=True needs paceline.DistributedDataParallel, as others average whole gradients; wrap the "
@@ -164,11 +169,13 @@ def expect_plain(group: Any, before: Sequence[Mapping[str, Any]], subject: Subje
             )
 
 
-def expect_gradients(closure: Any, subject: Subject, parameters: Iterable[Tensor]) -> None:
-    """Refuse a step that would update nothing, or not on every rank.
+def expect_step(
+    closure: Any, subject: Subject, groups: Sequence[Mapping[str, Any]], trained: Sequence[Sequence[Tensor]]
+) -> None:
+    """Refuse a step that cannot be taken over `groups`, of which `trained` are the parameters.
 
     Raises:
-        UsageError: for a closure, without any gradient, and inside ``model.join()``.
+        UsageError: for a closure, inside ``model.join()``, without any gradient, and for groups that were changed.
     """
     if closure is not None:
         raise UsageError("ShardedOptimizer.step() takes no closure; call it before the step, and leave it out here")
@@ -177,7 +184,15 @@ def expect_gradients(closure: Any, subject: Subject, parameters: Iterable[Tensor
             "a ShardedOptimizer cannot step inside model.join(), as a rank that has run out of data would not "
             "update its share; leave join() out, or use the optimizer itself"
         )
-    if all(parameter.grad is None for parameter in parameters):
+    for number, (group, given) in enumerate(zip_longest(groups, trained)):
+        now = () if group is None else group["params"]
+        if given is None or len(now) != len(given) or not all(map(is_, now, given)):
+            raise UsageError(
+                f"parameter group {number} of the ShardedOptimizer has {len(now)} parameters, which are others than "
+                f"the {len(given or ())} that were given; add some by add_param_group(), leave some out by setting "
+                "requires_grad to False and p.grad to None, or make another optimizer"
+            )
+    if all(parameter.grad is None for given in trained for parameter in given):
         raise UsageError(
             "ShardedOptimizer.step() was called without a gradient in any parameter; call loss.backward() first"
         )
@@ -203,4 +218,5 @@ def describe_groups(
 
 
 def _plain(value: Any) -> str:
-    return repr(value.tolist() if isinstance(value, Tensor) else value)
+    plain = repr(value.tolist() if isinstance(value, Tensor) else value)
+    return re.sub(r" at 0x[0-9a-f]+", "", plain)  # of a function or another object, which lies elsewhere on each rank

@@ -44,23 +44,30 @@ class Averaging:
         """Whether ranks may run out of data at different times."""
         return self.reducer.parts.join.is_active
 
-    def scatter(self, plan: Plan | None) -> None:
-        """Give each rank the averages of its own pieces alone, as `plan` has them, or whole ones; on all ranks alike.
+    def expect_scatterable(self) -> None:
+        """Refuse to scatter what something else than an all-reduce averages.
 
         Raises:
-            UsageError: if something else than an all-reduce averages gradients.
+            UsageError: names it.
         """
         parts = self.reducer.parts
-        if plan is None:
-            if isinstance(parts.finisher, Scatter):
-                self.reducer.use_finisher(lambda channel, recorder: AllReduce(channel, parts.ledger, recorder))
-            return
         if not isinstance(parts.finisher, AllReduce) or parts.options.algorithm is not None:
             used = "a communication hook" if parts.options.algorithm is None else f"{parts.options.algorithm!r}"
             raise UsageError(
                 f"reduce_scatter=True takes the place of the wrapper's all-reduce, for which {used} has been chosen; "
                 "leave one of them out"
             )
+
+    def scatter(self, plan: Plan | None) -> None:
+        """Give each rank the averages of its own pieces alone, as `plan` has them, or whole ones; on all ranks alike.
+
+        Called after :meth:`expect_scatterable` where there is a plan.
+        """
+        parts = self.reducer.parts
+        if plan is None:
+            if isinstance(parts.finisher, Scatter):
+                self.reducer.use_finisher(lambda channel, recorder: AllReduce(channel, parts.ledger, recorder))
+            return
         own = weakref.ref(self.reducer)
 
         def parameters() -> Sequence[Tensor]:

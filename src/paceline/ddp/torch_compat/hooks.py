@@ -127,6 +127,11 @@ class CommHook:
                 f"a communication hook takes the place of algorithm={self._options.algorithm!r}; leave one of them out"
             )
         reducer = engine.connected()
+        if not reducer.parts.finisher.is_whole:
+            raise UsageError(
+                "a communication hook takes the place of the wrapper's all-reduce, as does the ShardedOptimizer that "
+                "was made with reduce_scatter=True; leave one of them out"
+            )
         # A bucket fills earlier on a rank that does not use some of it, and then comes before a layer's collective
         # there and after it elsewhere; both are on the process group as a rule.
         layers = any(isinstance(layer, nn.SyncBatchNorm | Communicates) for layer in self._replica.module.modules())

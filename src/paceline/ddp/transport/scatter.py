@@ -12,7 +12,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, reduce
 from typing import Any, Protocol
 
 import torch
@@ -62,8 +62,9 @@ class ScatteredGradient(Tensor):
         """
         raise UsageError(
             f"{operation} was called on a gradient of which each rank has a part alone, as the ShardedOptimizer was "
-            "made with reduce_scatter=True; call optimizer.zero_grad() before the next backward, clip with "
-            "paceline.clip_grad_norm_(model, …), and leave reduce_scatter out where anything else reads p.grad"
+            "made with reduce_scatter=True; call optimizer.zero_grad() before the next backward, without "
+            "set_to_none=False, clip with paceline.clip_grad_norm_(model, …), and leave reduce_scatter out where "
+            "anything else reads p.grad"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -192,6 +193,8 @@ class Scatter(AllReduce):
     def _stand_in(self, index: int, view: Tensor) -> ScatteredGradient:
         parameter = self._parameters()[index]
         found = self._stand_ins.get(index)
+        if found is not None and found.parameter() is not parameter:  # the module has got others since
+            found = None
         is_free = found is not None and sys.getrefcount(found) <= _ours_alone() and parameter.grad is not found
         if found is None or not is_free or _look(found) != _look(parameter):
             if found is not None:
@@ -248,15 +251,18 @@ def clip_scattered(gradients: Iterable[Tensor], max_norm: float, norm_type: floa
     if len(channels) != 1:
         raise UsageError("clip_grad_norm_ got the scattered gradients of several wrappers; clip those of one at a time")
     channel = channels.pop()
-    pieces = [piece for each in scattered for piece in each.averages()]
+    pairs = [(piece, each.dtype) for each in scattered for piece in each.averages()]
+    pieces = [piece for piece, _ in pairs]
     device = scattered[0].device
-    own = torch.nn.utils.get_total_norm(pieces, norm_type).to("cpu", torch.float64) if pieces else torch.zeros(())
+    shown = [piece.to(dtype) for piece, dtype in pairs]  # not in the dtype of the buckets, which may be a narrower one
+    own = torch.nn.utils.get_total_norm(shown, norm_type).to("cpu", torch.float64) if shown else torch.zeros(())
     rows, launched = channel.gather_rows(own.to(torch.float64))
     channel.meet(launched, "all-gather of the norms of scattered gradients")
     norms = list(rows)
     if whole:
         norms.append(torch.nn.utils.get_total_norm(whole, norm_type).to("cpu", torch.float64))
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(device, torch.float32)
+    dtype = reduce(torch.promote_types, (each.dtype for each in (*scattered, *whole)), torch.float32)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(device, dtype)
     if error_if_nonfinite and not math.isfinite(float(total)):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {float(total)}, so they cannot be clipped; pass "
