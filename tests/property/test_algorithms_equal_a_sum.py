@@ -178,6 +178,7 @@ def in_processes(world: World, backend: str, dtype: torch.dtype, counts: list[in
     return every_algorithm(group, dtype, counts, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_processes_give_the_bits_that_threads_give(size: int, backend: str, processes: Pools) -> None:

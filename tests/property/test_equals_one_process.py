@@ -70,6 +70,7 @@ def test_accumulation_crossed_with_unused_parameters(pools: Pools, window: str, 
     pools.run(2, many, cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])
 def test_unused_parameters_on_more_ranks(pools: Pools, size: int) -> None:
     pools.run(size, many, [Case(pattern=pattern, options={"bucket_cap_mb": TINY}) for pattern in PATTERNS])

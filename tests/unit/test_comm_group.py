@@ -400,6 +400,7 @@ def thousands(world: World) -> tuple[Any, Any]:
     return before, footprint()
 
 
+@pytest.mark.slow
 def test_thousands_of_mixed_collectives_leave_memory_descriptors_and_threads_as_they_were() -> None:
     for before, after in run_ranks(2, thousands, backend="paceline"):
         assert after[1:] == before[1:]
@@ -428,6 +429,7 @@ def fifty_groups(world: World) -> tuple[Any, Any]:
     return before, footprint()
 
 
+@pytest.mark.slow
 def test_fifty_groups_made_and_destroyed_leave_nothing() -> None:
     for before, after in run_ranks(2, fifty_groups, backend="paceline"):
         assert after[1:] == before[1:]

@@ -98,6 +98,7 @@ def let_go(world: World) -> None:
             step(model)
 
 
+@pytest.mark.slow
 def test_a_child_may_delete_the_model_and_destroy_the_group(either: Pools) -> None:
     # It hung: Gloo's destructor waits for a thread that a forked child does not have.
     either.run(2, let_go)
@@ -181,6 +182,7 @@ def loads(world: World) -> None:
         step(model)
 
 
+@pytest.mark.slow
 def test_persistent_workers_may_drop_a_model_that_their_dataset_holds(either: Pools) -> None:
     either.run(2, loads)
 

@@ -144,6 +144,7 @@ def some_wrappers(world: World) -> list[tuple[tuple[int, int], tuple[int, int]]]
     return seen
 
 
+@pytest.mark.slow
 def test_wrappers_that_go_give_back_their_descriptors_and_threads(either: Pools) -> None:
     # On a true subgroup each kept 12 descriptors and 4 threads.
     for seen in either.run(3, some_wrappers):
@@ -184,6 +185,7 @@ def again_and_again(world: World, backend: str, by_torch: bool) -> None:
             gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "by_torch"), [("paceline", False), ("gloo", False), ("paceline", True)])
 def test_a_world_can_be_left_and_joined_ten_times(backend: str, by_torch: bool) -> None:
     # The launcher's store kept the addresses of the first world; now and then a rank knocked at one of those.

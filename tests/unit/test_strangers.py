@@ -337,6 +337,7 @@ def start_two(how: str, port: int) -> list[Any]:
     return said
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("how", ["init", "paceline"])
 @pytest.mark.parametrize("ruin", [False, True])

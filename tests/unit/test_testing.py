@@ -748,6 +748,7 @@ HARMLESS = {"batch_norm_drift", "branch_by_rank"}
 """Mistakes under torch DDP; Paceline's wrapper trains on as one process would."""
 
 
+@pytest.mark.slow
 def test_every_buggy_training_is_found_and_named_in_one_line(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -885,6 +885,8 @@ NOT_OF_TORCH = {
     "_positionals": "argparse",
     "_fingerprint": "data sets of Hugging Face",
     **dict.fromkeys(("_capture", "_capture_fixture", "_global_capturing", "_fixtureinfo", "_setupstate"), "pytest"),
+    "_fixture_defs": "pytest",
+    "_hypothesis_internal_use_settings": "hypothesis",
     **dict.fromkeys(("_tmp_path_factory", "_excinfo", "_remove_plugin", "_request"), "pytest"),
     "_warn_no_data": "coverage",
     "_get_exc_info": "IPython",

@@ -68,6 +68,7 @@ def find(world: World, limit: int, where: str) -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_all_ranks_cut_their_batch_where_one_of_them_has_no_memory(pools: Pools, where: str) -> None:
     assert pools.run(2, find, 12, where) == [1, 1]
