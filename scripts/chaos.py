@@ -168,7 +168,7 @@ def cases() -> list[Case]:
         Case("always at the same step", 2, again, fails="Struck: "),
         *features(),
         *(Case(f"digits, {moment}", nproc, (f"{moment} rank={rank} at=30",), recipe=True)
-          for moment, nproc, rank in (("forward", 2, 1), ("gate", 2, 0), ("bucket", 4, 3))),
+          for moment, nproc, rank in (("forward", 2, 1), ("gate", 2, 0), ("prepared", 4, 3))),
     ]  # fmt: skip
 
 

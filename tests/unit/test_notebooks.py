@@ -9,14 +9,12 @@ from typing import Any
 import nbformat
 import pytest
 
-from drawn import LONG
 from kernels import kernel
 
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
-SHORT = ("1-ddp-from-scratch", "5-break-it")
 MEANT = "raises-exception"
 """The tag of a cell that is meant to fail."""
 
@@ -30,14 +28,7 @@ def tags(cell: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[] if path.stem in SHORT else pytest.mark.skipif(not LONG, reason="make test-long"))
-        for path in PATHS
-    ],
-    ids=[path.stem for path in PATHS],
-)
+@pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
 def test_a_notebook_runs_and_shows_its_pictures(path: Path, tmp_path: Path) -> None:
     shutil.copy(path, tmp_path)
     pictures = 0
