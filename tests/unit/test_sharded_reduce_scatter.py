@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import paceline
-from paceline.ddp.transport.scatter import is_scattered
+from paceline.ddp.transport.scattered_gradients import is_scattered
 from paceline.errors import UsageError
 from paceline.optim import ShardedOptimizer
 from paceline.world import World

@@ -204,7 +204,7 @@ class Untouchable(torch.Tensor):
 @contract("torch.Tensor._make_wrapper_subclass", "torch._C._disabled_torch_function_impl")
 def test_a_gradient_without_memory_is_taken_and_refuses_every_operation() -> None:
     parameter = nn.Parameter(torch.ones(3, 2))
-    parameter.grad = empty_tensor.without_memory(Untouchable, parameter)
+    parameter.grad = empty_tensor.made_like(Untouchable, parameter)
     assert (type(parameter.grad), parameter.grad.shape) == (Untouchable, (3, 2))
     for operation in (torch.Tensor.norm, torch.Tensor.zero_, torch.clone, lambda each: each + 1):
         with pytest.raises(LookupError, match="aten"):

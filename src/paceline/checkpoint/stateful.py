@@ -34,7 +34,7 @@ Piece = tuple[int, tuple[int, int] | None, torch.Tensor]
 
 
 class Share(Protocol):
-    """What one rank alone has of a sharded optimizer and its parameters."""
+    """The pieces of a sharded optimizer's parameters that one rank alone trains, with their state."""
 
     @property
     def revision(self) -> int:

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from paceline.data_parallel import nested_tensors
 from paceline.ddp.engine.sparse import stored_elements
 from paceline.torch_internals.fake_tensors import without_memory
 
@@ -51,7 +52,7 @@ def measure_activations(
         hooks = saved_tensors_hooks(saved.add, lambda tensor: tensor)
         with torch.enable_grad(), hooks, cast, without_mkldnn(), _FlashAttention(is_maskless):
             outputs = module(*arguments, **options)
-        for output in _tensors_in(outputs):
+        for output in nested_tensors(outputs):
             saved.add(output)
         return saved.nbytes
 
@@ -111,11 +112,3 @@ class _FlashAttention(TorchFunctionMode):
         if self._is_maskless:
             given |= {"attn_mask": None, "is_causal": True}
         return func(**given)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(part)

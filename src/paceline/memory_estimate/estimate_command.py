@@ -11,9 +11,9 @@ import typer
 from paceline.errors import UsageError
 from paceline.memory_estimate.batch import activations_of, batch_of
 from paceline.memory_estimate.contents import contents_of
+from paceline.memory_estimate.estimate import Estimate
 from paceline.memory_estimate.hub_models import build_hub_model
 from paceline.memory_estimate.python_models import build_python_model, is_import_path
-from paceline.memory_estimate.report import Estimate
 from paceline.memory_estimate.strategies import Training
 from paceline.memory_estimate.trial import parse_optimizer
 

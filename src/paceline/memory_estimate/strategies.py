@@ -18,12 +18,12 @@ from paceline.buckets import CAPACITY, FIRST_CAPACITY, assign
 from paceline.memory_estimate.contents import Contents, nbytes
 from paceline.memory_estimate.trial import Gradient, Trial
 from paceline.optim.elementwise import is_elementwise
+from paceline.optim.owned import HALVES
 from paceline.optim.plan import Piece
 from paceline.optim.segments import STAGED
 from paceline.optim.sharding import share_out
 
 TORCH_DDP, DDP, SHARDED, FSDP2 = "torch DDP", "Paceline DDP", "sharded optimizer", "FSDP2"
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how."""
+    """A model, its optimizer, and the dtype in which it is trained."""
 
     contents: Contents
     trial: Trial
@@ -69,7 +69,7 @@ class Training:
 
     def trained_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype in which the optimizer sees `parameter`."""
-        return (self.master_dtype or parameter.dtype) if parameter.dtype in _HALVES else parameter.dtype
+        return (self.master_dtype or parameter.dtype) if parameter.dtype in HALVES else parameter.dtype
 
     def master_bytes(self, place: int, numel: int) -> int:
         """Return the bytes of the copy of `numel` elements of the parameter at `place`; 0 where it is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.data_parallel import nested_tensors
 from paceline.errors import UsageError
 from paceline.hub import one_line
 
@@ -84,7 +85,7 @@ class Trial:
             raise UsageError(
                 f"{self.title} failed at a step with {what}: {one_line(error)}; choose another --optimizer"
             ) from error
-        return [_described(tensor, shape) for tensor in _tensors_in(optimizer.state.get(parameter))]
+        return [_described(tensor, shape) for tensor in nested_tensors(optimizer.state.get(parameter))]
 
 
 def _described(tensor: Tensor, shape: tuple[int, ...]) -> StateTensor:
@@ -92,14 +93,6 @@ def _described(tensor: Tensor, shape: tuple[int, ...]) -> StateTensor:
         return StateTensor(("all",), tensor.element_size())
     place = {extent: str(index) for index, extent in enumerate(shape)}
     return StateTensor(tuple(place.get(extent, extent) for extent in tensor.shape), tensor.element_size())
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(part)
 
 
 def _name(dtype: torch.dtype) -> str:

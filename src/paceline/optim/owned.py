@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.buckets import flattened
-from paceline.ddp.transport.scatter import ScatteredGradient
+from paceline.ddp.transport.scattered_gradients import ScatteredGradient
 from paceline.errors import UsageError
 from paceline.optim.plan import Piece
 from paceline.optim.segments import flat_view
+
+HALVES = (torch.bfloat16, torch.float16)
+"""Dtypes of parameters that may have a master copy."""
 
 
 @dataclass
@@ -124,7 +127,7 @@ def owned_by(
         parameter = parameters[piece.parameter]
         if piece.owner == rank:
             is_whole = piece.numel == parameter.numel()
-            has_master = master_dtype is not None and parameter.dtype in (torch.bfloat16, torch.float16)
+            has_master = master_dtype is not None and parameter.dtype in HALVES
             owned.append(
                 Owned(
                     parameter,

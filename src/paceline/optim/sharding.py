@@ -101,9 +101,7 @@ class Sharding:
                 local = [Piece(number[each.parameter], each.start, each.stop, each.owner) for each in shared]
                 self._segments.append(make_segment(self.channel, [parameters[index] for index in members], local))
             pieces += shared
-        cut: dict[int, list[Piece]] = {index: [] for index in range(len(parameters))}
-        for index in replicated:
-            del cut[index]
+        cut: dict[int, list[Piece]] = {index: [] for index in set(range(len(parameters))).difference(replicated)}
         for piece in pieces:
             if piece.parameter in cut:
                 cut[piece.parameter].append(piece)
@@ -186,7 +184,8 @@ def _segments_of(parameters: Sequence[nn.Parameter], apart: Sequence[int]) -> li
     """Return which parameters are gathered together: neighbours of one kind, frozen ones by themselves."""
     kinds: list[Hashable] = [(each.dtype, each.device, each.requires_grad) for each in parameters]
     sizes = [each.numel() * each.element_size() for each in parameters]
-    inside = [index for index in range(len(parameters)) if index not in set(apart) and sizes[index]]
+    left_out = set(apart)
+    inside = [index for index in range(len(parameters)) if index not in left_out and sizes[index]]
     return assign(sizes, kinds, inside, [CAPACITY])
 
 

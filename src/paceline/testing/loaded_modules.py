@@ -26,7 +26,7 @@ PACKAGES = ("torch", "paceline")
 
 
 class LoadedModules:
-    """What is still to be loaded in the test process."""
+    """Modules that are still to be loaded in the test process."""
 
     def __init__(self) -> None:
         self._wanted: dict[str, None] = {}

@@ -12,7 +12,7 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 Kind = TypeVar("Kind", bound=Tensor)
 
 
-def without_memory(kind: type[Kind], like: Tensor) -> Kind:
+def made_like(kind: type[Kind], like: Tensor) -> Kind:
     """Return a tensor of the subclass `kind` that looks like `like`, and has no memory.
 
     What is done to it is up to ``kind.__torch_dispatch__``.

@@ -61,16 +61,14 @@ class Launching(Exchanging):
 
         No thread works on it: :meth:`progress` carries it on, :meth:`wait_for` waits.
         """
-        assert isinstance(self._collectives, Collectives), "only among ranks of one host; see native"
-        return self._collectives.post_all_reduce(tensor, ReduceOp.SUM, None, note, factor)
+        return self._of_one_host().post_all_reduce(tensor, ReduceOp.SUM, None, note, factor)
 
     def launch_gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Operation:
         """Begin to copy `parts` of the other ranks' tensors, one list for each rank, into `tensor`, in place.
 
         :meth:`allocate` gave it on every rank. No thread works on it, as in :meth:`launch_all_reduce`.
         """
-        assert isinstance(self._collectives, Collectives), "only among ranks of one host; see native"
-        return self._collectives.post_gather(tensor, parts)
+        return self._of_one_host().post_gather(tensor, parts)
 
     def launch_reduce_scatter(
         self,
@@ -83,8 +81,7 @@ class Launching(Exchanging):
 
         :meth:`allocate` gave it on every rank. Otherwise as :meth:`launch_all_reduce`.
         """
-        assert isinstance(self._collectives, Collectives), "only among ranks of one host; see native"
-        return self._collectives.post_reduce_scatter(tensor, parts, note, factor)
+        return self._of_one_host().post_reduce_scatter(tensor, parts, note, factor)
 
     def progress(self) -> None:
         """Take launched operations as far as they go now, without waiting."""
@@ -100,12 +97,15 @@ class Launching(Exchanging):
         :meth:`allocate` gave `shown`, which is not to be written to until the operation is finished. No thread works on
         it, as in :meth:`launch_all_reduce`.
         """
-        assert isinstance(self._collectives, Collectives), "only among ranks of one host; see native"
-        return self._collectives.post_own_sum(shown, result)
+        return self._of_one_host().post_own_sum(shown, result)
 
     def wait_for_own(self, operation: Operation) -> None:
         """Wait until an operation that :meth:`launch_own_sum` began has its result on this rank."""
         self._whole_engine().agree(operation)
+
+    def _of_one_host(self) -> Collectives:
+        assert isinstance(self._collectives, Collectives), "only among ranks of one host; see native"
+        return self._collectives
 
     def _whole_engine(self) -> Engine:
         if self._engine is None:

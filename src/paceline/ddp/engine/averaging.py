@@ -1,4 +1,4 @@
-"""What a wrapper averages, as a sharded optimizer sees it."""
+"""A wrapper as a sharded optimizer sees it: the ranks and parameters of its averages, and how these come."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.ddp.engine.concurrent_wrappers import wrappers
 from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.finisher import AllReduce
-from paceline.ddp.transport.scatter import Plan, Scatter
+from paceline.ddp.transport.scattered_gradients import Plan, Scatter
 from paceline.errors import UsageError
 from paceline.tracing import Recorder
 

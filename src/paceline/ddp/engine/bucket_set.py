@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from paceline.buckets import Bucket, assign
 from paceline.ddp.engine.gradient_views import Window, are_untouched, shared
 from paceline.ddp.transport.channel import Channel
-from paceline.ddp.transport.scatter import ScatteredGradient
+from paceline.ddp.transport.scattered_gradients import ScatteredGradient
 from paceline.errors import CheckpointMismatch
 from paceline.torch_internals.tensors import copy_each
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from paceline.ddp.engine.bucket_set import BucketSet
 from paceline.ddp.engine.shared_parameters import Share, Sharing
 from paceline.ddp.engine.sparse import stored_elements
-from paceline.ddp.transport.scatter import ScatteredGradient
+from paceline.ddp.transport.scattered_gradients import ScatteredGradient
 
 
 class PublishedGradients:

@@ -36,7 +36,7 @@ from paceline.ddp.engine.phase import Phase
 from paceline.ddp.engine.settling import Settling
 from paceline.ddp.transport.channel import Channel, Pausing
 from paceline.ddp.transport.finisher import Finisher
-from paceline.ddp.transport.scatter import scattered_and_shared
+from paceline.ddp.transport.scattered_gradients import scattered_and_shared
 from paceline.errors import ReplicaMismatch
 from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
 from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
@@ -78,7 +78,7 @@ class Reducer(Settling):
 
     @property
     def parts(self) -> EngineParts:
-        """What it works with now; replaced between two backwards."""
+        """The parts that it works with now; replaced between two backwards."""
         return self._parts
 
     def bucket_bytes(self) -> list[int]:

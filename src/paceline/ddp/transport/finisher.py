@@ -1,7 +1,8 @@
 """The finisher: what makes a bucket's gradients the same on every rank.
 
-An all-reduce, unless a communication hook takes its place (:mod:`paceline.ddp.transport.comm_hook`), or an algorithm
-of :mod:`paceline.comm.algorithms`. The control block and late deltas never pass through it.
+An all-reduce, unless a communication hook takes its place (:mod:`paceline.ddp.transport.comm_hook`), a reduce-scatter
+(:mod:`paceline.ddp.transport.scattered_gradients`), or an algorithm of :mod:`paceline.comm.algorithms`. The control
+block and late deltas never pass through it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.finisher import AllReduce
 from paceline.errors import UsageError
-from paceline.torch_internals.empty_tensor import disabled_torch_function, without_memory
+from paceline.torch_internals.empty_tensor import disabled_torch_function, made_like
 from paceline.tracing import Recorder
 
 
@@ -153,7 +153,8 @@ class Scatter(AllReduce):
 
     def _parts_of(self, bucket: Bucket, at: int) -> list[list[slice]] | None:
         """Return which elements of the bucket each rank owns; None for none, nobody's, or those in another order."""
-        parameters = [self._parameters()[index] for index in bucket.indices]
+        everything = self._parameters()
+        parameters = [everything[index] for index in bucket.indices]
         if not bucket.flat.numel() or any(
             view.stride() != each.stride() for view, each in zip(bucket.views, parameters, strict=True)
         ):
@@ -199,7 +200,7 @@ class Scatter(AllReduce):
         if found is None or not is_free or _look(found) != _look(parameter):
             if found is not None:
                 found.stand_for(None)  # whoever keeps it learns that its memory holds something else
-            found = self._stand_ins[index] = without_memory(ScatteredGradient, parameter)
+            found = self._stand_ins[index] = made_like(ScatteredGradient, parameter)
             found.home, found.parameter = self, weakref.ref(parameter)
         found.stand_for(view)
         return found

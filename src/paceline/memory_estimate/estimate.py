@@ -26,7 +26,7 @@ _COMMUNICATION = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """What was found for one model."""
+    """The bytes that were found for one model."""
 
     title: str
     training: Training
