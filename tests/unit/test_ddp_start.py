@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from paceline.ddp import DistributedDataParallel
+from paceline.ddp.engine.concurrent_wrappers import wrappers
 from paceline.digests import weights_sha256
 from paceline.errors import CheckpointMismatch, ReplicaMismatch, UsageError, WorldError
 from paceline.tracing import Recorder
@@ -468,3 +469,27 @@ def test_a_deleted_wrapper_gives_hooks_descriptors_and_threads_back(world: World
     step(net)  # the module trains on by itself
     assert max(descriptors[1:]) <= descriptors[0]
     assert max(threads[1:]) <= threads[0]
+
+
+def struck() -> list[Any]:
+    """Leave a backward to an exception, and the wrapper; returns what an exception that is kept may still hold."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30)), bucket_cap_mb=TINY)
+    model.module[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(2, 30)).sum().backward()
+    return wrappers()
+
+
+@pytest.mark.ranks(2)
+def test_a_deleted_wrapper_is_not_settled_by_others() -> None:
+    """Its group is gone, and with it everyone who could wait for what its last backward owes."""
+    kept = struck()
+    gc.collect()
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    for _ in range(2):
+        with model.weight(3):
+            model(torch.ones(2, 3)).sum().backward()
+        assert model.module.weight.grad is not None
+        assert torch.equal(model.module.weight.grad, torch.full((3, 3), 2 / 3))
+        model.zero_grad()
+    del kept

@@ -300,5 +300,7 @@ class Reducer(Settling):
         self._parts.new_parameters.close()
         self._forwards.close()
         self._parts.sharing.close()
+        if self.is_aborted:  # which is settled by nobody, as the channel is closed
+            self._backward = Backward(self._parts)
         self._backward.forget_task()
         self._backward.leave_unread()
