@@ -208,6 +208,4 @@ def _parts(
         start = offsets[piece.parameter]
         return start + piece.start, offsets[piece.parameter + 1] if is_last else start + piece.stop
 
-    return [
-        [slice(start, stop) for start, stop in joined(sorted(map(place, own)))] for own in _by_owner(pieces, ranks)
-    ]
+    return [[slice(start, stop) for start, stop in joined(sorted(map(place, own)))] for own in _by_owner(pieces, ranks)]
