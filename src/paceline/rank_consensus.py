@@ -7,6 +7,7 @@ does without any communication, and without a process group.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,11 @@ def here() -> World:
     if dist.is_initialized():
         return current()
     return World(rank=0, size=1, local_rank=0, local_size=1, node=0, device=torch.device("cpu"))
+
+
+def is_alone() -> bool:
+    """Return whether this process is no rank of a job: without other ranks, and not started by our launcher."""
+    return here().size == 1 and "PACELINE_LAUNCHER" not in os.environ  # launch.record.LAUNCHER
 
 
 def decide(world: World, question: Callable[[], Any]) -> Any:

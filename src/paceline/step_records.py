@@ -29,8 +29,11 @@ SHARD = ".shard"
 of no use."""
 RESTARTS = "PACELINE_RESTARTS"
 """Environment variable by which our launcher tells its ranks how often it starts them again without progress."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Those that batch systems send before they end a job: they ask ranks that mark their steps to end after one."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""Those that batch systems, service managers and terminals send before they end a job: they ask ranks that mark their
+steps to end after one."""
+ECHO_S = 0.5
+"""Batch systems signal all processes, and launchers pass on what they get: within this time that is one request."""
 SOURCES = (None, "memory", "disk")
 """Where a run goes on from; a record holds the index. None is the beginning."""
 _SIZE = 4096

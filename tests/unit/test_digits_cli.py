@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -13,10 +14,9 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint import Checkpointer
-from processes import TIMEOUT_S, Running, alive, gone_after, paceline, script
+from processes import TIMEOUT_S, Running, alive, paceline, script
 from recipe_reports import FIELDS
 
-SLACK_S = 1.5  # on a machine that is busy with other tests
 SHORT = ["--epochs", "1", "--batch-size", "128"]
 KEPT = ["--checkpoint-dir", "points"]
 
@@ -291,7 +291,7 @@ def test_more_ranks_than_samples(tmp_path: Path) -> None:
     assert (report["steps"], len(set(report["replica_sha256"]))) == (41, 1)
 
 
-def test_ctrl_c_ends_all_ranks_at_once_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_ranks_after_a_saved_step(tmp_path: Path) -> None:
     options = ["--nproc", "2", "--epochs", "1000", *KEPT, "--checkpoint-every", "10"]
     with Running(tmp_path, "train", "digits", *options, fork="all") as job:
         deadline = time.monotonic() + TIMEOUT_S
@@ -299,18 +299,15 @@ def test_ctrl_c_ends_all_ranks_at_once_and_keeps_the_last_checkpoint(tmp_path: P
             assert job.process.poll() is None, job.stderr
             assert time.monotonic() < deadline, job.stderr
             time.sleep(0.02)
-        ranks = job.family()[1:]
-        assert len(ranks) == 2
         job.process.send_signal(signal.SIGINT)
-        assert gone_after(ranks, 10) < 2 + SLACK_S
         assert job.wait() == 130
-        assert job.stderr.endswith(
-            "interrupted\nthe checkpoints in points are kept; to continue, give the same command with --resume\n"
-        )
+        said = r"interrupted, after step (\d+) was saved\nthe checkpoints in points are kept; .* with --resume\n$"
+        [saved] = re.findall(said, job.stderr)
     assert living_in(tmp_path) == []
     with Checkpointer(tmp_path / "points") as checkpointer:
         newest = checkpointer.steps()[-1]
         assert checkpointer.latest() == tmp_path / "points" / f"step-{newest:08d}"
+        assert newest == int(saved)
 
 
 def test_models_that_differ_between_ranks_are_one_line_from_the_launcher(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -53,6 +55,8 @@ for value in [*model.parameters(), torch.randn(3)]: digest.update(value.detach()
 open(f"digest-{{world.rank}}", "w").write(digest.hexdigest())
 """
 READY = ("ready-0", "ready-1")
+FAST = {("SIGTERM", "all", "preloaded"), ("SIGINT", "all", "new"), ("SIGHUP", "rank", "new")}
+"""Cases that ``make test`` has, too."""
 
 
 def digests(folder: Path) -> list[str]:
@@ -70,6 +74,14 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(name.removeprefix("step-")) for name in os.listdir(folder / "saved") if name.startswith("step-"))
 
 
+def check_saved_and_resumed(folder: Path, undisturbed: list[str]) -> None:
+    assert 0 < saved_steps(folder)[-1] < STEPS
+    again = paceline(folder, "run", "--nproc", "2", "script.py", fork="all")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.splitlines() == [f"from {saved_steps(folder)[-1]}"] * 2
+    assert digests(folder) == undisturbed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "target", "arguments"),
@@ -77,10 +89,9 @@ def saved_steps(folder: Path) -> list[int]:
         (signal.SIGTERM, "launcher", ["slow=loop"]),
         (signal.SIGUSR1, "launcher", ["slow=loop", "background=1"]),
         (signal.SIGTERM, "rank 1", ["slow=loop"]),
-        (signal.SIGUSR1, "all", ["slow=loop"]),
         (signal.SIGTERM, "launcher", ["slow=save", "every=3"]),
     ],
-    ids=["computing", "in-background", "one-rank", "slurm", "saving"],
+    ids=["computing", "in-background", "one-rank", "saving"],
 )
 def test_a_signal_ends_all_ranks_after_a_saved_step_and_the_resumed_run_ends_as_if_undisturbed(
     tmp_path: Path, undisturbed: list[str], number: signal.Signals, target: str, arguments: list[str]
@@ -89,16 +100,111 @@ def test_a_signal_ends_all_ranks_after_a_saved_step_and_the_resumed_run_ends_as_
     with Running(tmp_path, "run", "--nproc", "2", "--requeue-exit-code", "99", name, *arguments, fork="all") as job:
         job.wait_for(*READY)
         family = job.family()
-        for pid in {"launcher": family[:1], "rank 1": family[2:], "all": family}[target]:
+        for pid in {"launcher": family[:1], "rank 1": family[2:]}[target]:
             os.kill(pid, number)
         assert job.wait() == 99, job.stderr
         assert "Traceback" not in job.stderr
         assert f"terminated by {number.name}, after step {saved_steps(tmp_path)[-1]} was saved" in job.stderr
-    assert 0 < saved_steps(tmp_path)[-1] < STEPS
-    again = paceline(tmp_path, "run", "--nproc", "2", name, fork="all")
-    assert again.returncode == 0, again.stderr
-    assert again.stdout.splitlines() == [f"from {saved_steps(tmp_path)[-1]}"] * 2
-    assert digests(tmp_path) == undisturbed
+    check_saved_and_resumed(tmp_path, undisturbed)
+
+
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+CASES = [
+    pytest.param(number, target, has_server, marks=() if case in FAST else pytest.mark.slow, id="-".join(case))
+    for number in STOPS
+    for target in ("all", "launcher", "rank")
+    for has_server in (True, False)
+    if (case := (number.name, target, "preloaded" if has_server else "new"))
+]
+
+
+def stop(job: Running, number: signal.Signals, target: str) -> None:
+    """Send the signal: to the launcher, to the last rank, or to all, the launcher last, as it ends the others."""
+    family = job.family()
+    for pid in {"launcher": family[:1], "rank": family[-1:], "all": family[::-1]}[target]:
+        os.kill(pid, number)
+
+
+def farewell(number: signal.Signals, step: int) -> str:
+    first = "interrupted" if number == signal.SIGINT else f"terminated by {number.name}"
+    return f"{first}, after step {step} was saved"
+
+
+@pytest.mark.parametrize(("number", "target", "has_server"), CASES)
+def test_each_signal_to_all_processes_to_the_launcher_or_to_one_rank_saves_the_last_step(
+    tmp_path: Path, undisturbed: list[str], number: signal.Signals, target: str, has_server: bool
+) -> None:
+    # A signal to all processes of the job ended the fork server, and all ranks with it.
+    name = script(tmp_path, TRAIN)
+    how = "launcher" if has_server else "all"
+    with Running(tmp_path, "run", "--nproc", "2", name, "slow=loop", fork=how, OMP_NUM_THREADS="1") as job:
+        job.wait_for(*READY)
+        assert len(job.family()) == (4 if has_server else 3)
+        stop(job, number, target)
+        assert job.wait() == 128 + number, job.stderr
+        assert job.stderr.splitlines()[-1] == farewell(number, 4)
+        assert "Traceback" not in job.stderr
+    assert saved_steps(tmp_path) == [4]
+    check_saved_and_resumed(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_timeout_1_and_a_signal_to_the_process_group_save_the_last_step(tmp_path: Path) -> None:
+    for way in ("timeout", "group"):
+        folder = tmp_path / way
+        folder.mkdir()
+        command = [sys.executable, "-m", "paceline", "run", "--nproc", "2", script(folder, TRAIN), "slow=loop"]
+        command = ["timeout", "300", *command] if way == "timeout" else command
+        job = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            deadline = time.monotonic() + 120
+            while not all((folder / name).exists() for name in READY):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            (os.kill if way == "timeout" else os.killpg)(job.pid, signal.SIGTERM)
+            _, errors = job.communicate(timeout=120)
+        finally:
+            job.kill()
+        assert job.returncode == 143
+        assert errors.splitlines()[-1] == farewell(signal.SIGTERM, 4)
+        assert saved_steps(folder) == [4]
+
+
+WORKERS = """
+import os, sys, time, torch, paceline
+from paceline.data import DataLoader
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return torch.tensor([float(index)])
+
+world = paceline.init()
+model = paceline.DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
+loader = DataLoader(Points(), batch_size=4, num_workers=2, prefetch_factor=1)
+checkpointer = paceline.Checkpointer("saved")
+for name, part in dict(model=model, optimizer=optimizer, loader=loader).items(): checkpointer.register(name, part)
+for batch in loader:
+    model(batch).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if checkpointer.step() == 3: open(f"ready-{world.rank}", "w").close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
+def test_workers_of_the_loader_outlive_a_signal_to_all_processes(tmp_path: Path, number: signal.Signals) -> None:
+    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, WORKERS), fork="launcher") as job:
+        job.wait_for(*READY)
+        assert len(job.family()) == 1 + 1 + 2 * 3
+        stop(job, number, "all")
+        assert job.wait() == 128 + number, job.stderr
+        [step] = saved_steps(tmp_path)
+        assert job.stderr.splitlines()[-1] == farewell(number, step)
+        assert "Traceback" not in job.stderr
 
 
 def test_without_a_code_of_its_own_the_job_ends_with_that_of_the_signal(tmp_path: Path) -> None:
@@ -134,16 +240,21 @@ def test_a_step_that_outlasts_the_grace_is_cut_off(tmp_path: Path) -> None:
         assert "rank 0, 1 did not end within 1 s after SIGTERM and was killed" in job.stderr
 
 
-def test_ctrl_c_does_not_wait_for_a_step(tmp_path: Path) -> None:
-    with Running(
-        tmp_path, "run", "--nproc", "2", script(tmp_path, TRAIN), "slow=loop", "seconds=60", fork="all"
-    ) as job:
+def test_ctrl_c_saves_the_step_and_a_second_one_does_not_wait_for_it(tmp_path: Path) -> None:
+    arguments = (script(tmp_path, TRAIN), "slow=loop", "seconds=600")
+    with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
         job.wait_for(*READY)
         ranks = job.family()[1:]
         job.process.send_signal(signal.SIGINT)
-        assert gone_after(ranks, 10) < 2 + 1.5
+        while "another signal ends them at once" not in job.stderr:
+            assert job.process.poll() is None
+            time.sleep(0.02)
+        time.sleep(0.6)  # one that comes sooner is taken for an echo
+        job.process.send_signal(signal.SIGINT)
+        gone_after(ranks, 30)
         assert job.wait() == 130
-        assert job.stderr == "interrupted\n"
+        assert job.stderr.splitlines()[-1] == "interrupted"
+    assert saved_steps(tmp_path) == []
 
 
 OWN_HANDLER = TRAIN.replace(
@@ -153,7 +264,9 @@ OWN_HANDLER = TRAIN.replace(
 
 
 def test_a_script_that_handles_the_signal_itself_is_left_to_do_so(tmp_path: Path) -> None:
-    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, OWN_HANDLER), "slow=loop", fork="all") as job:
+    # The step lasts, so that no rank is left in one that could save the step before when the other has ended.
+    arguments = (script(tmp_path, OWN_HANDLER), "slow=loop", "seconds=600")
+    with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
         job.wait_for(*READY)
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 143

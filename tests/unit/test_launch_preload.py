@@ -184,6 +184,13 @@ def test_nothing_is_forked_from_a_process_with_threads(tmp_path: Path) -> None:
         ("import torch\noptimizer = torch.optim.SGD([], lr=1)", ("torch", "torch._dynamo")),
         ("from mine import main\nmain()", ("torch", "torch._dynamo")),
         ("import paceline", ("torch", "torch._dynamo", "paceline")),
+        # Only the first name of a line counted.
+        ("import os, torch, paceline", ("torch", "torch._dynamo", "paceline")),
+        ("import os; import torch.nn as nn", ("torch",)),
+        ("import os, \\\n    torch", ("torch",)),
+        ("from . import model", ("torch", "torch._dynamo")),
+        ('"""\nimport torch\n"""\nimport os', ()),
+        ("import os, torch\nthis is no Python", ()),
     ],
 )
 def test_modules_that_the_script_will_need_are_imported(text: str, modules: tuple[str, ...]) -> None:
@@ -209,6 +216,8 @@ def test_modules_that_the_script_will_need_are_imported(text: str, modules: tupl
         ("if os.environ.get('TORCH_LOGS') == 'x': pass", None),
         ("if os.environ['TORCH_LOGS'] == 'x': pass", None),
         ("# os.environ['OMP_NUM_THREADS'] = '4'", None),
+        ("env = os.environ\nenv['A'], env['OMP_NUM_THREADS'] = '1', '2'", "OMP_NUM_THREADS"),
+        ("os.environ.update(A=str(len('x')), OMP_NUM_THREADS='1')", "OMP_NUM_THREADS"),
     ],
 )
 def test_a_script_that_sets_what_torch_reads_at_its_import_imports_it_itself(line: str, name: str | None) -> None:

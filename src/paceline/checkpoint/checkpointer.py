@@ -133,8 +133,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         save the last one into memory, and the next start restores it. For that, optimizers wait in ``step()`` until all
         ranks have their gradients. Otherwise a run goes on from the newest checkpoint on disk.
 
-        From the first call on, SIGTERM and SIGUSR1 to any rank end the training after a step that all ranks agree on,
-        which is saved, unless the script handles these signals itself. A second one ends the process at once.
+        From the first call on, SIGTERM, SIGUSR1, SIGHUP and SIGINT to any rank end the training after a step that all
+        ranks agree on, which is saved, unless the script handles these signals itself. A second one ends the process
+        at once.
 
         Args:
             metadata: as in :meth:`save`, if this step is saved.

@@ -18,10 +18,8 @@ from paceline.black_box import handles
 from paceline.checkpoint.boundary import Boundary
 from paceline.errors import CommunicationError, Preempted
 from paceline.rollcall import named_ranks
-from paceline.step_records import STOP_SIGNALS, StepRecord, Stopping
+from paceline.step_records import ECHO_S, STOP_SIGNALS, StepRecord, Stopping
 
-ECHO_S = 0.5
-"""Batch systems signal all processes, and launchers pass on what they get: within this time that is one request."""
 ASK_S = 1.0
 """About so long are ranks without a gate on their own."""
 
@@ -61,8 +59,7 @@ class StopRequests:
             self._tell(Stopping.IN_VAIN)
         elif threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                # A handler in C, such as faulthandler's, is none that Python knows of.
-                if signal.getsignal(number) == signal.SIG_DFL and not handles(os.getpid(), number):
+                if _is_unhandled(number):
                     signal.signal(number, self._note)
                     self._installed.append(number)
             if signal.SIGTERM in self._installed:
@@ -91,7 +88,7 @@ class StopRequests:
         """Leave signals to what handled them before."""
         for number in self._installed:
             if signal.getsignal(number) == self._note and threading.current_thread() is threading.main_thread():
-                signal.signal(number, signal.SIG_DFL)
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         self._installed = []
         self._tell(Stopping.NOT)
 
@@ -132,3 +129,15 @@ class StopRequests:
     def _tell(self, state: Stopping, number: int = 0) -> None:
         if self._record is not None and self._record.stopping is not Stopping.SAVED:  # which is the last word
             self._record.stop(state, number, self._boundary.step)
+
+
+def _is_unhandled(number: signal.Signals) -> bool:
+    """Return whether the default happens at a signal, the end of the process, in place of which a step can be saved.
+
+    Ctrl-C to a process without a launcher or other ranks stays Python's ``KeyboardInterrupt``: of a cell, at a prompt.
+    """
+    handler = signal.getsignal(number)
+    if number == signal.SIGINT:
+        return handler is signal.default_int_handler and not rank_consensus.is_alone()
+    # A handler in C, such as faulthandler's, is none that Python knows of.
+    return handler == signal.SIG_DFL and not handles(os.getpid(), number)

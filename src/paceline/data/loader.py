@@ -19,7 +19,7 @@ from paceline.data.fetch import Collate, Failure, Fetch
 from paceline.data.position import Position
 from paceline.data.sampler import GlobalBatchSampler
 from paceline.data.stream import End, GlobalBatchStream, Reader
-from paceline.data.workers import lost_worker, watch
+from paceline.data.workers import OutliveStop, lost_worker, watch
 from paceline.errors import CheckpointMismatch, DataError, UsageError
 from paceline.rng import derive_seed
 from paceline.tracing import DATA_WAIT, recorder
@@ -123,7 +123,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             sampler=_Tickets(self.progress),
             collate_fn=_as_it_is,
             generator=self._worker_seed,
-            **options,
+            **options | {"worker_init_fn": OutliveStop(options.get("worker_init_fn"))},
         )
 
     @property

@@ -7,18 +7,20 @@ there cannot be opened, because the dead worker was to hand over its memory.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any
 
 from paceline.data.position import Position
 from paceline.errors import DataError
+from paceline.step_records import ECHO_S, STOP_SIGNALS
 
 _CAUSES = {
     signal.SIGKILL: "as a rule because memory ran out (see dmesg); use fewer workers, a smaller prefetch_factor or "
@@ -31,6 +33,45 @@ _REAP_S = 1.0
 """Time for the kernel to tell of a worker's end, after its connection has broken."""
 _watched: weakref.WeakKeyDictionary[Any, Position] = weakref.WeakKeyDictionary()
 """torch's iterators that have workers, and what their loaders are at."""
+
+
+class OutliveStop:
+    """Has a worker outlive a signal to all processes of the job, as its rank needs it until the step has ended.
+
+    Instances are ``worker_init_fn`` of torch's DataLoader. A second SIGTERM ends the worker: it is torch's or
+    multiprocessing's, who send one each where a worker does not end by itself. The other signals do nothing; a worker
+    ends with its rank in any case.
+
+    Args:
+        then: the user's own ``worker_init_fn``.
+    """
+
+    def __init__(self, then: Callable[[int], object] | None) -> None:
+        self._then = then
+        self._process = 0
+        """The worker; what it starts itself is not meant."""
+        self._first: float | None = None
+        """When the first SIGTERM came."""
+
+    def __call__(self, worker: int) -> None:
+        """Prepare the worker in which this runs."""
+        self._process = os.getpid()
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._note)  # no SIG_IGN, which programs that the data set starts would inherit
+        if self._then is not None:
+            self._then(worker)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process:
+            if number != signal.SIGTERM:
+                return
+            now = time.monotonic()
+            if self._first is None or now - self._first < ECHO_S:
+                self._first = now if self._first is None else self._first
+                return
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def watch(iterator: Any, progress: Position) -> None:

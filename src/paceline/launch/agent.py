@@ -247,19 +247,19 @@ class Agent(LocalElasticAgent):
         self._close_watched()
 
     def _obey(self) -> None:
-        """If the launcher was told to end, end the ranks, in a second after Ctrl-C, and then the launcher."""
+        """If the launcher was told to end, end the ranks, after their step if they save it, and then the launcher."""
         if not self._caught.received:
             return
         number = self._caught.received[0]
-        if number == signal.SIGINT:
-            self._end_ranks(signal.SIGTERM, INTERRUPT_GRACE_S, quiet=True)
-        elif number in STOP_SIGNALS and self._preemption.would_save(self._pids().values()):
+        if number in STOP_SIGNALS and self._preemption.would_save(self._pids().values()):
             self._say(f"{number.name}: the ranks end after this step and save it; another signal ends them at once")
             self._signalled.update(self._running())
             self._preemption.ask(number, self._pids().values())
             self._ending.wait(number, self.grace)
             if not any(end.code for end in self.ends.values()):
                 return  # they had come to their end before
+        elif number == signal.SIGINT:
+            self._end_ranks(signal.SIGTERM, INTERRUPT_GRACE_S, quiet=True)
         else:
             if number in STOP_SIGNALS and self._preemption.is_in_vain():
                 self._say("nothing is saved, as the training has no checkpoint folder")

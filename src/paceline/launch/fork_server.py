@@ -19,6 +19,7 @@ import importlib
 import json
 import os
 import select
+import signal
 import socket
 import sys
 import time
@@ -59,6 +60,8 @@ def serve(setting: str, parent: int, die_with: Callable[[int], None], pin: Calla
     try:
         os.setsid()
         die_with(server)
+        # Held back from the server, see signals.sheltered(); those that have come to this rank since act now.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         _take_streams(request["streams"], descriptors)
         os.environ.clear()
         os.environ.update(request["environment"])

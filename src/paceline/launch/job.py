@@ -203,7 +203,7 @@ def title_of(command: Sequence[str]) -> str:
 def farewell(number: signal.Signals, saved: int | None = None) -> int:
     """Say that a signal ended the launcher, and which step was `saved`; return the exit code for it."""
     after = "" if saved is None else f", after step {saved} was saved"
-    say("interrupted" if number == signal.SIGINT else f"terminated by {number.name}{after}")
+    say(f"{'interrupted' if number == signal.SIGINT else f'terminated by {number.name}'}{after}")
     return 128 + number
 
 

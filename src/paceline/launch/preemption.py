@@ -34,12 +34,14 @@ class Preemption:
     def ask(self, number: signal.Signals, pids: Collection[int]) -> None:
         """Send the signal to those of the ranks that have not got one from somebody else: a second one would end them.
 
-        To the ranks alone, as they need their DataLoader's workers until the step has ended.
+        To the ranks alone, as they need their DataLoader's workers until the step has ended. They are ready for
+        SIGTERM; other signals may have a meaning of their own in the script, such as Ctrl-C.
         """
+        sent = number if number == signal.SIGUSR1 else signal.SIGTERM
         for pid, state in self._states().items():
             if pid in pids and state is Stopping.READY:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, number)
+                    os.kill(pid, sent)
 
     def saved(self) -> tuple[signal.Signals, int] | None:
         """Return the signal for which all ranks have agreed to end, and the step that they have saved; None if not."""

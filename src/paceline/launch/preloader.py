@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from paceline.launch.fork_server import LONGEST
 from paceline.launch.preloading import setting
+from paceline.launch.signals import sheltered
 from paceline.torch_internals.elastic import starting_ranks_with
 
 SLICE_S = 0.05  # how often the launcher's own signals are looked at while it waits for the server
@@ -76,7 +77,7 @@ class ForkServer:
             return
         self._codes.clear()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, sheltered():
             theirs.set_inheritable(True)
             self._process = subprocess.Popen(
                 self._command,

@@ -5,6 +5,7 @@ The decision reads the script, which costs microseconds, and is the same for eve
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import sys
@@ -20,7 +21,6 @@ OPTION = "--no-preload"
 SETTING = "PACELINE_PRELOAD"
 """Environment variable: ``0`` is what :data:`OPTION` is, for commands that do not have it."""
 
-IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+(\w+)", re.MULTILINE)
 OTHER_WAYS = re.compile(r"\b(?:importlib|__import__|runpy|exec)\b")
 TRAINING = re.compile(r"optim|compile|[Tt]rain|paceline")
 """Words of scripts that are likely to make an optimizer, which needs more than ``import torch``."""
@@ -28,13 +28,10 @@ LIKE_TORCH = {"torch", "torchvision", "torchaudio", "numpy"}
 
 BINDING = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 
-_NAME = r"((?:OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|ATEN|PYTORCH|TORCH)(?!_NCCL)\w*_\w+)"
-SET = re.compile(
-    rf"""environ\[\s*["']{_NAME}["']\s*\]\s*=(?!=)"""
-    rf"""|(?:setdefault|putenv)\(\s*["']{_NAME}["']"""
-    rf"""|environ\s*(?:\.update\(|\|=)[^)]*?\b{_NAME}["']?\s*[:=]"""
-)
-"""Sets an environment variable that torch, or a library of it, reads when it is imported."""
+READ_AT_IMPORT = re.compile(r"(?:OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|ATEN|PYTORCH|TORCH)(?!_NCCL)\w*_\w+")
+"""Environment variables that torch, or a library of it, reads when it is imported."""
+SETTERS = {"setdefault", "putenv", "update"}
+"""Calls by which scripts set environment variables."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +118,26 @@ def _read(file: Path | None) -> str:
 
 def set_before_import(text: str) -> str | None:
     """Return an environment variable that the program `text` sets, and torch reads when it is imported."""
-    code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    found = SET.search(code)
-    return next(filter(None, found.groups())) if found else None
+    for node in ast.walk(_parsed(text)):
+        if isinstance(node, ast.Assign):
+            targets = [target for each in node.targets for target in ast.walk(each)]
+            places: list[ast.AST] = [target.slice for target in targets if isinstance(target, ast.Subscript)]
+        elif isinstance(node, ast.AugAssign):
+            places = [node.value]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SETTERS:
+            places = [*node.args, *node.keywords]
+        else:
+            continue
+        for part in (part for place in places for part in ast.walk(place)):
+            name = part.arg if isinstance(part, ast.keyword) else part.value if isinstance(part, ast.Constant) else None
+            if isinstance(name, str) and READ_AT_IMPORT.fullmatch(name):
+                return name
+    return None
 
 
 def modules_for(text: str) -> tuple[str, ...]:
     """Return the modules to import for the program `text`; none if it imports nothing but the standard library."""
-    others = {name for name in IMPORT.findall(text) if name not in sys.stdlib_module_names}
+    others = imported(text) - sys.stdlib_module_names
     if not others and not OTHER_WAYS.search(text):
         return ()
     modules = ["torch"]
@@ -137,6 +146,25 @@ def modules_for(text: str) -> tuple[str, ...]:
     if "paceline" in text:
         modules.append("paceline")
     return tuple(modules)
+
+
+def imported(text: str) -> set[str]:
+    """Return the top-level modules that the program `text` imports anywhere; ``.`` for its own package."""
+    found = set()
+    for node in ast.walk(_parsed(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." if node.level or node.module is None else node.module.partition(".")[0])
+    return found
+
+
+def _parsed(text: str) -> ast.Module:
+    """Return the program `text` as a tree; an empty one if it is no Python, which each rank will say by itself."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
 
 
 def setting(descriptor: int, modules: Sequence[str]) -> Mapping[str, str]:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.launch.signals import sheltered
 from paceline.step_records import BEFORE, RESCUE, RESTARTS, SHARD, STEPS, StepRecord, present_records, step_name
 
 LIMIT = 3
@@ -167,7 +168,8 @@ class Restarts:
             return None
         reached = self.reached()
         command = [sys.executable, "-m", "paceline.checkpoint.keep_rescued", str(self._folder / RESCUE)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        with sheltered():
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
         for line in (done.stdout or done.stderr).splitlines()[-3:]:
             say(line)
         are_saved = [(self._folder / RESCUE / each.key / f"step-{each.completed:08d}").is_dir() for each in reached]

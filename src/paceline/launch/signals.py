@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -16,6 +17,23 @@ SPARE = signal.SIGURG
 
 # timeout(1) and others signal the process and then its group: that is one request to end, not two.
 ECHO_S = 0.2
+
+
+HELD_BACK = {*FORWARDED, signal.SIGUSR2}
+"""What batch systems, service managers and terminals may send to all processes of a job, to end or to warn it."""
+
+
+@contextmanager
+def sheltered() -> Iterator[None]:
+    """Start processes inside that signals to the whole job do not end: they inherit a mask that holds these back.
+
+    Ranks that need such a process get the same signals, and so does the launcher, which ends it in time.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Stopped(Exception):

@@ -231,7 +231,7 @@ class Trainer:
             self._average.restart()
         batches = accumulate(self.model, self.loader, self.config.accumulate)
         try:
-            with Interrupts(on=rank_consensus.here().size == 1) as interrupts, closing(batches):
+            with Interrupts(on=rank_consensus.is_alone()) as interrupts, closing(batches):
                 for batch in batches:
                     self._micro_batch(batch)
                     if not self.model.do_sync:
