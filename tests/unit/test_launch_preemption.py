@@ -43,7 +43,7 @@ for step in range(step, {STEPS}):
     if step == 3 and options.get("slow") == "loop":
         open(f"ready-{{world.rank}}", "w").close()
         until = time.monotonic() + float(options.get("seconds", 0.5))
-        while time.monotonic() < until: pass
+        while time.monotonic() < until: time.sleep(0.005)
     model(torch.randn(4, 6)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -358,8 +358,8 @@ def test_a_handler_in_c_such_as_faulthandlers_is_left_alone(tmp_path: Path) -> N
 
 
 WORKER_DIES = TRAIN.replace("step == 3 and options", "step == 3 and world.rank == 1 and options").replace(
-    "        while time.monotonic() < until: pass",
-    '        while time.monotonic() < until: pass\n        raise RuntimeError("a worker has gone")',
+    "        while time.monotonic() < until: time.sleep(0.005)",
+    '        while time.monotonic() < until: time.sleep(0.005)\n        raise RuntimeError("a worker has gone")',
 )
 
 
