@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -103,6 +104,22 @@ def count_running_calls() -> int:
 def is_in_backward() -> bool:
     """Whether a graph task is running in this thread."""
     return current_task() != -1
+
+
+def comes_last(handle: RemovableHandle, kind: type) -> bool:
+    """Whether no hook but those of `kind` comes after the one of `handle`; else it is put behind all others.
+
+    For hooks that autograd calls. It goes by the order of insertion, which ``OrderedDict.move_to_end`` does not change.
+    """
+    hooks = handle.hooks_dict_ref()
+    assert hooks is not None, "its parameter is alive"
+    for number in reversed(hooks):
+        if number == handle.id:
+            return True
+        if not isinstance(hooks[number], kind):
+            break
+    hooks[handle.id] = hooks.pop(handle.id)
+    return False
 
 
 def queue_callback(callback: Callable[[], object]) -> None:

@@ -217,7 +217,9 @@ class Reducer(Settling):
             parts.recorder.mark(GRADIENT, index)
         parts.arrivals.arrived(index)
         if not backward.at_end:
-            while (gradients := parts.arrivals.complete(backward.next)) is not None:
+            while (gradients := parts.arrivals.complete(backward.next)) is not None and parts.arrivals.comes_last(
+                index
+            ):
                 backward.launch(parts.storage.buckets[backward.next], gradients)
         parts.channel.progress()
 
