@@ -715,3 +715,61 @@ def in_a_cycle(world: World) -> bool:
 
 def test_a_deleted_optimizer_need_not_be_collected_yet(pools: Pools) -> None:
     assert all(pools.run(2, in_a_cycle))
+
+
+def trained_copy(model: nn.Module, how: str) -> nn.Module:
+    """The wrapper that is trained in the place of `model`."""
+    if how == "copy of a copy":
+        return copy.deepcopy(copy.deepcopy(model))
+    if how == "copy":
+        return copy.deepcopy(model)
+    if how == "copy in the middle":
+        copied = copy.deepcopy(model)
+        with copied.no_sync():  # type: ignore[operator]
+            copied(torch.ones(1, 16, dtype=torch.float64)).sum().backward()
+        copied.zero_grad()
+        return copied
+    return model
+
+
+def of_groups(world: World) -> dict[str, float]:
+    """Wrappers of some ranks each, with other weights than those of other ranks, beside one process for each of them.
+
+    A copy that was not trained was not found, so all ranks shared the work, and mixed the weights of all groups.
+    """
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])][world.rank % 2]
+    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+    ways: dict[str, Any] = {
+        "parameters": lambda model: ShardedOptimizer(model.parameters(), SGD, lr=0.1),
+        "model": lambda model: ShardedOptimizer(model, SGD, lr=0.1),
+        "module": lambda model: ShardedOptimizer(model.module, SGD, lr=0.1),
+        "of": lambda model: ShardedOptimizer.of(SGD(model.parameters(), lr=0.1)),
+        "scattered": lambda model: ShardedOptimizer(model.parameters(), SGD, lr=0.1, reduce_scatter=True),
+    }
+    cases = [("pairs", pairs, how, way) for how in ("copy", "copy of a copy", "original") for way in ways]
+    cases += [("pairs", pairs, "copy in the middle", "parameters")]
+    cases += [("alone", alone, how, way) for how in ("original", "copy") for way in ways]
+    found = {}
+    for who, group, how, way in cases:
+        torch.manual_seed(world.rank % 2 if who == "pairs" else world.rank)
+        net = nn.Linear(16, 64).double()
+        twin = copy.deepcopy(net)
+        model = trained_copy(paceline.DistributedDataParallel(net, process_group=group), how)
+        averaged = copy.deepcopy(model) if world.rank == 0 else None  # on one rank, and never trained
+        optimizer, other = ways[way](model), SGD(twin.parameters(), lr=0.1)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        for step in range(2):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            for each, one, part in ((model, optimizer, x[rank::size]), (twin, other, x)):
+                each(part).square().mean().backward()
+                one.step()
+                one.zero_grad()
+        pairs_of = zip(model.parameters(), twin.parameters(), strict=True)
+        found[f"{who}, {how}, {way}"] = max(float((one - other).detach().abs().max()) for one, other in pairs_of)
+        del model, optimizer, averaged
+    return found
+
+
+def test_the_ranks_are_those_of_the_wrapper_also_of_a_copy_and_of_one_alone(pools: Pools) -> None:
+    for found in pools.run(4, of_groups):
+        assert {case: apart for case, apart in found.items() if apart > 1e-12} == {}

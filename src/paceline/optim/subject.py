@@ -36,7 +36,7 @@ class Subject:
     sparse: frozenset[int] = frozenset()
     """Parameters whose gradients are sparse, by ``id``; every rank updates these."""
     wrappers: list[Averaging] = field(default_factory=list)
-    """Those of ours that average the gradients."""
+    """Those of ours that average the gradients over several ranks."""
 
     @property
     def size(self) -> int:
@@ -74,7 +74,7 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
     groups = [_listed(entry) for entry in (params.parameters() if isinstance(params, nn.Module) else params)]
     if not groups:
         raise UsageError("ShardedOptimizer got no parameters; give the model, or those that it is to train")
-    ours = wrappers_of(groups)
+    ours = averagings({id(parameter) for parameter in _parameters(groups)})
     group = process_group
     if group is None and dist.is_initialized():
         group = getattr(model, "process_group", None)
@@ -91,7 +91,8 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
         names |= {id(parameter): plain_name(name) for name, parameter in unwrap(model).named_parameters()}
     modules = [wrapper.module for wrapper in ours] if model is None else [model]
     sparse = frozenset(parameter for module in modules for parameter in sparse_by_layer(module))
-    return Subject(groups, group, model, names, sparse, ours)
+    several = [wrapper for wrapper in ours if group is not None and dist.get_world_size(wrapper.group) > 1]
+    return Subject(groups, group, model, names, sparse, several)
 
 
 def expect_scatterable(subject: Subject) -> None:
@@ -114,12 +115,6 @@ def _listed(entry: Any) -> Any:
     if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
         entry["params"] = list(entry["params"])
     return entry
-
-
-def wrappers_of(groups: Iterable[Any]) -> list[Averaging]:
-    """Return those of our wrappers that average gradients of parameters in `groups`."""
-    ids = {id(parameter) for parameter in _parameters(groups)}
-    return [each for each in averagings() if ids & each.names.keys()]
 
 
 def _parameters(groups: Iterable[Any]) -> Iterable[Any]:

@@ -215,11 +215,10 @@ class Reducer(Settling):
         parts, backward = self._parts, self._backward
         if parts.recorder.detailed:
             parts.recorder.mark(GRADIENT, index)
-        parts.arrivals.arrived(index)
+        arrivals = parts.arrivals
+        arrivals.arrived(index)
         if not backward.at_end:
-            while (gradients := parts.arrivals.complete(backward.next)) is not None and parts.arrivals.comes_last(
-                index
-            ):
+            while (gradients := arrivals.complete(backward.next)) is not None and arrivals.comes_last(index):
                 backward.launch(parts.storage.buckets[backward.next], gradients)
         parts.channel.progress()
 
