@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from paceline.ddp.engine.averaging import Averaging, averagings
@@ -19,6 +20,9 @@ from paceline.ddp.engine.sparse import sparse_by_layer
 from paceline.errors import UsageError
 from paceline.torch_internals.dtensor import is_sharded
 from paceline.unwrapping import joins, plain_name, unwrap
+
+_NAMED = 3
+"""Parameters that a message names."""
 
 
 @dataclass
@@ -52,6 +56,17 @@ class Subject:
         """Return what messages call a parameter."""
         name = self.names.get(id(parameter))
         return f"a parameter of shape {tuple(parameter.shape)}" if name is None else f"parameter {name!r}"
+
+    def shapes(self) -> list[torch.Size]:
+        """Return the shapes of the parameters, as far as they have any yet."""
+        return [each.shape for each in _parameters(self.groups) if isinstance(each, Tensor) and not is_lazy(each)]
+
+    def replaced(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Return the names of those `parameters` in whose place the model has others now."""
+        modules = [wrapper.module for wrapper in self.wrappers] if self.model is None else [self.model]
+        present = {id(parameter) for module in modules for parameter in module.parameters()}
+        gone = [id(parameter) for parameter in parameters if id(parameter) not in present]
+        return [self.names[key] for key in gone if key in self.names]
 
     def is_joining(self) -> bool:
         """Whether ranks may run out of data at different times."""
@@ -187,7 +202,15 @@ def expect_step(
                 f"the {len(given or ())} that were given; add some by add_param_group(), leave some out by setting "
                 "requires_grad to False and p.grad to None, or make another optimizer"
             )
-    if all(parameter.grad is None for given in trained for parameter in given):
+    everything = [parameter for given in trained for parameter in given]
+    if all(parameter.grad is None for parameter in everything):
+        if replaced := subject.replaced(everything):
+            more = f" and {len(replaced) - _NAMED} more" if len(replaced) > _NAMED else ""
+            raise UsageError(
+                f"the ShardedOptimizer trains {', '.join(map(repr, replaced[:_NAMED]))}{more}, but the model has got "
+                "other parameters in their place since, as from load_state_dict(assign=True); make another "
+                "ShardedOptimizer, and load the state of this one"
+            )
         raise UsageError(
             "ShardedOptimizer.step() was called without a gradient in any parameter; call loss.backward() first"
         )

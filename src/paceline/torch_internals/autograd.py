@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from paceline.torch_internals.tensors import content_of
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -33,23 +35,33 @@ class Accumulators:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        trained = ((index, parameter) for index, parameter in enumerate(parameters) if parameter.requires_grad)
+        self._find()
+
+    def _find(self) -> None:
+        self._content = content_of(self._parameters)
+        trained = ((index, parameter) for index, parameter in enumerate(self._parameters) if parameter.requires_grad)
         self._nodes = {index: _accumulate_node(parameter) for index, parameter in trained}
+
+    def _present_nodes(self) -> dict[int, Any]:
+        if content_of(self._parameters) != self._content:
+            self._find()
+        return self._nodes
 
     def are_meant(self) -> bool:
         """Whether the running graph task is a backward for these parameters, not ``autograd.grad``."""
+        nodes = self._present_nodes()
         if is_plain_backward():
             # Which parameters it reaches is not asked: all of them may be hidden in reentrant checkpoints, and a
             # rank that uses none contributes zero.
             return any(parameter.requires_grad for parameter in self._parameters)
         try:
-            return any(map(torch._C._will_engine_execute_node, self._nodes.values()))
+            return any(map(torch._C._will_engine_execute_node, nodes.values()))
         except RuntimeError:  # torch's answer while autograd.grad runs with respect to one of these parameters
             return False
 
     def are_reached(self, left_out: Collection[int]) -> bool:
         """Whether the running graph task reaches one of these parameters, those with an index in `left_out` aside."""
-        nodes = (node for index, node in self._nodes.items() if index not in left_out)
+        nodes = (node for index, node in self._present_nodes().items() if index not in left_out)
         try:
             return any(map(torch._C._will_engine_execute_node, nodes))
         except RuntimeError:  # as in are_meant()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from paceline.ddp.engine.many_gradients import any_missing, gradients_of
 from paceline.torch_internals.autograd import comes_last
+from paceline.torch_internals.tensors import content_of
 
 PATIENCE = 3
 """Backwards in a row without a gradient after which a parameter is no longer waited for on this rank."""
@@ -32,6 +33,7 @@ class Arrivals:
         self.observed = []
         self._parameters, self._hook = parameters, hook
         self._handles: dict[int, Any] = {}  # by parameter
+        self._content = content_of(parameters)
         self._missed = [0] * len(parameters)  # backwards in a row without its gradient
         self._any_missed = False  # whether one of these is not zero
         # Place of each parameter in this rank's order of arrival; the reverse order is the usual one.
@@ -54,6 +56,9 @@ class Arrivals:
             self.observed = []
             self._seen = bytearray(len(self._parameters))
             self._pending = [len(expected) for expected in self._expected]
+        if content_of(self._parameters) != self._content:  # torch.utils.swap_tensors has taken the hooks along
+            self._keep_hooks(frozenset())
+            self._content = content_of(self._parameters)
         self._keep_hooks(frozenset(self._bucket_of) if self._every or hook_all else self._triggers)
 
     def hook_all(self) -> None:

@@ -32,8 +32,10 @@ class Wrapper(Protocol):
     """A wrapper, as far as it is looked at here."""
 
     process_group: dist.ProcessGroup
-    _replica: Watched
     _engine: GradientEngine
+
+    @property
+    def _replica(self) -> Watched: ...
 
 
 @dataclass(frozen=True)
