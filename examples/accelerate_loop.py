@@ -8,7 +8,7 @@ device, mixed precision, and the place in ``save_state``. What Accelerate does w
 Paceline's, as it is a subclass of torch's. ``paceline.init()`` comes first: Accelerate takes the process group that is
 there, which on CPUs is Paceline's own.
 
-Tried with accelerate 1.15 on two ranks on CPUs, also with mixed_precision="bf16". Not tried: GPUs, several hosts.
+Tried with accelerate 1.15 on two ranks on CPUs, also with mixed_precision="bf16". Elsewhere: docs/gpu-status.md.
 """
 
 import torch

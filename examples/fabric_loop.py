@@ -7,7 +7,7 @@ torchrun --standalone --nproc-per-node 2 examples/fabric_loop.py        the same
 as it is a subclass of torch's. ``paceline.init()`` comes first: Fabric takes the process group that is there, which on
 CPUs is Paceline's own.
 
-Tried with lightning-fabric 2.6 on two ranks on CPUs. Not tried: GPUs, precision="bf16-mixed", several hosts.
+Tried with lightning-fabric 2.6 on two ranks on CPUs. Not tried: precision="bf16-mixed". Elsewhere: docs/gpu-status.md.
 """
 
 from typing import Any

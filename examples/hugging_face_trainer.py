@@ -9,8 +9,8 @@ A model that ``_wrap_model`` returns wrapped is wrapped by nobody else. The Trai
 A small BERT with random weights learns whether most numbers of a sequence are large; nothing is downloaded. It ends
 with the very weights of the Trainer with torch's wrapper.
 
-Tried with transformers 5.23 on two ranks on CPUs, also with bf16=True. Not tried: GPUs, several hosts, FSDP and
-DeepSpeed, which bring wrappers of their own.
+Tried with transformers 5.23 on two ranks on CPUs, also with bf16=True. Not tried: FSDP and DeepSpeed, which bring
+wrappers of their own. Elsewhere: docs/gpu-status.md.
 """
 
 import tempfile

@@ -7,7 +7,7 @@
 # What can be set: NPROC (ranks on each host, default 2), MASTER_PORT (29500), and the script with its arguments, by default
 # examples/plain_loop.py. Inside each host Paceline's ranks on CPUs use shared memory, between hosts Gloo.
 #
-# Tried with two launchers on one machine, which imitate two hosts. Not tried: two real hosts.
+# Tried with two launchers on one machine, which imitate two hosts. Elsewhere: docs/gpu-status.md.
 # If Gloo picks a network that the other host cannot reach, name the right one: GLOO_SOCKET_IFNAME=eth0 (NCCL_SOCKET_IFNAME).
 set -euo pipefail
 

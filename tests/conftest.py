@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
 
 # The tests are of CPU ranks, of which there are more than GPUs; scripts/gpu_check.py checks these.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -16,6 +18,27 @@ from twins import Pools
 # How long an example takes depends on how busy the machine is, which no test may.
 settings.register_profile("paceline", deadline=None)
 settings.load_profile("paceline")
+
+
+def refuse_own(send: Callable[..., Any], tests: int) -> Callable[..., Any]:
+    """Return `send`, a function that sends a signal, for all processes but `tests`, which runs the tests.
+
+    A signal that came later than expected has ended a worker with hundreds of tests. What is to get a signal is a
+    process of its own: ``pools.run(1, …)``, ``Running(…)``.
+    """
+
+    def sent(*arguments: Any) -> Any:
+        # raise_signal(number), kill(pid, number), killpg(group, number)
+        if os.getpid() == tests and arguments[-1] != 0 and (len(arguments) == 1 or arguments[0] in (0, -1, tests)):
+            raise AssertionError(f"signal {arguments[-1]} for the process that runs the tests")
+        return send(*arguments)
+
+    return sent
+
+
+def pytest_configure() -> None:
+    for module, name in ((os, "kill"), (os, "killpg"), (signal, "raise_signal")):
+        setattr(module, name, refuse_own(getattr(module, name), os.getpid()))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ def fail(how: str, place: Place) -> Iterator[Row]:
     if how == "crash":
         os.abort()
     if how == "hang":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", __file__])  # as a compiler would
+        compiler = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", __file__])
+        print(f"started {compiler.pid}", flush=True)
         time.sleep(1000)
     if how == "raise":
         raise ArithmeticError("the reason\nand more of it")

@@ -28,6 +28,7 @@ NAV = {
         "failures": "Failures",
         "top": "A running job, live",
         "gpu": "GPUs",
+        "gpu-status": "GPU status",
         "nccl": "NCCL and CUDA graphs",
         "testing": "Testing",
     },

@@ -124,6 +124,52 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
 
 
+HARDWARE = re.compile(r"\b(?:GPUs?|CUDA|NCCL|H100|ARM|(?:several|two|real|more) (?:real )?hosts)\b")
+SEEN = re.compile(
+    r"\buntested\b|\b(?:not|never|nothing) (?:\w+ ){0,3}(?:tested|tried|run|ran|checked)\b"
+    r"|\b(?:has|have|been) (?:not )?(?:been )?(?:run|tried|tested|checked)\b"
+    r"|\b(?:tried|tested|checked|ran|taken) on (?:one|an?|two|several|real)\b",
+    re.IGNORECASE,
+)
+STATUS = ROOT / "docs" / "gpu-status.md"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA and NCCL are untested: see the top.",
+        "checked on one H100 with PyTorch 2.11",
+        "Nothing of this was checked on a GPU or on\nseveral hosts.",
+        "One profile of a small model has been taken on a GPU, on one rank.",
+        "Not tried: GPUs.",
+        "It has not run on CUDA yet.",
+        "- Several real hosts are untested.",
+    ],
+)
+def test_a_statement_of_what_ran_on_gpus_is_recognized(text: str) -> None:
+    assert statements_on_hardware(text)
+
+
+def statements_on_hardware(text: str) -> list[str]:
+    """Return the sentences that say what ran on GPUs or hosts, and do not link to the page that does."""
+    sentences = re.split(r"(?<=[.!?]) (?=[A-Z])|(?<=[.!?])\n|\n(?=\s*\n|\s*(?:#\s*)?(?:[-*|]|\d+\.) )", text)
+    prose = [re.sub(r"`[^`]*`", "", sentence).strip() for sentence in sentences]
+    return [row for row in prose if HARDWARE.search(row) and SEEN.search(row) and "gpu-status" not in row]
+
+
+def test_one_page_says_what_has_run_on_gpus_and_several_hosts() -> None:
+    # The README's top, its table and two places of one page contradicted each other.
+    folders = [(ROOT / "docs", "md"), (ROOT / "examples", "*"), (ROOT / "src", "py")]
+    files = [path for folder, suffix in folders for path in folder.glob(f"**/*.{suffix}") if path.is_file()]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *files]
+    found = {
+        str(path.relative_to(ROOT)): statements
+        for path in pages
+        if path != STATUS and path.suffix != ".pyc" and (statements := statements_on_hardware(path.read_text("utf-8")))
+    }
+    assert not found, f"say it in docs/gpu-status.md, and link there: {found}"
+
+
 CONTRACT = re.compile(r'^containers = \["([\w.]+)"\]$.*?^layers = \[$(.*?)^\]$', re.DOTALL | re.MULTILINE)
 CONTRACTS = CONTRACT.findall((ROOT / "pyproject.toml").read_text("utf-8"))
 

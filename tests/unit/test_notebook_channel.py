@@ -11,6 +11,8 @@ import pytest
 from paceline.notebook.messages import INTERRUPTED
 from paceline.notebook.rank import Rank
 from paceline.notebook.shell import Channel, asking
+from paceline.world import World
+from twins import Pools
 
 
 def test_the_answer_to_a_question_that_was_interrupted_is_not_taken_for_the_next_one() -> None:
@@ -33,7 +35,8 @@ def test_a_frontend_that_cannot_ask_is_an_end_of_file() -> None:
         asking(Channel(rank))()
 
 
-def test_an_interrupt_divides_no_message() -> None:
+def interrupted_in_a_message(world: World) -> list[tuple[str, int]]:
+    """Send this rank, which is a process of its own, SIGINT while it sends; what has come of its message."""
     kernel, rank = Pipe()
     channel = Channel(rank)
     serving = Rank(channel, None, None, None, is_busy=True)  # type: ignore[arg-type]
@@ -46,13 +49,14 @@ def test_an_interrupt_divides_no_message() -> None:
         signal.raise_signal(signal.SIGINT)
         received.append(kernel.recv())
 
-    before = signal.signal(signal.SIGINT, serving._interrupt)
+    signal.signal(signal.SIGINT, serving._interrupt)
     reader = threading.Thread(target=read)
-    try:
-        reader.start()
-        with pytest.raises(KeyboardInterrupt):
-            channel.send("display", b"x" * size)
-        reader.join(20)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert [(kind, len(content)) for kind, content in received] == [("display", size)]
+    reader.start()
+    with pytest.raises(KeyboardInterrupt):
+        channel.send("display", b"x" * size)
+    reader.join(60)
+    return [(kind, len(content)) for kind, content in received]
+
+
+def test_an_interrupt_divides_no_message(pools: Pools) -> None:
+    assert pools.run(1, interrupted_in_a_message) == [[("display", 4_000_000)]]

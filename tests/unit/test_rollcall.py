@@ -25,7 +25,7 @@ from paceline.launch.store import LOOPBACK, loopback_store
 from paceline.world import TIMEOUT, World, current, init
 from ranks import Ranks, _context, run_ranks
 
-PATIENCE_S = 0.7
+PATIENCE_S = 2.0
 ABSENT = 2
 
 
@@ -82,18 +82,20 @@ def gather(group: Any, folder: str) -> Callable[[], Any]:
 
 def stay_away(world: World, prepare: Callable[..., Callable[[], Any]], folder: str) -> str:
     """Rank 2 does not come; what the others are told, and it comes in time."""
+    model = paceline.DistributedDataParallel(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()  # imports what is imported late
     call = prepare(impatient(), folder)
     dist.barrier()
     told = [Path(folder, f"told-{rank}") for rank in range(world.size) if rank != ABSENT]
     if world.rank == ABSENT:
-        deadline = time.monotonic() + PATIENCE_S + 10
+        deadline = time.monotonic() + PATIENCE_S + 60
         while not all(file.exists() for file in told) and time.monotonic() < deadline:
             time.sleep(0.02)  # alive, and elsewhere
         return ""
     start = time.monotonic()
     with pytest.raises(CommunicationError) as caught:
         call()
-    assert time.monotonic() - start < PATIENCE_S + 8, "later than the timeout, also for a machine that is busy"
+    assert time.monotonic() - start < PATIENCE_S + 50, "the absent rank came back before the timeout"
     assert caught.value.blamed == (ABSENT,)
     told[world.rank].touch()
     return str(caught.value)
@@ -103,7 +105,7 @@ def stay_away(world: World, prepare: Callable[..., Callable[[], Any]], folder: s
 @pytest.mark.parametrize(
     ("prepare", "doing"),
     [
-        (wrap, r"in DistributedDataParallel\(…\), which every rank has to call: rank 2 did not come .* within 0\.7 s"),
+        (wrap, r"in DistributedDataParallel\(…\), which every rank has to call: rank 2 did not come .* within 2 s"),
         (train, "all-reduce of gradient bucket 0|shared all_reduce"),
         (sync_buffers, "broadcast|all.reduce"),
         (normalize, "SyncBatchNorm|all_gather"),
@@ -217,10 +219,10 @@ def told_to(ranks: list[int], size: int, backend: str, served_by: str, patience:
 @pytest.mark.parametrize("served_by", ["launcher", "rank 0"])
 def test_a_rank_that_never_joins_is_named_whoever_serves_the_store(backend: str, served_by: str) -> None:
     """torch says «2/3 clients joined», or which key is missing. `PACELINE_TIMEOUT` is the patience, here."""
-    told = told_to([0, 1], 3, backend, served_by, patience="1.5")
+    told = told_to([0, 1], 3, backend, served_by, patience="3")
     for rank, said in enumerate(told):
         assert said.startswith(f"CommunicationError rank {rank}: rank 2 did not come to make the process group"), said
-        assert "within 1.5 s" in said
+        assert "within 3 s" in said
 
 
 def test_a_store_that_rank_0_does_not_serve_is_said_so() -> None:

@@ -142,7 +142,21 @@ def test_a_second_trainer_on_the_folder_says_to_close_the_first(pools: Pools, tm
     assert resumed == "3"
 
 
+def sigint(world: World, how: str) -> list[Any]:
+    """Send this rank, which is a process of its own, SIGINT, once or twice; what came of it."""
+    heard: list[int] = []
+    if how == "own handler":
+        signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+        with Interrupts(on=True):
+            os.kill(os.getpid(), signal.SIGINT)
+        return heard
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupt_within(OSError() if how == "then an error" else None)
+    return [type(caught.value.__cause__), signal.getsignal(signal.SIGINT) is signal.default_int_handler]
+
+
 def interrupt_within(then: Exception | None) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with Interrupts(on=True) as interrupts:
         os.kill(os.getpid(), signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) == interrupts._note, "the first waits"
@@ -152,26 +166,13 @@ def interrupt_within(then: Exception | None) -> None:
         raise OSError("the second waited, too")
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_step() -> None:
-    with pytest.raises(KeyboardInterrupt) as caught:
-        interrupt_within(None)
-    assert caught.value.__cause__ is None
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_an_error_that_follows_ctrl_c_is_its_cause() -> None:
-    # A terminal sends it to the DataLoader's workers as well, whose end was reported instead.
-    with pytest.raises(KeyboardInterrupt) as caught:
-        interrupt_within(OSError())
-    assert isinstance(caught.value.__cause__, OSError)
-
-
-def test_a_handler_of_somebody_elses_is_left_alone() -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-    try:
-        with Interrupts(on=True):
-            os.kill(os.getpid(), signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert heard == [signal.SIGINT]
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("twice", [type(None), True]),  # the second does not wait for the step
+        ("then an error", [OSError, True]),  # a terminal sends it to workers as well, whose end was reported instead
+        ("own handler", [signal.SIGINT]),  # it is somebody else's, and left alone
+    ],
+)
+def test_what_ctrl_c_does(pools: Pools, how: str, expected: list[Any]) -> None:
+    assert pools.run(1, sigint, how) == [expected]

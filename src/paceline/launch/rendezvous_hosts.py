@@ -1,6 +1,6 @@
 """Several hosts: torchrun's own launcher, with a workaround for a known defect and the ranks tied to it.
 
-Tested with two launchers on one host, over loopback. Not tested: real networks, and NCCL between hosts. The
+Tested with two launchers on one host, over loopback; for hosts and NCCL see ``docs/gpu-status.md``. The
 rendezvous listens on all interfaces, as torchrun's does, and whoever can reach it is trusted.
 """
 

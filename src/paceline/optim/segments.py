@@ -7,6 +7,7 @@ Elsewhere the parameters stay where they are, and pieces go through a buffer of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -19,6 +20,10 @@ from paceline.ddp.transport.shared_channel import SharedChannel
 from paceline.errors import UsageError
 from paceline.optim.plan import Piece
 from paceline.torch_internals.tensors import copy_each
+
+ALIGN = 64
+"""Elements at whose multiples parameters begin in shared memory, so that each is aligned to 64 bytes or more in any
+dtype, as torch's allocator aligns it: matrix kernels of CPUs round by the alignment of their operands."""
 
 STAGED = 4
 """Segments that travel through buffers of their own at a time: enough to keep a network busy, and few enough that the
@@ -52,13 +57,13 @@ class SharedSegment:
     def __init__(self, channel: SharedChannel, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]) -> None:
         self.parameters = list(parameters)
         self._channel = channel
-        self._total = sum(parameter.numel() for parameter in parameters)
+        *self._offsets, self._total = aligned_offsets([parameter.numel() for parameter in parameters])
         self._flat = channel.allocate(self._total, parameters[0].dtype)
         self._storages: list[StorageWeakRef] = []
         """Of the parameters, each over its part of :attr:`_flat`."""
         self._left: list[tuple[Tensor, list[StorageWeakRef]]] = []
         """Shared memory that the parameters have left, and what may still hold some of it."""
-        self._parts = _parts(parameters, pieces, channel.size)
+        self._parts = _parts(parameters, pieces, channel.size, [*self._offsets, self._total])
         self.take()
 
     @torch.no_grad()
@@ -66,16 +71,13 @@ class SharedSegment:
         """Move the parameters into the shared memory, one by one."""
         expect_one_dtype(self.parameters)
         self._leave()
-        offset = 0
-        for parameter in self.parameters:
-            size = parameter.numel()
-            if size:
+        for offset, parameter in zip(self._offsets, self.parameters, strict=True):
+            if size := parameter.numel():
                 # With a storage of its own: who saves a single parameter saves no other.
                 raw = torch.utils.dlpack.from_dlpack(self._flat[offset : offset + size].view(torch.uint8))
                 place = shaped_like(parameter, raw.view(parameter.dtype))
                 if place.data_ptr() != parameter.data_ptr():
                     parameter.data = place.copy_(parameter)
-            offset += size
         self._storages = [StorageWeakRef(parameter.untyped_storage()) for parameter in self.parameters]
 
     def _leave(self) -> None:
@@ -191,18 +193,19 @@ def _by_owner(pieces: Sequence[Piece], ranks: int) -> list[list[Piece]]:
     return [[piece for piece in pieces if piece.owner == owner] for owner in range(ranks)]
 
 
-def _parts(parameters: Sequence[nn.Parameter], pieces: Sequence[Piece], ranks: int) -> list[list[slice]]:
-    """Return which elements of the segment each rank owns."""
-    offsets, offset = [], 0
-    for parameter in parameters:
-        offsets.append(offset)
-        offset += parameter.numel()
-    return [
-        [
-            slice(start, stop)
-            for start, stop in joined(
-                sorted((offsets[piece.parameter] + piece.start, offsets[piece.parameter] + piece.stop) for piece in own)
-            )
-        ]
-        for own in _by_owner(pieces, ranks)
-    ]
+def aligned_offsets(sizes: Sequence[int]) -> list[int]:
+    """Return where parameters of `sizes` elements begin in shared memory, and the length of all of it."""
+    return [0, *accumulate(-(-size // ALIGN) * ALIGN for size in sizes)]
+
+
+def _parts(
+    parameters: Sequence[nn.Parameter], pieces: Sequence[Piece], ranks: int, offsets: Sequence[int]
+) -> list[list[slice]]:
+    """Return which elements of the segment each rank owns; who owns a parameter's end owns the gap behind it, too."""
+
+    def place(piece: Piece) -> tuple[int, int]:
+        is_last = piece.stop == parameters[piece.parameter].numel()
+        start = offsets[piece.parameter]
+        return start + piece.start, offsets[piece.parameter + 1] if is_last else start + piece.stop
+
+    return [[slice(start, stop) for start, stop in joined(sorted(map(place, own)))] for own in _by_owner(pieces, ranks)]
