@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
+from pathlib import Path
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.torch_internals.tensors import content_of
 
+_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent / "ddp"))
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -111,6 +113,29 @@ def count_running_calls() -> int:
             count += frame.f_code is call.__code__
             frame = frame.f_back
     return count
+
+
+def backward_call() -> FrameType | None:
+    """Return the frame of torch's ``backward`` that is running; in a thread of autograd's own, another thread's."""
+    if (found := _innermost(sys._getframe())) is not None:
+        return found
+    found_elsewhere = [call for frame in sys._current_frames().values() if (call := _innermost(frame)) is not None]
+    return found_elsewhere[0] if len(found_elsewhere) == 1 else None
+
+
+def _innermost(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not torch.autograd.backward.__code__:
+        frame = frame.f_back
+    return frame
+
+
+def place_of(call: FrameType) -> tuple[str, int]:
+    """Return file and line of the user's own call of it."""
+    frame: FrameType | None = call
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+        frame = frame.f_back
+    assert frame is not None
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def is_in_backward() -> bool:

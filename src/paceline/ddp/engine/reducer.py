@@ -136,8 +136,11 @@ class Reducer(Settling):
             finally:
                 begin_others(self)
         self._forwards.came(forward)
-        if self._backward.phase is Phase.IDLE and torch.is_grad_enabled():  # autograd.grad(…, create_graph=True)
-            self._parts.arrivals.hook_all()
+        if torch.is_grad_enabled():  # create_graph=True
+            if self._backward.phase is Phase.IDLE:  # autograd.grad()
+                self._parts.arrivals.hook_all()
+            elif self._parts.channel.rank == 0:
+                self._forwards.warn_of_graph()
 
     def _stay_local(self, on_local: Callable[[], None]) -> None:
         self._parts.sharing.expect_no_average()
