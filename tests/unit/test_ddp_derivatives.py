@@ -8,12 +8,16 @@ added to an average that was there already, the optimizer's guard could not see 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 
 from paceline.ddp import DistributedDataParallel
 from paceline.world import World
@@ -82,7 +86,20 @@ def one_of_two_with_a_common_body(models: Models, x: Tensor) -> None:
     slope(models[1], x).backward()
 
 
+def penalty_on_gradients(models: Models, x: Tensor) -> None:
+    """On those of the whole batch, which are averaged by a collective that autograd knows."""
+    model = models[0]
+    loss = model(x).square().mean()
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    if isinstance(model, DistributedDataParallel):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            gradients = tuple(all_reduce(gradient.contiguous()) / dist.get_world_size() for gradient in gradients)
+    (loss + sum(gradient.square().sum() for gradient in gradients)).backward()
+
+
 LOSSES = [
+    penalty_on_gradients,
     penalty_alone,
     penalty_after_plain_losses,
     penalty_taken_before_a_plain_loss,
@@ -133,3 +150,27 @@ def rewrapped(world: World) -> None:
 def test_a_wrapper_averages_derivatives_while_an_older_one_lives(pools: Pools) -> None:
     # All parameters are common to both, and neither one's output tells whose backward it is.
     pools.run(2, rewrapped)
+
+
+def said_of_graphs(world: World) -> list[list[str]]:
+    """Warnings of three backwards that make a graph; the first is local, where ``p.grad`` has one."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(6, 1).double())
+    said = []
+    for step in range(3):
+        with warnings.catch_warnings(record=True) as caught, model.no_sync() if step == 0 else nullcontext():
+            warnings.simplefilter("always")
+            model(torch.ones(2, 6, dtype=torch.float64) * (world.rank + 1)).square().sum().backward(create_graph=True)
+        said.append([f"{Path(each.filename).name}: {each.message}" for each in caught if "p.grad" in str(each.message)])
+        assert all(parameter.grad.requires_grad == (step == 0) for parameter in model.parameters())
+        model.zero_grad()
+    return said
+
+
+def test_a_graph_of_averages_is_not_promised_in_silence(pools: Pools) -> None:
+    # As in torch DDP, p.grad is a constant; a penalty on it ended in torch's «does not require grad».
+    first, second = pools.run(2, said_of_graphs)
+    assert [len(said) for said in first] == [0, 1, 0]
+    assert first[1][0].startswith("test_ddp_derivatives.py: after backward(create_graph=True) p.grad is the average")
+    assert "torch.autograd.grad(loss, parameters, create_graph=True)" in first[1][0]
+    assert second == [[], [], []]

@@ -748,3 +748,187 @@ def in_a_cycle(world: World) -> bool:
 
 def test_a_deleted_optimizer_need_not_be_collected_yet(pools: Pools) -> None:
     assert all(pools.run(2, in_a_cycle))
+
+
+def trained_copy(model: nn.Module, how: str) -> nn.Module:
+    """The wrapper that is trained in the place of `model`."""
+    if how == "copy of a copy":
+        return copy.deepcopy(copy.deepcopy(model))
+    if how == "copy":
+        return copy.deepcopy(model)
+    if how == "copy in the middle":
+        copied = copy.deepcopy(model)
+        with copied.no_sync():  # type: ignore[operator]
+            copied(torch.ones(1, 16, dtype=torch.float64)).sum().backward()
+        copied.zero_grad()
+        return copied
+    return model
+
+
+def of_groups(world: World) -> dict[str, float]:
+    """Wrappers of some ranks each, with other weights than those of other ranks, beside one process for each of them.
+
+    A copy that was not trained was not found, so all ranks shared the work, and mixed the weights of all groups.
+    """
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])][world.rank % 2]
+    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+    ways: dict[str, Any] = {
+        "parameters": lambda model: ShardedOptimizer(model.parameters(), SGD, lr=0.1),
+        "model": lambda model: ShardedOptimizer(model, SGD, lr=0.1),
+        "module": lambda model: ShardedOptimizer(model.module, SGD, lr=0.1),
+        "of": lambda model: ShardedOptimizer.of(SGD(model.parameters(), lr=0.1)),
+        "scattered": lambda model: ShardedOptimizer(model.parameters(), SGD, lr=0.1, reduce_scatter=True),
+    }
+    cases = [("pairs", pairs, how, way) for how in ("copy", "copy of a copy", "original") for way in ways]
+    cases += [("pairs", pairs, "copy in the middle", "parameters")]
+    cases += [("alone", alone, how, way) for how in ("original", "copy") for way in ways]
+    found = {}
+    for who, group, how, way in cases:
+        torch.manual_seed(world.rank % 2 if who == "pairs" else world.rank)
+        net = nn.Linear(16, 64).double()
+        twin = copy.deepcopy(net)
+        model = trained_copy(paceline.DistributedDataParallel(net, process_group=group), how)
+        averaged = copy.deepcopy(model) if world.rank == 0 else None  # on one rank, and never trained
+        optimizer, other = ways[way](model), SGD(twin.parameters(), lr=0.1)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        for step in range(2):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            for each, one, part in ((model, optimizer, x[rank::size]), (twin, other, x)):
+                each(part).square().mean().backward()
+                one.step()
+                one.zero_grad()
+        pairs_of = zip(model.parameters(), twin.parameters(), strict=True)
+        found[f"{who}, {how}, {way}"] = max(float((one - other).detach().abs().max()) for one, other in pairs_of)
+        del model, optimizer, averaged
+    return found
+
+
+def test_the_ranks_are_those_of_the_wrapper_also_of_a_copy_and_of_one_alone(pools: Pools) -> None:
+    for found in pools.run(4, of_groups):
+        assert {case: apart for case, apart in found.items() if apart > 1e-12} == {}
+
+
+def with_muon(world: World) -> float:
+    """How far weights are from those of the unsharded optimizer, which takes matrices alone."""
+    results = []
+    for make in (
+        lambda parameters: torch.optim.Muon(parameters, lr=0.02),
+        lambda parameters: ShardedOptimizer(parameters, torch.optim.Muon, lr=0.02, by="tensor"),
+        lambda parameters: ShardedOptimizer.of(torch.optim.Muon(parameters, lr=0.02)),
+    ):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+        model = paceline.DistributedDataParallel(net)
+        optimizer = make(list(model.parameters()))
+        for step in range(3):
+            torch.manual_seed(10 * step + world.rank)
+            model(torch.randn(4, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(weights(model))
+    with pytest.raises(
+        ValueError, match=r"Muon only supports 2D parameters .*\[16\]"
+    ):  # also on ranks that own matrices
+        ShardedOptimizer(nn.Linear(16, 16), torch.optim.Muon, lr=0.02, by="tensor")
+    return max(
+        float((one - other).abs().max())
+        for result in results[1:]
+        for one, other in zip(results[0], result, strict=True)
+    )
+
+
+def test_muon_trains_whole_matrices(pools: Pools) -> None:
+    assert max(pools.run(2, with_muon)) < 1e-3  # it multiplies in bf16
+
+
+def to_single(net: nn.Module) -> None:
+    net.float()
+
+
+def load_other_weights(net: nn.Module) -> None:
+    net.load_state_dict({name: 1.01 * value for name, value in net.state_dict().items()})
+
+
+def swapped_by_hand(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(1.01 * parameter.detach()))
+
+
+def swapped(world: World) -> dict[str, tuple[float, int]]:
+    """How far weights are from one process after parameters have got others' content, and hooks of ours then."""
+    ways: dict[str, Any] = {
+        "plain": lambda model: SGD(model.parameters(), lr=0.1),
+        "sharded": lambda model: ShardedOptimizer(model, SGD, lr=0.1),
+        "scattered": lambda model: ShardedOptimizer(model, SGD, lr=0.1, reduce_scatter=True),
+    }
+    found = {}
+    for change in (to_single, load_other_weights, swapped_by_hand):
+        for way, make in ways.items():
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 4)).double()
+            twin = copy.deepcopy(net)
+            model = paceline.DistributedDataParallel(net)
+            optimizers = [make(model), SGD(twin.parameters(), lr=0.1)]
+            for step in range(5):
+                if step == 2:
+                    for each in (net, twin):
+                        change(each)
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                x = x.to(net[0].weight.dtype)
+                only = {"inputs": list(net.parameters())} if step == 3 else {}
+                model(x[world.rank :: world.size]).square().mean().backward(**only)
+                twin(x).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            pairs = zip(net.parameters(), twin.parameters(), strict=True)
+            hooks = sum(bool(parameter._post_accumulate_grad_hooks) for parameter in net.parameters())
+            found[f"{change.__name__}, {way}"] = max(float((a - b).detach().abs().max()) for a, b in pairs), hooks
+    return found
+
+
+def swapping(world: World) -> dict[str, tuple[float, int]]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return swapped(world)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_parameters_may_get_others_content_by_swap_tensors(pools: Pools) -> None:
+    # Weak references kept torch from it; hooks of ours would go with the content, and buckets wait for the end.
+    for found in pools.run(2, swapping):
+        assert {case: (apart, hooks) for case, (apart, hooks) in found.items() if apart > 1e-6 or not hooks} == {}
+
+
+def assign(net: nn.Module) -> None:
+    net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
+
+
+def changed_in_form(_world: World) -> dict[str, str]:
+    """What is said of parameters that were replaced, or are others than when the optimizer was made."""
+    found = {}
+
+    def in_part(net: Any) -> None:
+        net[1].weight.data = net[1].weight.data.bfloat16()
+
+    def in_shape(net: Any) -> None:
+        net[1].weight.data = net[1].weight.data.view(3, 2)
+
+    for change, dtype in ((assign, torch.float32), (in_part, torch.half), (in_shape, torch.float32)):
+        net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype)
+        model = paceline.DistributedDataParallel(net)
+        optimizer = ShardedOptimizer(model, SGD, lr=0.1)
+        change(net)
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        model.gradients_are_averaged()
+        found[change.__name__] = refused(optimizer.step)
+    return found
+
+
+def test_parameters_of_another_form_are_named(pools: Pools) -> None:
+    for found in pools.run(2, changed_in_form):
+        assert "trains '0.weight', '0.bias', '1.weight' and 1 more, but the model has got other" in found["assign"]
+        assert "have torch.bfloat16 and torch.float16 now" in found["in_part"]
+        assert "parameter '1.weight' has shape (3, 2) now, but had (2, 3) when" in found["in_shape"]

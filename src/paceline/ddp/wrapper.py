@@ -20,6 +20,7 @@ from paceline.buckets import FIRST_CAPACITY
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.config import Algorithm, InitSync, NcclOptions, Options, UnusedParameters, choose_group, expect_nccl
 from paceline.ddp.connection import Connection, connect, while_alive
+from paceline.ddp.engine.averaging import enter
 from paceline.ddp.engine.dormant import DormantEngine
 from paceline.ddp.engine.gradient_engine import GradientEngine
 from paceline.ddp.engine.module_changes import Named
@@ -202,16 +203,15 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         expect_nccl(self._options.nccl, self.device, self.process_group)
         self._comm_hook = CommHook(self.process_group, self._replica, self._options)
         self._connection = None
-        replica, check_finite = self._replica, self._options.check_finite
+        replica, checked = self._replica, self._options.check_finite
         callbacks = while_alive(self._take_over), while_alive(self._connect)
         if dist.get_world_size(self.process_group) == 1:
-            self._average_with(
-                SingleRankEngine(replica.trained, replica.ledger, check_finite, replica.watch, *callbacks)
-            )
+            self._average_with(SingleRankEngine(replica.trained, replica.ledger, checked, replica.watch, *callbacks))
         elif is_copy:
             self._average_with(DormantEngine(replica.watch, replica.ledger, *callbacks))
         else:
             self._connect(makes_equal=True)
+        enter(self)
 
     def _connect(self, *, makes_equal: bool = False) -> Reducer:
         """Reach the other ranks; without `makes_equal` for a copy, or for a communication hook in a world of one."""

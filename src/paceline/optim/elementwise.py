@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,16 @@ def check_class(optimizer_class: Any, options: Mapping[str, Any], by: str) -> No
 def is_known_elementwise(optimizer_class: type[Optimizer]) -> bool:
     """Return whether it is one of torch's that treat every element by itself."""
     return optimizer_class in _ELEMENTWISE
+
+
+def stand_ins(optimizer_class: type[Optimizer], by: str, shapes: Sequence[Sequence[int]]) -> list[nn.Parameter]:
+    """Return parameters on which the class tells, on every rank, what it refuses; each rank's own may be other ones.
+
+    With the `shapes` of the parameters themselves, but without memory, where the class is given whole ones and may ask
+    for their dimensions, as Muon does.
+    """
+    asked = shapes if by == "tensor" and not is_known_elementwise(optimizer_class) else ()
+    return [nn.Parameter(torch.zeros(()).expand(shape)) for shape in asked or [(1,)]]
 
 
 def is_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> bool:

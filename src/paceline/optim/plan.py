@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,15 +87,17 @@ class Shares:
     def __init__(self) -> None:
         self.version = 0
         """Grows with every parameter."""
-        self._pieces: dict[int, tuple[weakref.ref[Tensor], list[tuple[int, int, int]]]] = {}
-        """By ``id`` of the parameter, which is looked at, as another may have taken its place."""
+        self._pieces: dict[int, tuple[Tensor, list[tuple[int, int, int]]]] = {}
+        """By ``id`` of the parameter, which is kept alive: ``torch.utils.swap_tensors`` refuses weak references."""
 
     def add(self, parameter: Tensor, pieces: Sequence[Piece]) -> None:
         """Take in the `pieces` of a parameter."""
         self.version += 1
-        self._pieces[id(parameter)] = (weakref.ref(parameter), [(each.start, each.stop, each.owner) for each in pieces])
+        self._pieces[id(parameter)] = (parameter, [(each.start, each.stop, each.owner) for each in pieces])
 
-    def pieces_of(self, parameter: Tensor) -> Sequence[tuple[int, int, int]] | None:
-        """Return (start, stop, owner) of each piece, in elements as they lie in memory; None if it is not sharded."""
-        found, pieces = self._pieces.get(id(parameter), (None, None))
-        return pieces if found is not None and found() is parameter else None
+    def pieces_of(self, key: int) -> Sequence[tuple[int, int, int]] | None:
+        """Return (start, stop, owner) of each piece of the parameter with that ``id``; None if it is not sharded.
+
+        In elements as they lie in memory.
+        """
+        return self._pieces[key][1] if key in self._pieces else None

@@ -23,7 +23,7 @@ from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError
 from paceline.failpoints import strike
 from paceline.optim import states
-from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise
+from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise, stand_ins
 from paceline.optim.living import enter, expect_apart
 from paceline.optim.owned import Owned
 from paceline.optim.sharding import Sharding
@@ -99,7 +99,7 @@ class ShardedOptimizer(Optimizer):
         if reduce_scatter:
             expect_scatterable(self._subject)
         self._by, self._master_dtype, self.redundancy = by, master_dtype, redundancy
-        template = make([nn.Parameter(torch.zeros(1))])  # the class refuses settings that it does not know
+        template = make(stand_ins(self._class, by, self._subject.shapes()))  # the class refuses what it does not take
         self._inner: Optimizer | None = None
         """Trains this rank's pieces; None until all groups are there."""
         self._sharding: Sharding | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from paceline.optim.plan import Piece, Shares, cut_evenly, deal_out
 from paceline.optim.segments import Segment, make_segment
 from paceline.optim.subject import Subject
 
+_look = attrgetter("shape", "dtype")
 _GATHERING = "gathering of updated parameters"
 
 
@@ -57,6 +59,8 @@ class Sharding:
         """How often parameters were added, or found in other memory."""
         self._addresses: list[int] = []
         """Where they lay when they were last looked at."""
+        self._looks: list[Any] = []
+        """Their shapes and dtypes then; memory that was given back may be another's at once."""
         self.strides: list[tuple[int, ...]] = []
         """Of the parameters, whose order in memory pieces and their states follow."""
         if subject.size > 1:
@@ -112,20 +116,29 @@ class Sharding:
         self._note_places()
 
     def _note_places(self) -> None:
-        self._addresses = _addresses(self.parameters)
+        self._addresses, self._looks = _addresses(self.parameters), list(map(_look, self.parameters))
         self.strides = list(map(Tensor.stride, self.parameters))
         self.revision += 1
 
     def has_moved(self) -> bool:
-        """Whether parameters were given other memory."""
-        return _addresses(self.parameters) != self._addresses
+        """Whether parameters were given other memory, or another form."""
+        return _addresses(self.parameters) != self._addresses or list(map(_look, self.parameters)) != self._looks
 
     def follow(self) -> bool:
         """Take in parameters that were given other memory.
 
         Returns:
             Whether they lie in another order there, so that pieces are of other elements; the same on every rank.
+
+        Raises:
+            UsageError: for one that has another shape.
         """
+        for parameter, (shape, _) in zip(self.parameters, self._looks, strict=True):
+            if parameter.shape != shape:
+                raise UsageError(
+                    f"{self._subject.name_of(parameter)} has shape {tuple(parameter.shape)} now, but had "
+                    f"{tuple(shape)} when the ShardedOptimizer was made; make another one after the change"
+                )
         before = self.strides
         for owned in self.owned:
             owned.let_go()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from paceline.ddp.engine.averaging import Averaging, averagings
@@ -19,6 +20,9 @@ from paceline.ddp.engine.sparse import sparse_by_layer
 from paceline.errors import UsageError
 from paceline.torch_internals.dtensor import is_sharded
 from paceline.unwrapping import joins, plain_name, unwrap
+
+_NAMED = 3
+"""Parameters that a message names."""
 
 
 @dataclass
@@ -36,7 +40,7 @@ class Subject:
     sparse: frozenset[int] = frozenset()
     """Parameters whose gradients are sparse, by ``id``; every rank updates these."""
     wrappers: list[Averaging] = field(default_factory=list)
-    """Those of ours that average the gradients."""
+    """Those of ours that average the gradients over several ranks."""
 
     @property
     def size(self) -> int:
@@ -52,6 +56,17 @@ class Subject:
         """Return what messages call a parameter."""
         name = self.names.get(id(parameter))
         return f"a parameter of shape {tuple(parameter.shape)}" if name is None else f"parameter {name!r}"
+
+    def shapes(self) -> list[torch.Size]:
+        """Return the shapes of the parameters, as far as they have any yet."""
+        return [each.shape for each in _parameters(self.groups) if isinstance(each, Tensor) and not is_lazy(each)]
+
+    def replaced(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Return the names of those `parameters` in whose place the model has others now."""
+        modules = [wrapper.module for wrapper in self.wrappers] if self.model is None else [self.model]
+        present = {id(parameter) for module in modules for parameter in module.parameters()}
+        gone = [id(parameter) for parameter in parameters if id(parameter) not in present]
+        return [self.names[key] for key in gone if key in self.names]
 
     def is_joining(self) -> bool:
         """Whether ranks may run out of data at different times."""
@@ -74,7 +89,7 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
     groups = [_listed(entry) for entry in (params.parameters() if isinstance(params, nn.Module) else params)]
     if not groups:
         raise UsageError("ShardedOptimizer got no parameters; give the model, or those that it is to train")
-    ours = wrappers_of(groups)
+    ours = averagings({id(parameter) for parameter in _parameters(groups)})
     group = process_group
     if group is None and dist.is_initialized():
         group = getattr(model, "process_group", None)
@@ -91,7 +106,8 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
         names |= {id(parameter): plain_name(name) for name, parameter in unwrap(model).named_parameters()}
     modules = [wrapper.module for wrapper in ours] if model is None else [model]
     sparse = frozenset(parameter for module in modules for parameter in sparse_by_layer(module))
-    return Subject(groups, group, model, names, sparse, ours)
+    several = [wrapper for wrapper in ours if group is not None and dist.get_world_size(wrapper.group) > 1]
+    return Subject(groups, group, model, names, sparse, several)
 
 
 def expect_scatterable(subject: Subject) -> None:
@@ -114,12 +130,6 @@ def _listed(entry: Any) -> Any:
     if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
         entry["params"] = list(entry["params"])
     return entry
-
-
-def wrappers_of(groups: Iterable[Any]) -> list[Averaging]:
-    """Return those of our wrappers that average gradients of parameters in `groups`."""
-    ids = {id(parameter) for parameter in _parameters(groups)}
-    return [each for each in averagings() if ids & each.names.keys()]
 
 
 def _parameters(groups: Iterable[Any]) -> Iterable[Any]:
@@ -192,7 +202,15 @@ def expect_step(
                 f"the {len(given or ())} that were given; add some by add_param_group(), leave some out by setting "
                 "requires_grad to False and p.grad to None, or make another optimizer"
             )
-    if all(parameter.grad is None for given in trained for parameter in given):
+    everything = [parameter for given in trained for parameter in given]
+    if all(parameter.grad is None for parameter in everything):
+        if replaced := subject.replaced(everything):
+            more = f" and {len(replaced) - _NAMED} more" if len(replaced) > _NAMED else ""
+            raise UsageError(
+                f"the ShardedOptimizer trains {', '.join(map(repr, replaced[:_NAMED]))}{more}, but the model has got "
+                "other parameters in their place since, as from load_state_dict(assign=True); make another "
+                "ShardedOptimizer, and load the state of this one"
+            )
         raise UsageError(
             "ShardedOptimizer.step() was called without a gradient in any parameter; call loss.backward() first"
         )

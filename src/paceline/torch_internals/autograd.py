@@ -5,12 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import wraps
+from pathlib import Path
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from paceline.torch_internals.tensors import content_of
+
+_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent / "ddp"))
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -32,23 +37,33 @@ class Accumulators:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        trained = ((index, parameter) for index, parameter in enumerate(parameters) if parameter.requires_grad)
+        self._find()
+
+    def _find(self) -> None:
+        self._content = content_of(self._parameters)
+        trained = ((index, parameter) for index, parameter in enumerate(self._parameters) if parameter.requires_grad)
         self._nodes = {index: _accumulate_node(parameter) for index, parameter in trained}
+
+    def _present_nodes(self) -> dict[int, Any]:
+        if content_of(self._parameters) != self._content:
+            self._find()
+        return self._nodes
 
     def are_meant(self) -> bool:
         """Whether the running graph task is a backward for these parameters, not ``autograd.grad``."""
+        nodes = self._present_nodes()
         if is_plain_backward():
             # Which parameters it reaches is not asked: all of them may be hidden in reentrant checkpoints, and a
             # rank that uses none contributes zero.
             return any(parameter.requires_grad for parameter in self._parameters)
         try:
-            return any(map(torch._C._will_engine_execute_node, self._nodes.values()))
+            return any(map(torch._C._will_engine_execute_node, nodes.values()))
         except RuntimeError:  # torch's answer while autograd.grad runs with respect to one of these parameters
             return False
 
     def are_reached(self, left_out: Collection[int]) -> bool:
         """Whether the running graph task reaches one of these parameters, those with an index in `left_out` aside."""
-        nodes = (node for index, node in self._nodes.items() if index not in left_out)
+        nodes = (node for index, node in self._present_nodes().items() if index not in left_out)
         try:
             return any(map(torch._C._will_engine_execute_node, nodes))
         except RuntimeError:  # as in are_meant()
@@ -100,9 +115,48 @@ def count_running_calls() -> int:
     return count
 
 
+def backward_call() -> FrameType | None:
+    """Return the frame of torch's ``backward`` that is running; in a thread of autograd's own, another thread's."""
+    if (found := _innermost(sys._getframe())) is not None:
+        return found
+    found_elsewhere = [call for frame in sys._current_frames().values() if (call := _innermost(frame)) is not None]
+    return found_elsewhere[0] if len(found_elsewhere) == 1 else None
+
+
+def _innermost(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not torch.autograd.backward.__code__:
+        frame = frame.f_back
+    return frame
+
+
+def place_of(call: FrameType) -> tuple[str, int]:
+    """Return file and line of the user's own call of it."""
+    frame: FrameType | None = call
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+        frame = frame.f_back
+    assert frame is not None
+    return frame.f_code.co_filename, frame.f_lineno
+
+
 def is_in_backward() -> bool:
     """Whether a graph task is running in this thread."""
     return current_task() != -1
+
+
+def comes_last(handle: RemovableHandle, kind: type) -> bool:
+    """Whether no hook but those of `kind` comes after the one of `handle`; else it is put behind all others.
+
+    For hooks that autograd calls. It goes by the order of insertion, which ``OrderedDict.move_to_end`` does not change.
+    """
+    hooks = handle.hooks_dict_ref()
+    assert hooks is not None, "its parameter is alive"
+    for number in reversed(hooks):
+        if number == handle.id:
+            return True
+        if not isinstance(hooks[number], kind):
+            break
+    hooks[handle.id] = hooks.pop(handle.id)
+    return False
 
 
 def queue_callback(callback: Callable[[], object]) -> None:

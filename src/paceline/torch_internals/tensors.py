@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
@@ -66,3 +66,11 @@ def multiply_each(tensors: Tensors, factor: float) -> None:
 def zero_each(tensors: Tensors) -> None:
     """Fill each of `tensors` with zeros."""
     torch._foreach_zero_(tensors)
+
+
+def content_of(tensors: Sequence[Tensor]) -> int:
+    """Return a number that is another when ``torch.utils.swap_tensors`` has given the first tensor another's content.
+
+    Hooks and autograd nodes go with the content. Modules that swap their parameters swap all of them.
+    """
+    return tensors[0]._cdata if tensors else 0

@@ -8,15 +8,14 @@ factors of a product are gone by then, and n times a mean is a sum, so nothing i
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from enum import Enum
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
+
+from paceline.torch_internals.autograd import backward_call, place_of
 
 LOOKS = 3
 """Weighted backwards that are looked at, in each wrapper."""
@@ -24,7 +23,6 @@ DEPTH = 8
 """Nodes between the loss and the mean."""
 MEAN = 1
 """ATen's number for ``reduction="mean"``."""
-_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 # What leaves a mean a mean. The name is followed by a number.
 _KEEPS = ("ToCopy", "Neg", "Div", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "UnsafeView", "ReshapeAlias")
 _SAME = tuple(f"{name}Backward" for name in _KEEPS)
@@ -61,11 +59,11 @@ class MistakenMeans:
         weight = block.weight
         if weight <= 1 or weight != int(weight):  # not a count
             return
-        call = _backward_call()
+        call = backward_call()
         if call is None or not any(map(_is_mean, _roots(call))):
             return
         self._looks = 0
-        place = _place_of(call)
+        place = place_of(call)
         message = (
             f"{place[0]}:{place[1]}: backward starts from a mean inside model.weight({weight:g}), which takes a summed "
             f"loss, so gradients come out up to {weight:g} times too small; write model.weight({weight:g}, "
@@ -74,33 +72,10 @@ class MistakenMeans:
         warnings.warn_explicit(message, UserWarning, *place)
 
 
-def _backward_call() -> FrameType | None:
-    """The frame of torch's ``backward`` that is running; in a thread of autograd's own, another thread's."""
-    if (found := _innermost(sys._getframe())) is not None:
-        return found
-    found_elsewhere = [call for frame in sys._current_frames().values() if (call := _innermost(frame)) is not None]
-    return found_elsewhere[0] if len(found_elsewhere) == 1 else None
-
-
-def _innermost(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code is not torch.autograd.backward.__code__:
-        frame = frame.f_back
-    return frame
-
-
 def _roots(call: FrameType) -> list[Tensor]:
     given = call.f_locals.get("tensors")
     tensors = [given] if isinstance(given, Tensor) else list(given) if isinstance(given, tuple | list) else []
     return [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel() == 1]
-
-
-def _place_of(call: FrameType) -> tuple[str, int]:
-    """File and line of the user's own call."""
-    frame: FrameType | None = call
-    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_FOREIGN):
-        frame = frame.f_back
-    assert frame is not None
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _is_mean(root: Tensor) -> bool:

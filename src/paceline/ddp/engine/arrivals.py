@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.ddp.engine.many_gradients import any_missing, gradients_of
+from paceline.torch_internals.autograd import comes_last
+from paceline.torch_internals.tensors import content_of
 
 PATIENCE = 3
 """Backwards in a row without a gradient after which a parameter is no longer waited for on this rank."""
@@ -30,8 +32,8 @@ class Arrivals:
     def __init__(self, parameters: Sequence[nn.Parameter], hook: Callable[[int, Tensor], None]) -> None:
         self.observed = []
         self._parameters, self._hook = parameters, hook
-        self._handles: list[Any] = []
-        self._hooked: frozenset[int] = frozenset()
+        self._handles: dict[int, Any] = {}  # by parameter
+        self._content = content_of(parameters)
         self._missed = [0] * len(parameters)  # backwards in a row without its gradient
         self._any_missed = False  # whether one of these is not zero
         # Place of each parameter in this rank's order of arrival; the reverse order is the usual one.
@@ -54,6 +56,9 @@ class Arrivals:
             self.observed = []
             self._seen = bytearray(len(self._parameters))
             self._pending = [len(expected) for expected in self._expected]
+        if content_of(self._parameters) != self._content:  # torch.utils.swap_tensors has taken the hooks along
+            self._keep_hooks(frozenset())
+            self._content = content_of(self._parameters)
         self._keep_hooks(frozenset(self._bucket_of) if self._every or hook_all else self._triggers)
 
     def hook_all(self) -> None:
@@ -69,6 +74,14 @@ class Arrivals:
             self._seen[index] = True
             if self._missed[index] < PATIENCE:
                 self._pending[self._bucket_of[index]] -= 1
+
+    def comes_last(self, index: int) -> bool:
+        """Whether all other hooks of parameter `index` have run, inside its own; else ours runs after them from now on.
+
+        Users may register hooks at any time, which are to find the gradient and may change it. In the first backward
+        with such a hook the bucket is launched when the next gradient arrives, or at the end.
+        """
+        return index in self._handles and comes_last(self._handles[index], ArrivalHook)
 
     def complete(self, number: int) -> list[Tensor | None] | None:
         """Return the gradients of bucket `number` if all expected ones are there; None if not, or after the last."""
@@ -116,14 +129,15 @@ class Arrivals:
     def _keep_hooks(self, wanted: frozenset[int]) -> None:
         # A parameter frozen since takes no hook; it gets one in the first backward after it is thawed.
         wanted = frozenset(index for index in wanted if self._parameters[index].requires_grad)
-        if wanted == self._hooked:
-            return
-        for handle in self._handles:
-            handle.remove()
-        self._handles = [
-            self._parameters[index].register_post_accumulate_grad_hook(partial(self._hook, index)) for index in wanted
-        ]
-        self._hooked = wanted
+        for index in self._handles.keys() - wanted:
+            self._handles.pop(index).remove()
+        for index in wanted - self._handles.keys():
+            arrives = ArrivalHook(self._hook, index)
+            self._handles[index] = self._parameters[index].register_post_accumulate_grad_hook(arrives)
+
+
+class ArrivalHook(partial[None]):
+    """A hook of ours, by which it is told from users'."""
 
 
 def _nothing(_index: int, _parameter: Tensor) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.ddp.engine.concurrent_wrappers import wrappers
+from paceline.ddp.engine.gradient_engine import GradientEngine
+from paceline.ddp.engine.module_changes import ModuleWatch
 from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.finisher import AllReduce
@@ -18,26 +22,45 @@ from paceline.errors import UsageError
 from paceline.tracing import Recorder
 
 
-@dataclass(frozen=True)
-class Averaging:
-    """One wrapper of several ranks."""
+class Watched(Protocol):
+    """A wrapper's replica, as far as it is looked at here."""
 
-    reducer: Reducer
+    watch: ModuleWatch
+
+
+class Wrapper(Protocol):
+    """A wrapper, as far as it is looked at here."""
+
+    process_group: dist.ProcessGroup
+    _engine: GradientEngine
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        """The group that it averages over."""
-        return self.reducer.parts.channel.given
+    def _replica(self) -> Watched: ...
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """One wrapper, which may be a copy that has not been trained."""
+
+    group: dist.ProcessGroup
+    """The group that it averages over."""
+    _watch: ModuleWatch
+    _engine: GradientEngine
+
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer, which a copy makes now; of several ranks, all of which call this."""
+        return self._engine.connected()
 
     @property
     def names(self) -> dict[int, str]:
         """Names of the parameters that the module has now, by ``id``."""
-        return {id(parameter): name for name, parameter in self.reducer.parts.new_parameters.watch.named_parameters()}
+        return {id(parameter): name for name, parameter in self._watch.named_parameters()}
 
     @property
     def module(self) -> nn.Module:
         """The module as it is now."""
-        return self.reducer.parts.new_parameters.watch.module
+        return self._watch.module
 
     @property
     def is_in_join(self) -> bool:
@@ -81,6 +104,18 @@ class Averaging:
         self.reducer.use_finisher(make)
 
 
-def averagings() -> list[Averaging]:
-    """Return those of all wrappers of this process that have several ranks."""
-    return [Averaging(each) for each in wrappers() if isinstance(each, Reducer)]
+def enter(wrapper: Wrapper) -> None:
+    """Let `wrapper` be found for as long as it lives."""
+    _wrappers()[id(wrapper)] = wrapper
+
+
+def averagings(parameters: Collection[int]) -> list[Averaging]:
+    """Return those of this process's wrappers whose module has one of the `parameters`, given by ``id``."""
+    living = [wrapper for reference in _wrappers().valuerefs() if (wrapper := reference()) is not None]
+    found = [Averaging(each.process_group, each._replica.watch, each._engine) for each in living]
+    return [each for each in found if not each.names.keys().isdisjoint(parameters)]
+
+
+@cache
+def _wrappers() -> WeakValueDictionary[int, Wrapper]:
+    return WeakValueDictionary()

@@ -79,11 +79,6 @@ def read_all() -> None:
         raise errors[0]
 
 
-def wrappers() -> list[Member]:
-    """Return the wrappers of this process that reach other ranks."""
-    return _in_order()
-
-
 def _in_order() -> list[Member]:
     """All members in the order in which they came, which is that of the program."""
     return [member for reference in _members().valuerefs() if (member := reference()) is not None]

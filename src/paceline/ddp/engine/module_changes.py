@@ -30,7 +30,7 @@ from paceline.unwrapping import plain_name
 
 Named = list[tuple[str, nn.Parameter]]
 Form = tuple[torch.Size, torch.dtype, torch.device]
-_trains, _bytes = attrgetter("requires_grad"), attrgetter("nbytes")
+_trains, _look = attrgetter("requires_grad"), attrgetter("shape", "dtype")
 DENSE, SPARSE, NON_FINITE = 1, 2, 4  # bits of what a rank says of its gradient; 0 for none
 
 
@@ -203,8 +203,8 @@ class ModuleWatch:
         self._others = [
             parameter for _, parameter in named if id(parameter) not in self._forms and not parameter.requires_grad
         ]
-        self._sizes = list(map(_bytes, self._trained))
-        self._first = _form(self._trained[0])
+        self._looks = list(map(_look, self._trained))
+        self._device = self._trained[0].device
 
     def _differs(self) -> bool:
         try:
@@ -215,9 +215,8 @@ class ModuleWatch:
         return (
             any(held[key] is not value for held, key, value in self._single)
             or any(map(_trains, self._others))
-            # model.to(dtype) changes the bytes of all, or at least the first one's form: half is as wide as bfloat16.
-            or list(map(_bytes, self._trained)) != self._sizes
-            or _form(self._trained[0]) != self._first
+            or list(map(_look, self._trained)) != self._looks
+            or self._trained[0].device != self._device  # a module is moved as a whole
         )
 
 

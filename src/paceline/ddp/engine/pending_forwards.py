@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.ddp.agreement.ledger import Block, Ledger
+from paceline.torch_internals.autograd import backward_call, place_of
 
 
 class Forward:
@@ -40,6 +42,7 @@ class PendingForwards:
         self._ledger = ledger
         self._differentiated_in = -1  # the count of optimizer steps when derivatives were taken last
         self._reached = reached
+        self._has_warned = False
         self._waiting: WeakSet[Forward] = WeakSet()
 
     def __bool__(self) -> bool:
@@ -73,6 +76,19 @@ class PendingForwards:
         optimizer step, which changes what it has saved.
         """
         return self._differentiated_in == self._ledger.status.optimizer_steps
+
+    def warn_of_graph(self) -> None:
+        """Warn, once, of a synchronized ``backward(create_graph=True)``: averages have no graph, as with torch DDP."""
+        call = None if self._has_warned else backward_call()
+        if call is None:
+            return
+        self._has_warned = True
+        message = (
+            "after backward(create_graph=True) p.grad is the average over the ranks, which has no graph and cannot be "
+            "differentiated; take the derivatives before, by torch.autograd.grad(loss, parameters, create_graph=True), "
+            "and call backward() on the loss that is made of them"
+        )
+        warnings.warn_explicit(message, UserWarning, *place_of(call))
 
     def close(self) -> None:
         """Forget the function that is called."""

@@ -136,8 +136,11 @@ class Reducer(Settling):
             finally:
                 begin_others(self)
         self._forwards.came(forward)
-        if self._backward.phase is Phase.IDLE and torch.is_grad_enabled():  # autograd.grad(…, create_graph=True)
-            self._parts.arrivals.hook_all()
+        if torch.is_grad_enabled():  # create_graph=True
+            if self._backward.phase is Phase.IDLE:  # autograd.grad()
+                self._parts.arrivals.hook_all()
+            elif self._parts.channel.rank == 0:
+                self._forwards.warn_of_graph()
 
     def _stay_local(self, on_local: Callable[[], None]) -> None:
         self._parts.sharing.expect_no_average()
@@ -215,9 +218,10 @@ class Reducer(Settling):
         parts, backward = self._parts, self._backward
         if parts.recorder.detailed:
             parts.recorder.mark(GRADIENT, index)
-        parts.arrivals.arrived(index)
+        arrivals = parts.arrivals
+        arrivals.arrived(index)
         if not backward.at_end:
-            while (gradients := parts.arrivals.complete(backward.next)) is not None:
+            while (gradients := arrivals.complete(backward.next)) is not None and arrivals.comes_last(index):
                 backward.launch(parts.storage.buckets[backward.next], gradients)
         parts.channel.progress()
 

@@ -34,8 +34,11 @@ class Plan(Protocol):
     version: int
     """Changes when it does."""
 
-    def pieces_of(self, parameter: Tensor) -> Sequence[tuple[int, int, int]] | None:
-        """Return (start, stop, owner) of each piece, in elements as they lie in memory; None if it is not sharded."""
+    def pieces_of(self, key: int) -> Sequence[tuple[int, int, int]] | None:
+        """Return (start, stop, owner) of each piece of the parameter with that ``id``; None if it is not sharded.
+
+        In elements as they lie in memory. A parameter that is sharded is kept alive.
+        """
 
 
 class ScatteredGradient(Tensor):
@@ -46,8 +49,8 @@ class ScatteredGradient(Tensor):
 
     home: Scatter
     """Made it."""
-    parameter: weakref.ref[Tensor]
-    """Whose gradient it stands for."""
+    key: int
+    """The ``id`` of the parameter whose gradient it stands for, which the plan keeps alive."""
     _memory: Callable[[], Tensor | None]
     """Returns the place in the bucket, to which users of it alone refer; None when it is there no more."""
 
@@ -99,7 +102,7 @@ class ScatteredGradient(Tensor):
 
     def own_pieces(self) -> list[tuple[int, int]]:
         """Return from where to where this rank's pieces go, in elements as they lie in memory."""
-        return self.home.own_pieces(self.parameter())
+        return self.home.own_pieces(self.key)
 
     def averages(self) -> list[Tensor]:
         """Return this rank's pieces, flat; views. Raises what :meth:`memory` raises."""
@@ -169,7 +172,7 @@ class Scatter(AllReduce):
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(self.channel.size)]
         offset = 0
         for parameter in parameters:
-            pieces = self._plan.pieces_of(parameter)
+            pieces = self._plan.pieces_of(id(parameter))
             if pieces is None:
                 return None
             for start, stop, owner in pieces:
@@ -194,20 +197,20 @@ class Scatter(AllReduce):
     def _stand_in(self, index: int, view: Tensor) -> ScatteredGradient:
         parameter = self._parameters()[index]
         found = self._stand_ins.get(index)
-        if found is not None and found.parameter() is not parameter:  # the module has got others since
+        if found is not None and found.key != id(parameter):  # the module has got others since
             found = None
         is_free = found is not None and sys.getrefcount(found) <= _ours_alone() and parameter.grad is not found
         if found is None or not is_free or _look(found) != _look(parameter):
             if found is not None:
                 found.stand_for(None)  # whoever keeps it learns that its memory holds something else
             found = self._stand_ins[index] = made_like(ScatteredGradient, parameter)
-            found.home, found.parameter = self, weakref.ref(parameter)
+            found.home, found.key = self, id(parameter)
         found.stand_for(view)
         return found
 
-    def own_pieces(self, parameter: Tensor | None) -> list[tuple[int, int]]:
+    def own_pieces(self, key: int) -> list[tuple[int, int]]:
         """Return from where to where this rank's pieces of a parameter go; see :meth:`ScatteredGradient.own_pieces`."""
-        pieces = () if parameter is None else self._plan.pieces_of(parameter) or ()
+        pieces = self._plan.pieces_of(key) or ()
         return [(start, stop) for start, stop, owner in pieces if owner == self.channel.rank]
 
 
