@@ -57,8 +57,10 @@ class Reached:
     """Whether all ranks had come to the end of their training."""
     pace: float
     """Seconds that the last step took."""
-    is_unsaved: bool = False
+    is_unsaved: bool
     """Whether steps were to be saved on disk, and none was, by no start."""
+    is_alone: bool
+    """Whether a rank has stepped without the others, so that none can save the last step for all."""
 
     @property
     def is_rescued(self) -> bool:
@@ -162,7 +164,7 @@ class Restarts:
             tell: tells the ranks, which notice it by themselves when they meet, but may be far from that.
         """
         reached = self.reached()
-        if not reached or not self.limit:
+        if not self.limit or all(each.is_alone for each in reached):
             return
         patience = RESCUE_S + 2 * max(each.pace for each in reached)  # they notice when they meet, in every step
         began, is_told = time.monotonic(), False
@@ -218,6 +220,7 @@ def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
         all(record.has_ended for record in records),
         max(record.pace for record in records),
         any(record.is_unsaved for record in records),
+        any(record.is_alone for record in records),
     )
 
 
