@@ -1,22 +1,24 @@
 """The folders of running jobs, in which launchers keep the black boxes of their ranks.
 
-A launcher makes ``paceline-<user's number>/<its process>-<run's name>/`` in ``/dev/shm``, or where that is not there in
-the folder for temporary files; :data:`PARENT` in the environment names another place. It has, open to this user alone:
+A launcher makes ``paceline-job-<random>/`` in the first of some places that has room, memory before disk, and tells its
+ranks the path; :data:`PARENT` in the environment names the only place. It has, open to this user alone:
 
     job.json    the launcher, its command, and the processes of the ranks
     rank-<n>    the black box of each rank of this host, see :mod:`paceline.black_box`
+    spare/      a page for each rank's step record, should memory be full by then, see :mod:`paceline.step_records`
     lock        locked as long as the launcher lives, however it ends
 
-The launcher removes the folder when the job ends. Folders of launchers that were killed are removed by the next one,
-or by whoever looks for jobs.
+Everyone may make folders in these places, so those of other users are left alone, whatever they are called. The
+launcher removes its folder when the job ends. Folders of launchers that were killed are removed by the next one, or by
+whoever looks for jobs.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -27,9 +29,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from paceline.black_box import SIZE, path_of
+from paceline.step_records import SPARE, record_path
 
 PARENT = "PACELINE_JOBS"
-"""Environment variable that names the folder for folders of jobs; launcher and ``paceline top`` have to agree."""
+"""Environment variable that names the place for folders of jobs; launcher and ``paceline top`` have to agree."""
+_PREFIX = "paceline-job-"
+_ROOM = 2**20
+"""Bytes per rank that a place has free, if there is one: for records, own states, and a small rescue."""
 _NOTE, _LOCK = "job.json", "lock"
 _UNFINISHED_S = 60.0
 """A folder that is being made and is older was left behind."""
@@ -57,27 +63,43 @@ class JobFolder:
     """A launcher's folder; :meth:`remove` it when the job has ended.
 
     Raises:
-        OSError: if it cannot be made.
+        OSError: if it can be made nowhere; says why for each place.
     """
 
+    remark = ""
+    """Why the folder is not in the first place; empty if it is."""
+
     def __init__(self, name: str, title: str, nproc: int) -> None:
-        base = _own_base()
-        for folder in _folders(base):
-            _remove_if_stale(folder)
         self.note = JobNote(os.getpid(), name, title, nproc, time.time())
-        # A folder without a lock would be taken for a dead launcher's, so it gets its name when it is locked.
-        self.path = Path(tempfile.mkdtemp(prefix=".", dir=base))
         self._lock = -1
+        places = _places()
+        for folder in [folder for place in places for folder in _folders(place)]:
+            _remove_if_stale(folder)
+        problems: list[str] = []
+        for room in (_ROOM * (nproc + 1), 0):
+            for place in places:
+                try:
+                    _expect_room(place, room)
+                    self._make(place)
+                except OSError as error:
+                    problems.append(f"{place}: {error.strerror or error}")
+                else:
+                    self.remark = "" if place == places[0] else f"{self.path} ({problems[0]})"
+                    return
+        raise OSError("; ".join(dict.fromkeys(problems)))
+
+    def _make(self, place: Path) -> None:
+        # A folder without a lock would be taken for a dead launcher's, so it gets its name when it is locked.
+        self.path = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=place))
         try:
             self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            for rank in range(nproc):
+            (self.path / SPARE).mkdir(mode=0o700)
+            for rank in range(self.note.nproc):
                 _make_file(path_of(self.path, rank))
+                _make_file(record_path(self.path / SPARE, rank))
             self._write_note(self.note)
-            number = 0
-            while (final := base / _folder_name(self.note, number)).exists():  # one process may launch again
-                number += 1
-            self.path = self.path.rename(final)
+            self.path = self.path.rename(self.path.with_name(self.path.name[1:]))
         except BaseException:
             self.remove()
             raise
@@ -114,17 +136,9 @@ class JobFolder:
 
 
 def running_jobs() -> dict[Path, JobNote]:
-    """Return the jobs that this user runs on this host, the oldest first; removes what dead launchers left.
-
-    Raises:
-        OSError: if the folders cannot be read.
-    """
-    base = _base()
-    if not base.exists():
-        return {}
-    _expect_own(base)
+    """Return the jobs that this user runs on this host, the oldest first; removes what dead launchers left."""
     jobs = {}
-    for folder in _folders(base):
+    for folder in [folder for place in _places() for folder in _folders(place)]:
         if not _remove_if_stale(folder) and not folder.name.startswith(".") and (note := read_note(folder)) is not None:
             jobs[folder] = note
     return dict(sorted(jobs.items(), key=lambda job: job[1].started))
@@ -140,40 +154,34 @@ def read_note(folder: Path) -> JobNote | None:
         return None
 
 
-def _base() -> Path:
-    shared = Path("/dev/shm")
-    default = str(shared) if shared.is_dir() and os.access(shared, os.W_OK) else tempfile.gettempdir()
-    return Path(os.environ.get(PARENT) or default) / f"paceline-{os.getuid()}"
+def _places() -> list[Path]:
+    """Return where folders of jobs may be: in memory, in the user's own memory, on disk."""
+    named = os.environ.get(PARENT)
+    usual = ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), "/tmp", "/var/tmp")
+    return list(dict.fromkeys(Path(place).absolute() for place in ([named] if named else usual) if place))
 
 
-def _own_base() -> Path:
-    base = _base()
-    with suppress(FileExistsError):
-        base.mkdir(mode=0o700)
-    _expect_own(base)
-    return base
+def _folders(place: Path) -> list[Path]:
+    """Return the folders of jobs in `place` that are this user's alone; none where they cannot be looked for."""
+    try:
+        named = [entry for entry in os.scandir(place) if entry.name.lstrip(".").startswith(_PREFIX)]
+    except OSError:
+        return []
+    return [Path(entry.path) for entry in named if _is_own(entry.path)]
 
 
-def _expect_own(base: Path) -> None:
-    """Refuse a folder into which other users can write, as everyone may make folders beside it.
-
-    Raises:
-        PermissionError: names it.
-    """
-    status = os.lstat(base)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise PermissionError(f"{base} is no folder of user {os.getuid()}; name another place in {PARENT}")
-    if status.st_mode & 0o077:
-        raise PermissionError(f"{base} is open to other users; run chmod 700 {base}")
+def _is_own(path: str) -> bool:
+    try:
+        status = os.lstat(path)
+    except OSError:  # it has gone
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def _folder_name(note: JobNote, number: int) -> str:
-    name = re.sub(r"[^A-Za-z0-9_.-]", "_", note.name)[:40]
-    return f"{note.pid}-{name}" + (f"-{number}" if number else "")
-
-
-def _folders(base: Path) -> list[Path]:
-    return [entry for entry in base.iterdir() if entry.is_dir() and not entry.is_symlink()]
+def _expect_room(place: Path, size: int) -> None:
+    about = os.statvfs(place)
+    if about.f_blocks and about.f_bavail * about.f_frsize < size:  # some file systems do not tell
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _remove_if_stale(folder: Path) -> bool:
@@ -185,6 +193,8 @@ def _remove_if_stale(folder: Path) -> bool:
     except FileNotFoundError:  # half removed, or removed since
         shutil.rmtree(folder, ignore_errors=True)
         return True
+    except OSError:  # in a place that is read-only now
+        return False
     try:
         # Locked, and not asked for the process, whose number may be in use again, or be another container's.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

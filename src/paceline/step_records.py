@@ -12,9 +12,11 @@ Every number is written whole, by its rank alone.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
+import re
 import signal
 from collections.abc import Mapping
 from enum import IntEnum
@@ -22,8 +24,9 @@ from pathlib import Path
 
 from paceline.black_box import FOLDER
 
-STEPS, BEFORE, RESCUE = "steps", "steps-before", "rescue"
-"""Folders in a job's folder: records of the present start, those of the one before, and rescued checkpoints."""
+STEPS, BEFORE, RESCUE, SPARE = "steps", "steps-before", "rescue", "spare"
+"""Folders in a job's folder: records of the present start, those of the one before, rescued checkpoints, and pages that
+the launcher has set aside: a job restarts from what is on disk also when memory is full, and that takes a record."""
 SHARD = ".shard"
 """Ending of files beside the records, with a rank's share of a sharded optimizer; those of a start that has ended are
 of no use."""
@@ -40,6 +43,10 @@ _SIZE = 4096
 _MAGIC, _PID, _SOURCE, _RESTORED, _REDONE, _PREPARED, _COMPLETED, _ALONE, _ENDED, _WISHES = range(10)
 _PACE, _LEFT = _WISHES + 2, _WISHES + 3
 _STOPPING, _STOP_SIGNAL, _STOP_STEP = range(_LEFT + 1, _LEFT + 4)
+_DURABLE, _UNSAVED = range(_STOP_STEP + 1, _STOP_STEP + 3)
+_FOLDER_AT = 512
+"""Where the path of the checkpoint folder begins; it ends with a zero."""
+STEP_NAME = re.compile(r"step-(\d{8,18})")
 _NONE = -1
 PARTS = 2**20
 """Of a step, at most."""
@@ -63,17 +70,30 @@ class Stopping(IntEnum):
 class StepRecord:
     """The record of one rank in the file `path`.
 
+    Args:
+        path: of the file, which need not exist if `make` is true.
+        make: whether to begin a new one; where there is no room for it, in the page that the launcher has set aside.
+        folder: the checkpoint folder that a new one is about.
+
     Raises:
-        OSError: if it cannot be opened.
+        OSError: if it cannot be opened or made.
         ValueError: if it is no record.
     """
 
-    def __init__(self, path: Path, *, make: bool = False) -> None:
+    def __init__(self, path: Path, *, make: bool = False, folder: Path | None = None) -> None:
         if make:
-            new = path.with_name(f".{path.name}")
-            with open(new, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                values = [1, os.getpid(), 0, 0, 0, _NONE, _NONE]
-                file.write(b"".join(value.to_bytes(8, "little", signed=True) for value in values).ljust(_SIZE, b"\0"))
+            new, place = path.with_name(f".{path.name}"), b"" if folder is None else os.fsencode(folder)
+            values = [1, os.getpid(), 0, 0, 0, _NONE, _NONE]
+            page = b"".join(value.to_bytes(8, "little", signed=True) for value in values).ljust(_FOLDER_AT, b"\0")
+            page += (place if len(place) < _SIZE - _FOLDER_AT else b"").ljust(_SIZE - _FOLDER_AT, b"\0")
+            try:
+                _write_page(new, page)
+            except OSError as error:
+                try:
+                    spare_page(path).rename(new)
+                except FileNotFoundError:
+                    raise error from None
+                _write_page(new, page)
             new.replace(path)  # whole, for those who look
         with open(path, "r+b" if make else "rb") as file:
             access = mmap.ACCESS_WRITE if make else mmap.ACCESS_READ
@@ -188,6 +208,30 @@ class StepRecord:
         """Note that others may not have prepared the step that this rank takes now."""
         self._values[_ALONE] = 1
 
+    @property
+    def folder(self) -> Path | None:
+        """The checkpoint folder; None if its path is too long for the record."""
+        path = self._map[_FOLDER_AT:].rstrip(b"\0")
+        return Path(os.fsdecode(path)) if path else None
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether this or an earlier start of the job has saved a step to the checkpoint folder."""
+        return bool(self._values[_DURABLE])
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether steps were to be saved, and none was, by no start of the job."""
+        return bool(self._values[_UNSAVED]) and not self.is_durable
+
+    def saved(self) -> None:
+        """Note that a step is durable."""
+        self._values[_DURABLE] = 1
+
+    def lost_save(self) -> None:
+        """Note that a step which was due could not be saved."""
+        self._values[_UNSAVED] = 1
+
 
 def job_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder of the job that this rank belongs to, if all its ranks are on this host; None if there is none.
@@ -204,6 +248,30 @@ def job_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
 def step_name(step: int) -> str:
     """Return the name of the folder of a checkpoint, on disk and in memory."""
     return f"step-{step:08d}"
+
+
+def newest_step(folder: Path | None) -> int | None:
+    """Return the newest step that has a folder in a checkpoint `folder`; None if there is none, or nobody can tell."""
+    try:
+        matches = [STEP_NAME.fullmatch(name) for name in os.listdir(folder)] if folder is not None else []
+    except OSError:
+        return None
+    return max((int(match[1]) for match in matches if match), default=None)
+
+
+def spare_page(path: Path) -> Path:
+    """Return the path of the page that is set aside for the record ``<job's folder>/steps/<key>/rank-<n>``."""
+    return path.parent.parent.parent / SPARE / path.name
+
+
+def _write_page(path: Path, page: bytes) -> None:
+    """Write into the file that is there, whose memory it keeps, or a new one."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.write(descriptor, page) < len(page):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(descriptor)
 
 
 def key_of(folder: Path) -> str:

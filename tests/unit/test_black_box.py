@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from paceline import job_folders
 from paceline.black_box import (
     FOLDER,
     PHASE,
@@ -336,9 +338,9 @@ def test_the_first_process_has_the_box_until_it_ends(path: Path) -> None:
 
 @pytest.fixture
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of this user's jobs, which is not there yet."""
+    """The place of this user's jobs, which nobody uses besides."""
     monkeypatch.setenv(PARENT, str(tmp_path))
-    return tmp_path / f"paceline-{os.getuid()}"
+    return tmp_path
 
 
 def test_a_folder_lives_as_long_as_its_job(parent: Path) -> None:
@@ -349,8 +351,9 @@ def test_a_folder_lives_as_long_as_its_job(parent: Path) -> None:
         note = running_jobs()[folder.path]
         assert (note.pid, note.title, note.processes) == (os.getpid(), "train.py --lr 0.1", {0: 11, 1: 12})
         assert folder.path.parent == parent
-        assert parent.stat().st_mode & 0o777 == folder.path.stat().st_mode & 0o777 == 0o700
-        assert sorted(entry.name for entry in folder.path.iterdir()) == ["job.json", "lock", "rank-0", "rank-1"]
+        assert folder.path.stat().st_mode & 0o777 == 0o700
+        names = sorted(entry.name for entry in folder.path.iterdir())
+        assert names == ["job.json", "lock", "rank-0", "rank-1", "spare"]
         with JobFolder("../run 1", "train.py", 1) as second:
             assert len(running_jobs()) == 2
             assert second.path != folder.path
@@ -368,27 +371,57 @@ def test_folders_of_dead_launchers_are_removed_by_the_next_and_others_stay(paren
     while not (parent / "made").exists():
         time.sleep(0.005)
     (parent / "made").unlink()
-    (parent / ".unfinished").mkdir()
+    (parent / ".paceline-job-unfinished").mkdir(mode=0o700)
     assert len(running_jobs()) == 1, "its launcher lives"
     end(child)
     if finder == "launcher":
         JobFolder("next", "train.py", 1).remove()
     else:
         assert running_jobs() == {}
-    assert [entry.name for entry in parent.iterdir()] == [".unfinished"], "which may be another launcher's, just now"
+    assert [entry.name for entry in parent.iterdir()] == [".paceline-job-unfinished"], (
+        "which may be another launcher's, just now"
+    )
 
 
-def test_a_place_that_others_can_write_to_is_refused(parent: Path) -> None:
-    parent.mkdir()
-    parent.chmod(0o777)
-    with pytest.raises(PermissionError, match="open to other users"):
-        JobFolder("run", "train.py", 1)
-    with pytest.raises(PermissionError, match="open to other users"):
-        running_jobs()
-    parent.rmdir()
-    parent.symlink_to(parent.parent)
-    with pytest.raises(PermissionError, match="is no folder of user"):
-        JobFolder("run", "train.py", 1)
+def test_folders_of_strangers_are_neither_used_nor_shown_nor_removed(parent: Path) -> None:
+    # Everyone may make folders in /dev/shm: one of our name, made by another user first, switched all restarts off.
+    (parent / f"paceline-{os.getuid()}").mkdir(0o777)
+    opened, linked = parent / "paceline-job-open", parent / "paceline-job-link"
+    opened.mkdir()
+    opened.chmod(0o777)
+    linked.symlink_to(opened)
+    with JobFolder("run", "train.py", 1) as folder:
+        (opened / "job.json").write_bytes((folder.path / "job.json").read_bytes())
+        os.utime(opened, (0, 0))
+        assert list(running_jobs()) == [folder.path]
+    assert (opened / "job.json").exists()
+    assert linked.is_symlink()
+
+
+@pytest.mark.parametrize("first", ["missing", "a file", "too small"])
+def test_the_next_place_is_taken_where_the_first_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    places = [tmp_path / "first", tmp_path / "second"]
+    places[1].mkdir()
+    monkeypatch.setattr(job_folders, "_places", lambda: places)
+    if first == "a file":
+        places[0].touch()
+    elif first == "too small":
+        places[0].mkdir()
+        about = os.statvfs(tmp_path)
+        free = {"f_blocks": about.f_blocks, "f_frsize": 4096}
+        # As much as the folder itself takes, but not what the ranks will want to keep.
+        sizes = {places[0]: SimpleNamespace(f_bavail=64, **free), places[1]: SimpleNamespace(f_bavail=10**6, **free)}
+        monkeypatch.setattr("paceline.job_folders.os.statvfs", sizes.__getitem__)
+    with JobFolder("run", "train.py", 2) as folder:
+        assert folder.path.parent == places[1]
+        assert f"{folder.path} ({places[0]}: " in folder.remark
+        assert list(running_jobs()) == [folder.path]
+    if first == "too small":
+        places.pop()
+        with JobFolder("run", "train.py", 2) as folder:
+            assert (folder.path.parent, folder.remark) == (places[0], ""), "better than none"
 
 
 def test_the_numbers_of_phases_are_their_places() -> None:

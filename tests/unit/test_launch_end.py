@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import Running, gone_after, script
+from processes import Running, gone_after, paceline, script
 
 # Rank 0 waits in a collective that the other never joins.
 BLOCKED = """
@@ -139,3 +139,18 @@ def test_children_of_a_rank_end_with_it(tmp_path: Path) -> None:
         job.process.send_signal(signal.SIGINT)
         assert job.wait() == 130
         gone_after([child], 2)
+
+
+WORKERS = """
+import os, signal, torch
+from torch.utils.data import DataLoader
+for number, _ in enumerate(DataLoader(torch.ones(64, 4), batch_size=4, num_workers=2)):
+    if number == 2 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_of_a_killed_rank_leave_no_folder_behind(tmp_path: Path) -> None:
+    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, WORKERS), fork="all")  # looks for files that stay
+    assert done.returncode == 1
+    assert "rank 1 failed first (signal SIGKILL" in done.stderr

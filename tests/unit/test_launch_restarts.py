@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.restarts import LIMIT, Restarts
-from paceline.step_records import BEFORE, RESCUE, STEPS, StepRecord, job_folder, record_path, records_in
+from paceline.step_records import BEFORE, RESCUE, SPARE, STEPS, StepRecord, job_folder, record_path, records_in
 
 KEY = "0123456789abcdef"
 
@@ -21,7 +22,7 @@ def start(job: Path, completed: Sequence[int], restored: int = 0, ended: bool = 
     folder = job / STEPS / KEY
     folder.mkdir(parents=True, exist_ok=True)
     for rank, step in enumerate(completed):
-        record = StepRecord(record_path(folder, rank), make=True)
+        record = StepRecord(record_path(folder, rank), make=True, folder=job / "checkpoints")
         record.restore(restored, "memory" if restored else None, redone)
         record.complete(step)
         if ended:
@@ -46,8 +47,9 @@ def test_by_default_a_start_without_progress_is_repeated_three_times(tmp_path: P
         decided.append(restarts.decide())
         restarts.begin()
         start(tmp_path, [5, 5], restored=5)
-    assert decided[-2:] == ["starting all ranks again (restart 4, 3 of 3 without progress)", None]
-    assert decided[0] == "starting all ranks again from what is on disk, as no rank was left to save step 5 (restart 1)"
+    again = "starting all ranks again from the beginning, as nobody could save step 5"
+    assert decided[-2:] == [f"{again} (restart 4, 3 of 3 without progress)", None]
+    assert decided[0] == "starting all ranks again from the beginning, as nobody could save step 5 (restart 1)"
 
 
 def test_progress_sets_the_count_back_and_only_steps_that_are_new_are_progress(tmp_path: Path) -> None:
@@ -70,10 +72,64 @@ def test_a_training_that_is_over_is_not_repeated_because_of_what_fails_after_it(
     assert Restarts(tmp_path, 1).decide() is not None  # as the user said
 
 
-def test_a_restart_says_which_step_is_in_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rescued", "on_disk", "said"),
+    [
+        ([7], [5], " from step 7, which is in memory"),
+        ([], [5, 7], " from step 7, which is on disk"),  # where the rescue went, as memory was full
+        ([7], [7], " from step 7, which is on disk"),
+        ([3], [5], " from step 5, which is on disk, as nobody could save step 7"),
+        ([6], [5], " from step 6, which is in memory, as nobody could save step 7"),
+        ([], [], " from the beginning, as nobody could save step 7"),
+    ],
+)
+def test_a_restart_says_which_step_its_ranks_will_find(
+    tmp_path: Path, rescued: list[int], on_disk: list[int], said: str
+) -> None:
+    # With 1 MiB of /dev/shm the message said a step in memory, and the run went on from one on disk.
     start(tmp_path, [7, 6])
-    (tmp_path / RESCUE / KEY / "step-00000007").mkdir(parents=True)
-    assert Restarts(tmp_path, None).decide() == ("starting all ranks again from step 7, which is in memory (restart 1)")
+    for folder, steps in ((tmp_path / RESCUE / KEY, rescued), (tmp_path / "checkpoints", on_disk)):
+        for step in steps:
+            (folder / f"step-{step:08d}").mkdir(parents=True)
+    assert Restarts(tmp_path, None).decide() == f"starting all ranks again{said} (restart 1)"
+
+
+def test_a_record_finds_room_when_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / SPARE).mkdir()
+    record_path(tmp_path / SPARE, 0).write_bytes(bytes(4096))
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        if os.fstat(descriptor).st_size < len(data):  # new pages
+            raise OSError(errno.ENOSPC, "full")
+        return write(descriptor, data)
+
+    restarts = Restarts(tmp_path, None)
+    monkeypatch.setattr("paceline.step_records.os.write", full)
+    start(tmp_path, [1])
+    for step in range(2, 5):  # each start has the page of the one before the last
+        restarts.begin()
+        if step == 2:
+            with pytest.raises(OSError, match="full"):
+                start(tmp_path, [step])
+            record_path(tmp_path / SPARE, 0).write_bytes(bytes(4096))
+        start(tmp_path, [step])
+        assert [each.completed for each in restarts.reached()] == [step]
+        assert [record.completed for record in records_in(tmp_path / BEFORE / KEY)] == [step - 1]
+
+
+def test_a_job_that_was_to_save_and_has_saved_nothing_is_known(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, 5)
+    start(tmp_path, [5, 5], ended=True)
+    assert restarts.unsaved() is None
+    record = StepRecord(record_path(tmp_path / STEPS / KEY, 1), make=True, folder=tmp_path / "checkpoints")
+    record.complete(5)
+    record.lost_save()
+    record.end()
+    assert restarts.unsaved() == tmp_path / "checkpoints"
+    assert restarts.decide() is None, "the next start would save nothing either"
+    record.saved()
+    assert restarts.unsaved() is None
 
 
 def test_the_records_of_the_start_before_are_kept_for_the_next_one(tmp_path: Path) -> None:

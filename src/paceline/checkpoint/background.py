@@ -103,7 +103,7 @@ class BackgroundWriter(Writer):
             CheckpointError: if there is no room for it on the disk or no memory for the copy.
         """
         assert self._thread is None, "finish() comes before the next save"
-        with self._explained(order.step):
+        with self._explained(order):
             draft = self._draft(order)
             try:
                 copies = self._copied(list(states))
@@ -156,5 +156,5 @@ class BackgroundWriter(Writer):
         try:
             self._write(order, draft, states)
         except BaseException as error:  # whatever it is, the training has to know
-            self._fate.error = self._unsaved(order.step, error)
+            self._fate.error = self._unsaved(order, error)
             self._fate.error.__cause__ = error

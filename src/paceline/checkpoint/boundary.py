@@ -20,6 +20,7 @@ from paceline.checkpoint import capture
 from paceline.checkpoint.frozen import Freezer, SmallBuffers, parameters_of, thaw_object
 from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.registered import Registered
+from paceline.checkpoint.room import nothing_is_kept
 from paceline.checkpoint.shard_copies import ShardCopies
 from paceline.checkpoint.turn import Turn
 from paceline.errors import CheckpointError
@@ -59,9 +60,12 @@ class Boundary:
     Args:
         entries: gives the registered objects.
         gate: where ranks wait for each other; None where nobody could use what they store.
+        record: of this rank, where there is one without a gate.
     """
 
-    def __init__(self, entries: Callable[[], list[Registered]], gate: Gate | None) -> None:
+    def __init__(
+        self, entries: Callable[[], list[Registered]], gate: Gate | None, record: StepRecord | None = None
+    ) -> None:
         self.step = 0
         """Optimizer steps done."""
         self.wish = 0
@@ -69,7 +73,7 @@ class Boundary:
         self.wishes = 0
         """Of all ranks, at the last step."""
         self._entries, self._gate = entries, gate
-        self._record: StepRecord | None = None
+        self._record = record
         """Where completed steps are counted once the gate is left, so that those computed again can be told."""
         self._is_armed = False
         """Whether :meth:`mark` was called, from where on optimizers wait for the other ranks."""
@@ -265,7 +269,7 @@ class Boundary:
         try:
             store()
         except OSError as error:
-            logger.warning("a failure will cost the steps since the last save on disk: %s", error)
+            logger.warning("rank %d: %s", self._gate.rank, nothing_is_kept(error, self._gate.folder))
             self.leave_gate()
 
     def _keep_states(self) -> None:

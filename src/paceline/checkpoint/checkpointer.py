@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 from paceline import rank_consensus
 from paceline.checkpoint import capture, codec, notes, restoring, sample_ledger
 from paceline.checkpoint.codec import Encoder
+from paceline.checkpoint.due_saves import DueSaves
 from paceline.checkpoint.notes import Keep
 from paceline.checkpoint.recovery import History, Recovery
 from paceline.checkpoint.registered import Registered
@@ -96,6 +97,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         contents = Contents(self._folder, self._registered, self._ledger, lambda: getattr(me(), "_opened", None))
         self._recovery = Recovery.of_all(world, contents)
         weakref.finalize(self, self._recovery.stops.close).atexit = False  # signals are not noted for nobody
+        self.due = DueSaves(self._recovery.record, world.rank == 0)
         self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
@@ -142,7 +144,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         Raises:
             CommunicationError: if a rank has ended.
-            CheckpointError: as :meth:`save`, in a step that is saved.
+            CheckpointError: if the step after which a signal ends the training could not be saved. A save that is due
+                and fails is not raised: rank 0 warns, once for each cause, and the next one tries again.
             Preempted: on every rank, after such a signal, when the step is durable; a ``SystemExit``.
         """
         if self._closed:
@@ -151,11 +154,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         stops.watch()
         if self._recovery.mark():
             stop, is_due = stops.agreed(), self._schedule.is_due(boundary.step)
-            if stop is not None or is_due:
-                self.save(boundary.step, metadata)
             if stop is not None:
+                self.save(boundary.step, metadata)
                 self.wait()
                 stops.end(stop)
+            if is_due:
+                self.due.save(self, boundary.step, metadata)
         return boundary.step
 
     @property
@@ -199,6 +203,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         order = (world, step, size, checked_notes, captures)
         path = rank_consensus.decide(world, lambda: str(self._run_folder.save(*order)))
         self._in_flight = self._async_save
+        if not self._in_flight:
+            self.due.written()
         return Path(path)
 
     @called_by_all("Checkpointer.wait()")
@@ -292,11 +298,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         handled, which other ranks may not have, only rank 0 waits, and warns if the save failed.
 
         Raises:
-            CheckpointError: on every rank, if the save in the background was not written.
+            CheckpointError: on every rank, if the save in the background was not written, or none of those that
+                ``every`` asked for was.
         """
-        failing = sys.exc_info()[0] is not None
+        failing, was_open = sys.exc_info()[0] is not None, not self._closed
         try:
-            if not self._closed and not failing:
+            if was_open and not failing:
                 self._finish(rank_consensus.here())
         finally:
             self._closed = True
@@ -304,6 +311,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             if self._opened is not None:
                 self._opened.close()
             self._opened = None
+        if was_open and not failing and self._schedule.is_set:
+            self.due.expect_some(self._folder)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close()
@@ -313,6 +322,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         in_flight, self._in_flight = self._in_flight, False
         if in_flight:
             rank_consensus.decide(world, lambda: self._run_folder.writer.finish())
+            self.due.written()
 
     @property
     def _run_folder(self) -> RunFolder:

@@ -34,16 +34,16 @@ class Gate:
         rank: this one.
         size: of the world.
         timeout: how long to wait for a rank, in seconds.
+        record: this rank's, in the folder; a new one by default.
 
     Raises:
         OSError: if the record or the file of own states cannot be made.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, timeout: float) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    def __init__(self, folder: Path, rank: int, size: int, timeout: float, record: StepRecord | None = None) -> None:
         self.folder, self.size, self.rank, self._timeout = folder, size, rank, timeout
         self._states = OwnStatesFile(states_path(folder, rank))
-        self.record = StepRecord(record_path(folder, rank), make=True)
+        self.record = record or StepRecord(record_path(folder, rank), make=True)
         self._completed_at: float | None = None
         """When the last step was."""
         self._others: dict[int, StepRecord] = {}

@@ -15,11 +15,12 @@ from paceline import rank_consensus
 from paceline.checkpoint.boundary import Boundary
 from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.rescue import COMPLETES_S, Contents, Rescue, rescued_folder
+from paceline.checkpoint.room import nothing_is_kept
 from paceline.checkpoint.stop_requests import StopRequests
 from paceline.errors import CheckpointError, CommunicationError
 from paceline.last_words import at_failure
 from paceline.rollcall import named_ranks
-from paceline.step_records import BEFORE, STEPS, job_folder, key_of, records_in
+from paceline.step_records import BEFORE, STEPS, StepRecord, job_folder, key_of, record_path, records_in
 from paceline.world import TIMEOUT, World
 
 logger = logging.getLogger(__name__)
@@ -54,27 +55,34 @@ class Recovery:
     """Whether it was said that two take turns."""
 
     def __init__(self, world: World, key: str, contents: Contents) -> None:
-        self._gate = _open_gate(world, key)
+        job = job_folder()
+        records = None if job is None or os.environ["WORLD_SIZE"] != str(world.size) else job / STEPS / key
+        self.memory = None if records is None else rescued_folder(records)
+        """The folder of checkpoints that were rescued into memory, which need not exist; None if none are."""
+        self.record, self._gate, self._problem = _open(records, world, contents.folder)
+        """This rank's record, without a gate, too, as it tells the launcher that there is something to go on from; the
+        gate; and why there is none though there could be one."""
         self._reached, self._redone = 0, 0
         """The last step that an earlier start completed, and the steps redone by then. A start that ended before it
         restored anything was on its way to redo all of them, so the next may take some back."""
-        self.boundary = Boundary(contents.entries, self._gate)
-        job = job_folder()
-        record = None if self._gate is None else self._gate.record
-        self.stops = StopRequests(self.boundary, record, saves=job is None or job not in contents.folder.parents)
+        self.boundary = Boundary(contents.entries, self._gate, self.record)
+        self.stops = StopRequests(self.boundary, self.record, saves=job is None or job not in contents.folder.parents)
         self._source: str | None = None
         self._marks = self._is_closed = False
         """Whether a step was marked, and whether none will be any more."""
         self._forget: Callable[[], None] | None = None
-        if self._gate is not None:
-            before = records_in(self._gate.folder.parent.parent / BEFORE / self._gate.folder.name)
+        if records is not None and self.record is not None:
+            before = records_in(records.parent.parent / BEFORE / records.name)
             self._reached = max((max(record.completed, record.restored) for record in before), default=0)
             self._redone = max(((record.restored, record.redone) for record in before), default=(0, 0))[1]
+            if any(record.is_durable for record in before):
+                self.record.saved()
+            self.go_on_from(0, None)
+        if self._gate is not None:
             self._rescue = Rescue(self.boundary, contents)
             self._forget = at_failure(self._rescue)
             self._process = os.getpid()
             atexit.register(self._leave)
-            self.go_on_from(0, None)
 
     @classmethod
     def of_all(cls, world: World, contents: Contents) -> Recovery:
@@ -82,14 +90,13 @@ class Recovery:
         # Other ranks may call the folder otherwise.
         key = str(rank_consensus.decide(world, lambda: key_of(contents.folder)))
         made = cls(world, key, contents)
-        if not all(rank_consensus.gather(world, made._gate is not None)):
+        told = rank_consensus.gather(world, [made._gate is not None, made._problem])
+        problems = {rank: problem for rank, (_, problem) in enumerate(told) if problem}
+        if problems and world.rank == 0:
+            logger.warning("%s: %s", named_ranks(list(problems)), next(iter(problems.values())))
+        if not all(has_gate for has_gate, _ in told):
             made._give_up()
         return made
-
-    @property
-    def memory(self) -> Path | None:
-        """The folder of checkpoints that were rescued into memory, which need not exist; None if none are."""
-        return None if self._gate is None else rescued_folder(self._gate)
 
     def _give_up(self) -> None:
         """Rescue nothing, as another rank cannot."""
@@ -104,8 +111,8 @@ class Recovery:
         """Note that the run goes on from `step`, which was restored from `source`."""
         self.boundary.go_on_from(step)
         self._source = source
-        if self._gate is not None:
-            self._gate.record.restore(step, source, max(0, self._redone + self._reached - step))
+        if self.record is not None:
+            self.record.restore(step, source, max(0, self._redone + self._reached - step))
 
     def mark(self) -> bool:
         """Mark the end of a step; returns whether it is one, see :meth:`Boundary.mark`."""
@@ -124,7 +131,7 @@ class Recovery:
     def history(self) -> History:
         """Return what has happened so far."""
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        redone = 0 if self._gate is None else self._gate.record.redone
+        redone = 0 if self.record is None else self.record.redone
         return History(restarts, redone, self._source if restarts else None)
 
     def close(self, failing: bool) -> None:
@@ -134,8 +141,9 @@ class Recovery:
         if failing:
             self.boundary.retire()
             return
+        if self.record is not None:
+            self.record.end()
         if self._gate is not None:
-            self._gate.record.end()
             if self.boundary.can_be_saved:
                 self._rescue_for(self._gate.wait_for_end(END_S))
             if self._gate.is_over:
@@ -161,14 +169,18 @@ class Recovery:
             logger.error("what this rank had could not be saved: %s", error)
 
 
-def _open_gate(world: World, key: str) -> Gate | None:
-    """Return the gate of the job's ranks; None, unless our launcher started all of them on this host."""
-    job = job_folder()
-    if job is None or os.environ["WORLD_SIZE"] != str(world.size):
-        return None
+def _open(records: Path | None, world: World, checkpoints: Path) -> tuple[StepRecord | None, Gate | None, str]:
+    """Return this rank's record in `records`, the gate of the ranks, and what is wrong with that folder."""
+    record = None
     try:
-        timeout = float(os.environ.get(TIMEOUT, "600"))
-        return Gate(job / STEPS / key, world.rank, world.size, timeout)
+        if records is not None:
+            records.mkdir(mode=0o700, parents=True, exist_ok=True)
+            record = StepRecord(record_path(records, world.rank), make=True, folder=checkpoints)
+            timeout = float(os.environ.get(TIMEOUT, "600"))
+            return record, Gate(records, world.rank, world.size, timeout, record), ""
     except OSError as error:
-        logger.warning("rank %d: a failure will cost the steps since the last save on disk: %s", world.rank, error)
-        return None
+        assert records is not None
+        if record is not None:
+            record.step_alone()
+        return record, None, nothing_is_kept(error, records)
+    return None, None, ""

@@ -42,9 +42,9 @@ DESTINATION = "destination"
 """File in a folder of rescued checkpoints: the checkpoint folder that they belong to."""
 
 
-def rescued_folder(gate: Gate) -> Path:
-    """Return the folder in memory for rescued checkpoints of the checkpoint folder that `gate` is for."""
-    return gate.folder.parent.parent / RESCUE / gate.folder.name
+def rescued_folder(records: Path) -> Path:
+    """Return the folder in memory for rescued checkpoints of the checkpoint folder whose step records are there."""
+    return records.parent.parent / RESCUE / records.name
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Rescue:
             return
         if any(entry.is_sharded for entry in self._contents.entries()):
             return  # nobody has the parts of DTensors of the rank that is gone, and to gather them would wait for it
-        step, memory = self._boundary.step, rescued_folder(gate)
+        step, memory = self._boundary.step, rescued_folder(gate.folder)
         with _turn(memory):
             if step in _steps(memory) or step in _steps(self._contents.folder):
                 return

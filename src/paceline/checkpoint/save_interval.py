@@ -27,6 +27,11 @@ class SaveInterval:
         self._ask = 0
         """The step at which rank 0 is asked next."""
 
+    @property
+    def is_set(self) -> bool:
+        """Whether steps are saved at all."""
+        return self._every is not None
+
     def check(self) -> None:
         """Refuse an interval that is none.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import rank_consensus
-from paceline.checkpoint import capture
+from paceline.checkpoint import capture, room
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.notes import Keep, Notes
 from paceline.checkpoint.registered import Registered
@@ -101,7 +101,7 @@ class Writer:
         Raises:
             CheckpointError: if it cannot be written; nothing is deleted then.
         """
-        with self._explained(order.step):
+        with self._explained(order):
             return self._write(order, self._draft(order), states)
 
     def failure(self) -> CheckpointError | None:
@@ -134,15 +134,18 @@ class Writer:
         return path
 
     @contextmanager
-    def _explained(self, step: int) -> Iterator[None]:
+    def _explained(self, order: Save) -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError, MemoryError) as error:
-            raise self._unsaved(step, error) from error
+            raise self._unsaved(order, error) from error
 
-    def _unsaved(self, step: int, error: BaseException) -> CheckpointError:
-        why = reason(error) if isinstance(error, OSError) else str(error) or type(error).__name__
+    def _unsaved(self, order: Save, error: BaseException) -> CheckpointError:
+        if isinstance(error, OSError):
+            why = room.explained(error, reason(error), self._store.folder, order.size)
+        else:
+            why = str(error) or type(error).__name__
         return CheckpointError(
-            f"rank 0 could not save step {step} to {self._store.path(step)}: {why}; the checkpoints before it are "
-            "intact, remove the cause and save again"
+            f"rank 0 could not save step {order.step} to {self._store.path(order.step)}: {why}; the checkpoints before "
+            "it are intact, remove the cause and save again"
         )

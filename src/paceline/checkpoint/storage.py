@@ -35,9 +35,8 @@ from paceline.checkpoint.room import expect_room
 from paceline.checkpoint.verify import Damaged, read_whole
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
 from paceline.failpoints import strike
-from paceline.step_records import step_name
+from paceline.step_records import STEP_NAME, step_name
 
-_STEP = re.compile(r"step-(\d{8,18})")
 _OURS = re.compile(r"\.(writing|replaced|deleted)-(step-\d{8,18})")
 _PROBE = re.compile(r"\.probe-[0-9a-f]{16}")
 FOLDER_MODE, FILE_MODE = 0o700, 0o600  # weights and data positions are their owner's; the umask may take more away
@@ -45,7 +44,7 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600  # weights and data positions are their ow
 
 def step_of(name: str) -> int | None:
     """Return the step of the folder called `name`; None if that is no checkpoint's name."""
-    match = _STEP.fullmatch(name)
+    match = STEP_NAME.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from paceline.errors import UsageError
-from paceline.job_folders import JobFolder
+from paceline.job_folders import PARENT, JobFolder
 from paceline.launch import failure
 from paceline.launch.agent import Agent
 from paceline.launch.files import Logs, RankFiles
@@ -153,8 +154,11 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
             report.note_progress(*restarts.told())
         if result.is_failed():
             restarts.keep_rescued(say)
+        lost = restarts.unsaved()
     if not result.is_failed():
-        return 0
+        if lost is not None:
+            say(f"error: the job has ended, but nothing of it is saved in {lost}; its first warning has the cause")
+        return 0 if lost is None else 1
     mistake = failure.usage(ends)
     say(f"error: {mistake}" if mistake is not None else failure.report(ends))
     return 2 if mistake is not None else 1
@@ -182,12 +186,19 @@ def fork_server(job: Job) -> ForkServer:
 
 
 def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder | None:
-    """Make the folder with the ranks' black boxes; None, with a note, where that cannot be done: training can."""
+    """Make the job's folder, with the ranks' black boxes; None, with a note, where there is no place for it."""
     try:
-        return JobFolder(name, title_of(command), nproc)
+        folder = JobFolder(name, title_of(command), nproc)
     except OSError as error:
-        say(f"note: paceline top will not see this job, as there is no place for its black boxes: {error}")
+        remedy = f"make room there, or name another place in {PARENT}"
+        say(
+            "note: restarts from the last step, --hang-timeout and paceline top are off, as there is no place for the "
+            f"job's folder ({error}); {'raise ulimit -f' if os.strerror(errno.EFBIG) in str(error) else remedy}"
+        )
         return None
+    if folder.remark:
+        say(f"note: the job's folder, for what its ranks rescue, is {folder.remark}")
+    return folder
 
 
 def title_of(command: Sequence[str]) -> str:

@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.launch.signals import sheltered
-from paceline.step_records import BEFORE, RESCUE, RESTARTS, SHARD, STEPS, StepRecord, present_records, step_name
+from paceline.step_records import (
+    BEFORE,
+    RESCUE,
+    RESTARTS,
+    STEPS,
+    StepRecord,
+    newest_step,
+    present_records,
+    spare_page,
+)
 
 LIMIT = 3
 """Starts without progress, by default."""
@@ -41,12 +50,33 @@ class Reached:
     """The last step that a rank completed; that which it went on from if there is none."""
     redone: int
     source: str | None
-    is_rescued: bool
-    """Whether that step is in memory."""
+    rescued: int | None
+    """The newest step in memory."""
+    on_disk: int | None
+    """The newest step in the checkpoint folder."""
     has_ended: bool
     """Whether all ranks had come to the end of their training."""
     pace: float
     """Seconds that the last step took."""
+    is_unsaved: bool
+    """Whether steps were to be saved on disk, and none was, by no start."""
+    is_alone: bool
+    """Whether a rank has stepped without the others, so that none can save the last step for all."""
+
+    @property
+    def is_rescued(self) -> bool:
+        """Whether the last step is where the next start finds it."""
+        return self.completed in (self.rescued, self.on_disk)
+
+    @property
+    def goes_on(self) -> str:
+        """Words for where the next start goes on from: what its ranks find, by the same folders."""
+        found, on_disk = max(self.rescued or 0, self.on_disk or 0), self.on_disk or 0
+        if not self.completed:
+            return ""
+        place = "on disk" if found == on_disk else "in memory"
+        where = f" from step {found}, which is {place}" if found else " from the beginning"
+        return where if found >= self.completed else f"{where}, as nobody could save step {self.completed}"
 
 
 class Restarts:
@@ -97,9 +127,10 @@ class Restarts:
         with suppress(OSError):
             before.mkdir(exist_ok=True)
             for path in (self._folder / STEPS).iterdir():
+                _set_aside(before / path.name)
                 shutil.rmtree(before / path.name, ignore_errors=True)
                 path.rename(before / path.name)
-            for path in before.glob(f"*/*{SHARD}"):  # as large as the optimizer; what was to rescue of it is rescued
+            for path in before.glob("*/rank-*.*"):  # copies of states, whatever was to rescue of them is rescued
                 path.unlink()
 
     def decide(self) -> str | None:
@@ -107,7 +138,7 @@ class Restarts:
         reached = self.reached()
         # A start that did not come to a Checkpointer's making says nothing; one before it may have.
         is_over = all(each.has_ended for each in reached) if reached else not self._best
-        if self._limit is None and is_over:
+        if is_over and (self._limit is None or any(each.is_unsaved for each in reached)):
             return None
         is_progress = any(each.completed > self._best.get(each.key, 0) for each in reached)
         self._best |= {each.key: max(each.completed, self._best.get(each.key, 0)) for each in reached}
@@ -115,11 +146,7 @@ class Restarts:
         if self._in_vain > self.limit or not self.limit:
             return None
         self.count += 1
-        saved = [each for each in reached if each.is_rescued]
-        where = f" from step {max(each.completed for each in saved)}, which is in memory" if saved else ""
-        lost = [each.completed for each in reached if not each.is_rescued and each.completed > each.restored]
-        if lost:
-            where = f" from what is on disk, as no rank was left to save step {max(lost)}"
+        where = max(reached, key=lambda each: each.completed).goes_on if reached else ""
         number = f"restart {self.count}"
         if self.count == self._in_vain:
             number += f" of {self.limit}"
@@ -138,7 +165,7 @@ class Restarts:
             tell: tells the ranks, which notice it by themselves when they meet, but may be far from that.
         """
         reached = self.reached()
-        if not reached or not self.limit:
+        if not self.limit or all(each.is_alone for each in reached):
             return
         patience = RESCUE_S + 2 * max(each.pace for each in reached)  # they notice when they meet, in every step
         began, is_told = time.monotonic(), False
@@ -153,6 +180,11 @@ class Restarts:
                 tell()
                 is_told, patience = True, waited + TOLD_S
             look(0.02)
+
+    def unsaved(self) -> Path | None:
+        """Return the checkpoint folder to which the job was to save steps, and has saved none; None if all is well."""
+        present = [] if self._folder is None else present_records(self._folder).values()
+        return next((record.folder for records in present for record in records if record.is_unsaved), None)
 
     def _is_writing(self) -> bool:
         assert self._folder is not None
@@ -185,7 +217,18 @@ def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
         completed,
         max(record.redone for record in records),
         next((record.source for record in records if record.source), None),
-        (folder / RESCUE / key / step_name(completed)).is_dir(),
+        newest_step(folder / RESCUE / key),
+        newest_step(records[0].folder),
         all(record.has_ended for record in records),
         max(record.pace for record in records),
+        any(record.is_unsaved for record in records),
+        any(record.is_alone for record in records),
     )
+
+
+def _set_aside(records: Path) -> None:
+    """Keep pages of `records` that nobody needs any more for ranks whose own was used."""
+    for path in list(records.glob("rank-*")):
+        spare = spare_page(path)
+        if not path.suffix and not spare.exists():
+            path.rename(spare)

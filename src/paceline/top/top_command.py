@@ -33,7 +33,7 @@ def run_top(job: int | None, *, once: bool = False, json: bool = False) -> int:
     Raises:
         UsageError: if there is no such job, or several.
     """
-    folder, note = choose(find_jobs(), job)
+    folder, note = choose(running_jobs(), job)
     if json:
         print(json_text.dumps(view_job(folder, note).to_json()))
     elif once or not sys.stdout.isatty():
@@ -46,18 +46,6 @@ def run_top(job: int | None, *, once: bool = False, json: bool = False) -> int:
     else:
         _follow(folder, note)
     return 0
-
-
-def find_jobs() -> Mapping[Path, JobNote]:
-    """Return the running jobs, the oldest first.
-
-    Raises:
-        UsageError: if their folder cannot be read.
-    """
-    try:
-        return running_jobs()
-    except OSError as error:
-        raise UsageError(f"running jobs cannot be looked for: {error}") from error
 
 
 def choose(jobs: Mapping[Path, JobNote], wanted: int | None) -> tuple[Path, JobNote]:
@@ -92,7 +80,7 @@ def _follow(folder: Path, note: JobNote) -> None:
             while True:
                 time.sleep(PAUSE_S)
                 # A restart changes the note; a launcher that was killed leaves its folder, but not among these.
-                found = find_jobs().get(folder)
+                found = running_jobs().get(folder)
                 if found is None:
                     break
                 live.update(screen(view_job(folder, found)), refresh=True)

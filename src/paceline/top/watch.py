@@ -58,9 +58,9 @@ def line_of(standings: list[Standing]) -> str:
 
 
 def _own_view() -> JobView | None:
-    with suppress(OSError):
-        for folder, note in running_jobs().items():
-            if note.pid == os.getpid():
+    for folder, note in running_jobs().items():
+        if note.pid == os.getpid():
+            with suppress(OSError):  # it has just ended
                 return view_job(folder, note)
     return None
 

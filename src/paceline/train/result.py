@@ -25,7 +25,7 @@ class Result:
     history: History | None = None
     """Restarts after failures, and steps that were computed again; None where there was no Checkpointer."""
     failed_saves: list[int] = field(default_factory=list)
-    """Steps whose checkpoint could not be written, by a full disk, say; every rank has warned of each."""
+    """Steps whose checkpoint could not be written, by a full disk, say; rank 0 has warned of the cause."""
 
     @property
     def samples_per_second(self) -> float:

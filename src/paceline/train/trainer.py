@@ -46,7 +46,6 @@ from paceline.train.requirements import (
     summed_loss,
 )
 from paceline.train.result import Result
-from paceline.train.saves import Saves
 from paceline.train.train_config import TrainConfig
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
@@ -112,7 +111,9 @@ class Trainer:
         model.watch(loader.progress)
         model.check_finite = model.check_finite or config.check_finite
         opened = self._checkpointer = self._open_checkpoints()
-        self._saves = Saves(opened, self.result.failed_saves) if opened and config.checkpoint_dir else None
+        self._saver = opened if config.checkpoint_dir else None
+        if self._saver is not None:
+            self.result.failed_saves = self._saver.due.failed
 
     def _schedule(self) -> LRScheduler:
         config, optimizer = self.config, self.optimizer
@@ -144,8 +145,8 @@ class Trainer:
         no step followed are taken again. An evaluation that was due, also at the checkpoint that was resumed from, is
         done first. The Trainer keeps the checkpoint folder until training ends, or :meth:`close`.
 
-        A checkpoint that cannot be written does not end the training: every rank warns, and the next save tries
-        again (:attr:`Result.failed_saves`).
+        A checkpoint that cannot be written does not end the training: rank 0 warns, and the next save tries again
+        (:attr:`Result.failed_saves`). A job that has written none ends with exit code 1.
 
         Raises:
             NoCheckpoint: if there is nothing to resume from.
@@ -161,8 +162,8 @@ class Trainer:
         if self._checkpointer is not None and not self._resumed:
             self._resume(self._checkpointer)
         self._train_and_log()
-        if self._saves is not None and not self._closed:
-            self._saves.finish()
+        if self._saver is not None and not self._closed:
+            self._saver.due.finish(self._saver, is_last=True)
         self.close()
         return self.result
 
@@ -306,14 +307,14 @@ class Trainer:
         return (open_folder if self.config.checkpoint_dir else open_memory)(self.config, shared, own)
 
     def _save_if_due(self) -> None:
-        if self._saves is None:
+        if self._saver is None:
             return
-        self._saves.look()
+        self._saver.due.look(self._saver)
         every = self.config.checkpoint_every
         at_end = self.loader.at_last and (every is None or self._is_last_step)
         if at_end or (every is not None and self.result.steps % every == 0):
             self.model.sync_buffers()  # rank 0's are saved, and a resumed run goes on with them on every rank
-            self._saves.save(self.result.steps, self._is_last_step)
+            self._saver.due.save(self._saver, self.result.steps, is_last=self._is_last_step)
 
     @property
     def _is_last_step(self) -> bool:

@@ -61,3 +61,4 @@ if __name__ == "sitecustomize":  # not when tools import every module of the pac
     _leave()
     _load("record").install()
     _load("stacks").install()
+    _load("temporary_folder").install()
