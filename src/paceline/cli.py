@@ -18,8 +18,17 @@ from paceline.checkpoint.checkpoint_command import checkpoint
 from paceline.compare.modes import MODES
 from paceline.errors import UsageError
 from paceline.explain.explain_command import EXAMPLES, explain
+from paceline.launch.supervision import FORCE_HELP
 from paceline.memory_estimate import estimate_command
-from paceline.recipe_commands import INTERRUPTED, RECIPES, Recipes, command_line, parse_recipe, untyped_flags
+from paceline.recipe_commands import (
+    INTERRUPTED,
+    RECIPES,
+    AroundRecipe,
+    Recipes,
+    command_line,
+    parse_recipe,
+    untyped_flags,
+)
 
 
 class Verbatim(TyperCommand):
@@ -37,6 +46,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+Force = Annotated[bool, typer.Option("--force", help=FORCE_HELP)]
 train = typer.Typer(cls=Recipes, help="Train one of the recipes that come with Paceline.")
 app.add_typer(train, name="train")
 app.add_typer(bench, name="bench")
@@ -68,7 +78,7 @@ def run(context: typer.Context) -> None:
     raise typer.Exit(start(context.args))
 
 
-@app.command("compare", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+@app.command("compare", cls=AroundRecipe, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def compare(
     context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="RECIPE|SCRIPT", help="A recipe, or a script that uses Paceline.")],
@@ -77,6 +87,7 @@ def compare(
         typer.Option(metavar="LIST", help=f"Some of {', '.join(MODES)}, with commas; all that can run by default."),
     ] = None,
     nproc: Annotated[str, typer.Option(metavar="N", help="Devices: a number, gpu, cpu, or auto.")] = "auto",
+    force: Force = False,
     steps: Annotated[int, typer.Option(help="Optimizer steps to time in each mode, after a warm-up of 3.")] = 40,
     one_by_one: Annotated[
         bool, typer.Option("--one-by-one", help="End each mode before the next starts, for want of memory.")
@@ -86,14 +97,14 @@ def compare(
 ) -> None:
     """Train the same program in several ways, and compare speed, memory and weights.
 
-    Options of the comparison come first; what follows the name goes to the recipe or the script:
-    paceline compare --nproc 2 digits --batch-size 64
+    What follows the name goes to the recipe or the script: paceline compare --nproc 2 digits --batch-size 64.
+    Options of the comparison come before a script's name, and anywhere with a recipe.
     """
     from paceline.compare.compare_command import Comparison, Target
     from paceline.compare.compare_command import compare as run_comparison
     from paceline.launch.job import resolve_nproc, say
 
-    count, note = resolve_nproc(nproc)
+    count, note = resolve_nproc(nproc, force)
     if note:
         say(note)
     if target in RECIPES:
@@ -103,7 +114,7 @@ def compare(
     raise typer.Exit(run_comparison(program, Comparison(modes, steps, json, plot, one_by_one), count))
 
 
-@app.command("profile", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+@app.command("profile", cls=AroundRecipe, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def profile(
     context: typer.Context,
     target: Annotated[
@@ -114,6 +125,7 @@ def profile(
         ),
     ] = None,
     nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")] = "auto",
+    force: Force = False,
     steps: Annotated[
         int | None, typer.Option(help="Optimizer steps to measure, after which the program ends; all by default.")
     ] = None,
@@ -136,8 +148,8 @@ def profile(
 ) -> None:
     """Run a program on N ranks, and see where the time of a step goes, who waits for whom, and what to change.
 
-    Options of the profile come first; what follows the name goes to the recipe or the script:
-    paceline profile --nproc 2 train.py --epochs 3
+    What follows the name goes to the recipe or the script: paceline profile --nproc 2 train.py --epochs 3.
+    Options of the profile come before a script's name, and anywhere with a recipe.
 
     paceline profile analyze FILE.csv finds slow ranks in a table with the columns step, rank and seconds.
     paceline profile report FOLDER writes the results again, such as from the records of several hosts.
@@ -151,7 +163,7 @@ def profile(
     if target in profile_command.TOOLS:
         raise typer.Exit(profile_command.TOOLS[target](context.args))
     settings = profile_command.ProfileSettings(out, steps, operators, watch)
-    raise typer.Exit(start_profiled(target, context.args, settings, nproc))
+    raise typer.Exit(start_profiled(target, context.args, settings, nproc, force))
 
 
 @app.command("top")
@@ -172,7 +184,7 @@ def top(
     raise typer.Exit(run_top(job, once=once, json=json))
 
 
-def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str) -> int:
+def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str, force: bool) -> int:
     """Profile the recipe or script `target`; returns the exit code.
 
     Raises:
@@ -182,7 +194,7 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str)
     from paceline.launch.program import expect_script
     from paceline.profiler.profile_command import run_profiled
 
-    count, note = resolve_nproc(nproc)
+    count, note = resolve_nproc(nproc, force)
     if target in RECIPES:
         config = parse_recipe(target, arguments, "profile", keeps_files=True)
         program = ["-m", "paceline.recipes", target, config.to_json()]

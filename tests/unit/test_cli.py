@@ -100,6 +100,44 @@ def test_train_starts_the_recipe_with_only_what_was_asked(
     assert json.loads(job.command[-1]) == {**asdict(Config()), "batch_size": 32, "resume": True}
 
 
+def test_train_supervises_as_run_does(started: list[launching.Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only --grace and --hang-… were there.
+    options = ["--max-restarts", "5", "--report", "ended.json", "--pin", "--hang-timeout", "90", "--hang-action=report"]
+    assert run(monkeypatch, "train", "digits", "--nproc", "1", *options) == 0
+    assert run(monkeypatch, "train", "digits", "--nproc", "1") == 0
+    asked, usual = started
+    assert (asked.max_restarts, asked.report, asked.pin) == (5, "ended.json", True)
+    assert (asked.supervision.hang_timeout, asked.supervision.hang_action) == (90.0, "report")
+    assert (usual.max_restarts, usual.report, usual.pin, usual.supervision.hang_timeout) == (None, None, False, None)
+
+
+def test_options_of_a_recipe_may_stand_before_its_name(
+    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(monkeypatch, "train", "--nproc", "1", "--seed", "3", "digits", "--epochs", "2") == 0
+    told = json.loads(started[0].command[-1])
+    assert (told["seed"], told["epochs"]) == (3, 2)
+
+
+TAKES = {"--nproc": 1, "--steps": 1, "--both": 2, "--watch": 0, "--no-watch": 0}
+ORDERS = {
+    "before": ("--nproc 2 --watch digits --lr 1", "--nproc 2 --watch digits --lr 1"),
+    "behind": ("digits --nproc 2 --lr 1 --watch", "--nproc 2 --watch digits --lr 1"),
+    "around": ("--steps=3 digits --lr 1 --nproc=2", "--steps=3 --nproc=2 digits --lr 1"),
+    "two values": ("digits --both a b --lr 1", "--both a b digits --lr 1"),
+    "a script's": ("--watch digits.py --nproc 2", "--watch digits.py --nproc 2"),
+    "a script's argument like a recipe": ("train.py digits --nproc 2", "train.py digits --nproc 2"),
+    "a value like a recipe": ("--nproc lm train.py --steps 1", "--nproc lm train.py --steps 1"),
+    "no value": ("digits --watch --nproc", "digits --watch --nproc"),
+    "nothing": ("", ""),
+}
+
+
+@pytest.mark.parametrize(("given", "order"), ORDERS.values(), ids=ORDERS)
+def test_a_commands_own_options_stand_anywhere_with_a_recipe(given: str, order: str) -> None:
+    assert recipe_commands.own_first(given.split(), TAKES) == order.split()
+
+
 @dataclass(frozen=True)
 class Grown:
     """A configuration with kinds of fields that the digits recipe has not."""

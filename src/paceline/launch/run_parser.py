@@ -12,9 +12,8 @@ from paceline.errors import UsageError
 from paceline.launch import pinning, preloading
 from paceline.launch.job import TIMEOUT_S
 from paceline.launch.job_report import OPTION
-from paceline.launch.restarts import LIMIT
 from paceline.launch.signals import FORWARDED
-from paceline.launch.supervision import add_options
+from paceline.launch.supervision import FORCE_HELP, MAX_RESTARTS_HELP, PIN_HELP, REPORT_HELP, add_options
 from paceline.world import TIMEOUT
 
 USAGE = "paceline run [options] script.py [the script's arguments]"
@@ -80,6 +79,7 @@ def _add_own_options(group: Any) -> None:
         metavar="N",
         help="Number of ranks on this host: a number, gpu, cpu or auto (GPUs if there are any, else cores). Default 1.",
     )
+    group.add_argument("--force", action="store_true", help=FORCE_HELP)
     group.add_argument(
         "--timeout",
         metavar="SECONDS",
@@ -89,13 +89,12 @@ def _add_own_options(group: Any) -> None:
     group.add_argument(
         OPTION,
         metavar="FILE",
-        help="Write there as JSON how the job ended: exit code, restarts, and for each failure the first rank with its "
-        "error, step and phase, and what the others did. For one host.",
+        help=REPORT_HELP + " For one host.",
     )
     group.add_argument(
         pinning.OPTION,
         action="store_true",
-        help="Keep each rank to cores of its own, of one NUMA node where that is possible. For one host.",
+        help=PIN_HELP + " For one host.",
     )
     group.add_argument(
         preloading.OPTION,
@@ -112,10 +111,7 @@ def _set_defaults(actions: Mapping[str, Action]) -> None:
     if "PET_SIGNALS_TO_HANDLE" not in os.environ:
         actions["--signals-to-handle"].default = ",".join(number.name for number in FORWARDED)
     restarts = actions["--max-restarts"]
-    restarts.help = (
-        "How often all ranks are started again after a failure, counted only while no step is completed. Default "
-        f"{LIMIT} for ranks that mark their steps with a Checkpointer, and 0 for others."
-    )
+    restarts.help = MAX_RESTARTS_HELP
     if "PET_MAX_RESTARTS" not in os.environ:
         restarts.default = None
 
