@@ -10,11 +10,11 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
 from paceline import __version__
 from paceline.bench.bench_command import bench
-from paceline.checkpoint.checkpoint_command import checkpoint
+from paceline.checkpoint_commands import checkpoint
+from paceline.commands import Commands, Verbatim, or_near
 from paceline.compare.modes import MODES
 from paceline.errors import UsageError
 from paceline.explain.explain_command import EXAMPLES, explain
@@ -30,20 +30,10 @@ from paceline.recipe_commands import (
     untyped_flags,
 )
 
-
-class Verbatim(TyperCommand):
-    """A command that gets its arguments as they are, ``--help`` included."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Leave everything to the command."""
-        ctx.args = list(args)
-        return []
-
-
 app = typer.Typer(
     name="paceline",
+    cls=Commands,
     help="Data-parallel training for PyTorch that is exact, fast, visible and hard to break.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 Force = Annotated[bool, typer.Option("--force", help=FORCE_HELP)]
@@ -73,6 +63,11 @@ def paceline(
 @app.command("run", cls=Verbatim)
 def run(context: typer.Context) -> None:
     """Start a script as N ranks: paceline run --nproc 2 script.py"""
+    from paceline.launch.run_help import asks_for_help, help_parser
+
+    if asks_for_help(context.args):
+        help_parser().print_help()
+        return
     from paceline.launch.options import start
 
     raise typer.Exit(start(context.args))
@@ -110,7 +105,7 @@ def compare(
     if target in RECIPES:
         program = Target(target, parse_recipe(target, context.args, "compare"))
     else:
-        program = Target(target, None, context.args)
+        program = Target(target, None, context.args, tuple(RECIPES))
     raise typer.Exit(run_comparison(program, Comparison(modes, steps, json, plot, one_by_one), count))
 
 
@@ -200,7 +195,7 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str,
         program = ["-m", "paceline.recipes", target, config.to_json()]
         settings = dataclasses.replace(settings, title=command_line(target, config))
     else:
-        expect_script(target)
+        expect_script(target, RECIPES)
         program = [target, *arguments]
     settings.check()
     if note:
@@ -234,7 +229,10 @@ def main() -> NoReturn:
         # click's own, such as for an unknown option; some versions of typer bring their own click
         if not hasattr(error, "format_message"):
             raise
-        code = _refuse(error.format_message())
+        if (option := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
+            code = _refuse(f"No such option: {option}{or_near(option, error.possibilities or ())}")
+        else:
+            code = _refuse(error.format_message())
     sys.exit(code or 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import shlex
 import sys
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
+from paceline.commands import Commands
 from paceline.errors import UsageError
 from paceline.launch import pinning
 from paceline.launch.program import start_program
@@ -29,7 +29,7 @@ from paceline.launch.supervision import (
     REQUEUE_HELP,
     Supervision,
 )
-from paceline.profiler.profile_command import ProfileSettings, rank_program, show_results
+from paceline.recipes import configs
 
 INTERRUPTED = 130
 TIMEOUT_HELP = "How long a collective waits for a rank; 600, which is 10 minutes, by default."
@@ -52,11 +52,11 @@ LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
 
 
 class Recipe(NamedTuple):
-    """A recipe that ``paceline train`` knows. Its module is imported only when its command is needed."""
+    """A recipe that ``paceline train`` knows. Its module is imported by ranks."""
 
     module: str
     config: str
-    """Name of the frozen dataclass in `module` whose fields are the recipe's options."""
+    """Name of the frozen dataclass in :mod:`paceline.recipes.configs` whose fields are the recipe's options."""
     summary: str
     """One sentence for ``--help``."""
     needs: tuple[str, ...] = ()
@@ -118,8 +118,10 @@ def own_first(arguments: Sequence[str], takes: Mapping[str, int]) -> list[str]:
     return [*own, *rest]
 
 
-class Recipes(TyperGroup):
+class Recipes(Commands):
     """The commands of ``paceline train``, each made from its recipe's configuration."""
+
+    noun = "recipe"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the recipe's name wherever it stands; all options are its."""
@@ -131,19 +133,13 @@ class Recipes(TyperGroup):
         return list(RECIPES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the recipe's command.
-
-        Raises:
-            UsageError: if there is no such recipe.
-        """
-        if cmd_name not in RECIPES:
-            raise UsageError(f"unknown recipe {cmd_name!r}; known recipes: {', '.join(RECIPES)}")
-        return recipe_command(cmd_name)
+        """Return the recipe's command."""
+        return recipe_command(cmd_name) if cmd_name in RECIPES else None
 
 
 def config_class(recipe: str) -> Any:
-    """Import the frozen dataclass that configures `recipe`."""
-    return getattr(importlib.import_module(RECIPES[recipe].module), RECIPES[recipe].config)
+    """Return the frozen dataclass that configures `recipe`."""
+    return getattr(configs, RECIPES[recipe].config)
 
 
 def recipe_command(recipe: str) -> Any:
@@ -185,6 +181,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
         UsageError: for a mistake in `options`, before any rank is started.
     """
     from paceline.launch.job import resolve_nproc, say, timeout_environment
+    from paceline.profiler.profile_command import ProfileSettings, rank_program, show_results
 
     launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}
     supervision = Supervision(**{each.name: launcher[each.name] for each in dataclasses.fields(Supervision)})

@@ -34,7 +34,7 @@ from paceline.torch_internals.nccl import abort_known_groups, nccl_of
 logger = logging.getLogger(__name__)
 
 OWN_BACKEND = "paceline"
-"""Registered by ``import paceline``, which importing this module does first."""
+"""Registered by ``import paceline``, which importing this module does first, but for the command line's process."""
 TIMEOUT = "PACELINE_TIMEOUT"
 """Environment variable: seconds that collectives wait for a rank, where ``init`` is given no other number."""
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch import job, options, run_parser
+from paceline.launch import job, options, run_help, run_parser
 from paceline.launch.job import Job, resolve_nproc
 
 
@@ -121,6 +122,16 @@ def test_the_prefix_of_teed_lines_is_taken_where_torchrun_has_it(script: str, mo
 def test_completions_of_the_command_torchrun_are_not_ours_to_print() -> None:
     # `paceline run --help` of torch 2.15 offered a script that completes another command.
     assert "print-completion" not in run_parser.parser().format_help()
+
+
+def test_the_help_names_options_that_torchrun_has() -> None:
+    # It is not torchrun's own, which would import torch.
+    named = set(re.findall(r"--[a-z-]+", run_help.help_parser().format_help()))
+    assert named - {"--help", "--lr"} <= run_parser.parser()._option_string_actions.keys()
+    assert run_parser.parser().format_help() == run_help.help_parser().format_help()
+
+
+def test_an_option_of_torchruns_own_is_refused() -> None:
     with pytest.raises(UsageError, match="has no option --print-completion"):
         options.parse(["--print-completion", "zsh"])
 

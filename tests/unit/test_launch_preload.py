@@ -183,7 +183,7 @@ def test_nothing_is_forked_from_a_process_with_threads(tmp_path: Path) -> None:
         ("import importlib\nimportlib.import_module('tor' + 'ch')", ("torch",)),
         ("import torch\noptimizer = torch.optim.SGD([], lr=1)", ("torch", "torch._dynamo")),
         ("from mine import main\nmain()", ("torch", "torch._dynamo")),
-        ("import paceline", ("torch", "torch._dynamo", "paceline")),
+        ("import paceline", ("torch", "torch._dynamo", *preloading.LIBRARY)),
     ],
 )
 def test_modules_that_the_script_will_need_are_imported(text: str, modules: tuple[str, ...]) -> None:
@@ -235,7 +235,7 @@ def test_other_programs_are_started_as_they_are(command: list[str]) -> None:
 
 def test_the_environment_turns_it_off_for_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-u", "-m", "paceline.recipes.digits"]
-    assert preloading.decide(command).modules == ("torch", "torch._dynamo", "paceline")
+    assert preloading.decide(command).modules == ("torch", "torch._dynamo", *preloading.LIBRARY)
     assert preloading.decide(command, wanted=False) == preloading.Preloading()
     monkeypatch.setenv(preloading.SETTING, "0")
     assert preloading.decide(command) == preloading.Preloading()

@@ -15,7 +15,7 @@ import pytest
 from forked import call
 from hub_server import Hub
 from paceline.errors import MissingExtra, UsageError
-from paceline.recipes.mrpc import DEFAULT_MODEL, MrpcConfig
+from paceline.recipes.configs import DEFAULT_MODEL, MrpcConfig
 from paceline.recipes.mrpc_data import COLUMNS
 from processes import paceline
 

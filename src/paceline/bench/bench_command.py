@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.bench.bench_config import BACKENDS, OPS, SIZES, BenchConfig, parse_names, parse_sizes
+from paceline.commands import Commands
 from paceline.launch.program import start_program
 from paceline.launch.supervision import FORCE_HELP
 
@@ -19,7 +20,7 @@ paceline bench collectives --nproc 4 --sizes 64K,1M --ops all_reduce,broadcast -
 
 paceline bench collectives --backends gloo,paceline --json speed.json
 """
-bench = typer.Typer(help="Measure what this machine can do.")
+bench = typer.Typer(cls=Commands, help="Measure what this machine can do.")
 
 
 @bench.callback()

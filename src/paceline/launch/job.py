@@ -30,11 +30,11 @@ from paceline.launch.preloading import binds_threads, decide
 from paceline.launch.record import LAUNCHER
 from paceline.launch.restarts import Restarts
 from paceline.launch.signals import FORWARDED, Caught, Stopped
-from paceline.launch.supervision import Supervision
+from paceline.launch.supervision import TIMEOUT_S, Supervision
+from paceline.supported import is_command_line, warn_if_untested
 from paceline.world import TIMEOUT
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 600
 RANK_BYTES = 150 << 20
 """Memory that a rank has for itself once it has torch and a process group; of a small training it is 250 MiB."""
 LONGEST_S = 2_000_000  # 23 days; the kernel waits for at most 2**31 ms at a time
@@ -108,6 +108,8 @@ def launch(job: Job) -> int:
     Raises:
         UsageError: if the report cannot be written, before anything is started.
     """
+    if is_command_line():  # others were warned when they imported us
+        warn_if_untested()
     report = JobReport(job.report, say)
     with Caught(job.signals) as caught:
         try:

@@ -13,14 +13,16 @@ from glob import glob
 from importlib.machinery import PathFinder
 from typing import Any
 
+from paceline.commands import or_near
 from paceline.errors import UsageError
 from paceline.launch import pinning
 from paceline.launch.files import Logs
 from paceline.launch.job import Job, launch, resolve_nproc, say, timeout_environment
 from paceline.launch.job_report import OPTION
 from paceline.launch.preloading import source
-from paceline.launch.run_parser import or_near, parse, parser
+from paceline.launch.run_parser import parse, parser
 from paceline.launch.supervision import Supervision, supervision_of
+from paceline.supported import is_command_line, warn_if_untested
 
 LOOPBACKS = ("", "localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1")
 # What one host has no use for: the store is ours, on a free port, and ranks are commands, not functions.
@@ -53,6 +55,8 @@ def start(arguments: Sequence[str]) -> int:
                 raise UsageError(f"{name} is for jobs on one host; leave it out, or --nnodes and the rendezvous")
         from paceline.launch.rendezvous_hosts import launch_hosts
 
+        if is_command_line():
+            warn_if_untested()
         os.environ.update(timeout_environment(options.timeout))
         return launch_hosts(options, command, nproc)
     if options.pin:

@@ -11,6 +11,8 @@ from paceline.errors import UsageError
 from paceline.launch.restarts import LIMIT
 
 ACTIONS = ("restart", "report")
+TIMEOUT_S = 600
+"""How long a collective waits for a rank, unless somebody says otherwise."""
 GRACE_HELP = (
     "How long ranks may take to end after a signal to the launcher, and to save their last step where a Checkpointer "
     "marks it; then they are killed. The same as torchrun's --shutdown-timeout. Default 30."
