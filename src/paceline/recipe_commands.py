@@ -99,7 +99,11 @@ class AroundRecipe(TyperCommand):
 
 
 def own_first(arguments: Sequence[str], takes: Mapping[str, int]) -> list[str]:
-    """Put a command's own options, of which each `takes` so many values, in front of the recipe's name."""
+    """Put a command's own options, of which each `takes` so many values, in front of the recipe's name.
+
+    Raises:
+        UsageError: if the last of them has no value.
+    """
 
     def length(index: int) -> int:
         return 1 + (0 if "=" in arguments[index] else takes.get(arguments[index], 0))
@@ -112,7 +116,7 @@ def own_first(arguments: Sequence[str], takes: Mapping[str, int]) -> list[str]:
     own, rest, index = list(arguments[:place]), [arguments[place]], place + 1
     while index < len(arguments):
         if (stop := index + length(index)) > len(arguments):
-            return list(arguments)  # the recipe's command refuses an option without its value
+            raise UsageError(f"{arguments[index]} needs a value; give one, or leave it out")
         (own if arguments[index].partition("=")[0] in takes else rest).extend(arguments[index:stop])
         index = stop
     return [*own, *rest]
@@ -124,8 +128,14 @@ class Recipes(Commands):
     noun = "recipe"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the recipe's name wherever it stands; all options are its."""
+        """Read the recipe's name wherever it stands; all options are its.
+
+        Raises:
+            UsageError: if there are options without a recipe.
+        """
         place = next((index for index, word in enumerate(args) if word in RECIPES), 0)
+        if args and args[place].startswith("-") and "--help" not in args:
+            raise UsageError(f"{args[place]} is an option of a recipe; name one: {', '.join(RECIPES)}")
         return list(super().parse_args(ctx, [*args[place : place + 1], *args[:place], *args[place + 1 :]]))
 
     def list_commands(self, ctx: Any) -> list[str]:

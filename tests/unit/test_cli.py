@@ -69,6 +69,8 @@ REFUSED = {
     "mistyped recipe": (["train", "dgits"], "unknown recipe 'dgits'; did you mean digits?"),
     "mistyped recipe to profile": (["profile", "dgits"], "neither a recipe nor a file; did you mean digits?"),
     "mistyped recipe to compare": (["compare", "--nproc", "2", "dgits"], "a file; did you mean digits?"),
+    "no recipe": (["train", "--lr", "3"], "--lr is an option of a recipe; name one: digits, lm"),
+    "no value behind a recipe": (["compare", "digits", "--steps"], "--steps needs a value"),
     "mistyped option": (["train", "digits", "--epohcs", "3"], "No such option: --epohcs; did you mean --epochs?"),
     "mistyped option of run": (["run", "--nporc", "3", "x.py"], "no option --nporc; did you mean --nproc?"),
     "unknown option": (["--foo"], "--foo"),
@@ -137,7 +139,6 @@ ORDERS = {
     "a script's": ("--watch digits.py --nproc 2", "--watch digits.py --nproc 2"),
     "a script's argument like a recipe": ("train.py digits --nproc 2", "train.py digits --nproc 2"),
     "a value like a recipe": ("--nproc lm train.py --steps 1", "--nproc lm train.py --steps 1"),
-    "no value": ("digits --watch --nproc", "digits --watch --nproc"),
     "nothing": ("", ""),
 }
 
