@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
@@ -29,6 +29,26 @@ from paceline.recipe_commands import (
     parse_recipe,
     untyped_flags,
 )
+
+
+class Completion(NamedTuple):
+    """A word that the shell may complete, with the attributes that click's have."""
+
+    value: str
+    type: str = "plain"
+    help: str | None = None
+
+
+class Run(Verbatim):
+    """The command ``run``, whose options are no parameters of click's."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Return the options that begin with `incomplete`."""
+        from paceline.launch.run_help import help_parser
+
+        names = help_parser()._option_string_actions if incomplete.startswith("-") else {}
+        return [Completion(name) for name in names if name.startswith(incomplete)]
+
 
 app = typer.Typer(
     name="paceline",
@@ -60,7 +80,7 @@ def paceline(
     """Data-parallel training for PyTorch that is exact, fast, visible and hard to break."""
 
 
-@app.command("run", cls=Verbatim)
+@app.command("run", cls=Run)
 def run(context: typer.Context) -> None:
     """Start a script as N ranks: paceline run --nproc 2 script.py"""
     from paceline.launch.run_help import asks_for_help, help_parser

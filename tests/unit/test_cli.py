@@ -325,7 +325,13 @@ def test_the_installed_command_imports_no_torch_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "offered"), [("tr", "train"), ("train di", "digits"), ("train digits --epo", "--epochs")]
+    ("typed", "offered"),
+    [
+        ("tr", "train"),
+        ("train di", "digits"),
+        ("train digits --epo", "--epochs"),
+        ("run --nproc 2 --hang-t", "--hang-timeout"),
+    ],
 )
 def test_a_shell_completes_commands_recipes_and_options(typed: str, offered: str) -> None:
     words = ["paceline", *typed.split()]
