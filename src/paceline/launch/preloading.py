@@ -29,6 +29,7 @@ LIKE_TORCH = {"torch", "torchvision", "torchaudio", "numpy"}
 LIBRARY = (
     "paceline",
     "paceline.train",
+    "paceline.nn",
     "paceline.compression",
     "paceline.lookup",
     "paceline.comm.c10d.process_group",
