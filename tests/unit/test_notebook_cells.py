@@ -88,7 +88,7 @@ def test_a_start_has_options_with_values() -> None:
 
 def test_ranks_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "available_memory", lambda: job.RANK_BYTES)
-    with pytest.raises(UsageError, match=r"--nproc=2: 2 ranks need at least .* or give --force"):
+    with pytest.raises(UsageError, match=r"--nproc=2: 2 ranks need about .* or give --force"):
         Processes(Start(2))
 
 
