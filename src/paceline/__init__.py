@@ -1,26 +1,27 @@
 """Data-parallel training for PyTorch that is exact, fast, visible and hard to break.
 
-Importing it makes the process group backend ``"paceline"`` known to torch.distributed; nothing else happens.
+Importing it makes the process group backend ``"paceline"`` known to torch.distributed; nothing else happens. What the
+names stand for is imported when they are first used.
 """
 
 from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
 
+from paceline import errors
+from paceline.errors import PacelineError, UsageError
+from paceline.supported import is_command_line as _is_command_line
 from paceline.supported import warn_if_untested as _warn_if_untested
 
-_warn_if_untested()  # before imports that may need what another torch does not have
-
-# isort: split
-from paceline import checkpoint, compression, data, ddp, errors, nn, optim, profiler, train
-from paceline.checkpoint import Checkpointer, load_weights
-from paceline.comm.c10d.process_group import register as _register
-from paceline.data_parallel import DataParallel
-from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics, mean_over_ranks
-from paceline.errors import PacelineError, UsageError
-from paceline.lookup import cache_mesh, get
-from paceline.nn import SyncBatchNorm
-from paceline.rng import set_seed
-from paceline.unwrapping import unwrap
-from paceline.world import World, init
+if TYPE_CHECKING:
+    from paceline import checkpoint, compression, data, ddp, nn, optim, profiler, train
+    from paceline.checkpoint import Checkpointer, load_weights
+    from paceline.data_parallel import DataParallel
+    from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics, mean_over_ranks
+    from paceline.lookup import cache_mesh, get
+    from paceline.nn import SyncBatchNorm
+    from paceline.rng import set_seed
+    from paceline.unwrapping import unwrap
+    from paceline.world import World, init
 
 __version__ = "0.1.0"
 
@@ -55,7 +56,48 @@ __all__ = [
     "unwrap",
 ]
 
-_register()
+_HOMES = {
+    "Checkpointer": "checkpoint",
+    "load_weights": "checkpoint",
+    "DataParallel": "data_parallel",
+    "DistributedDataParallel": "ddp",
+    "accumulate": "ddp",
+    "clip_grad_norm_": "ddp",
+    "gather_for_metrics": "ddp",
+    "mean_over_ranks": "ddp",
+    "cache_mesh": "lookup",
+    "get": "lookup",
+    "SyncBatchNorm": "nn",
+    "set_seed": "rng",
+    "unwrap": "unwrapping",
+    "World": "world",
+    "init": "world",
+}
+"""The module of each public name that is imported when it is first used; names that are not here are modules."""
+
+if not _is_command_line():
+    _warn_if_untested()  # before imports that may need what another torch does not have
+    _import_module("paceline.comm.c10d.own_backend").register()
+
+if not TYPE_CHECKING:  # to a type checker, other names do not exist
+
+    def __getattr__(name: str) -> Any:
+        """Import what `name` stands for."""
+        if name.startswith("_"):
+            raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+        home = f"paceline.{_HOMES.get(name, name)}"
+        try:
+            module = _import_module(home)
+        except ModuleNotFoundError as error:
+            if error.name != home:
+                raise
+            raise AttributeError(f"module 'paceline' has no attribute {name!r}") from None
+        globals()[name] = getattr(module, name) if name in _HOMES else module
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def load_ipython_extension(shell: object) -> None:

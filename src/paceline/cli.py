@@ -7,36 +7,56 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
 from paceline import __version__
 from paceline.bench.bench_command import bench
-from paceline.checkpoint.checkpoint_command import checkpoint
+from paceline.checkpoint_commands import checkpoint
+from paceline.commands import Commands, Verbatim, or_near
 from paceline.compare.modes import MODES
 from paceline.errors import UsageError
 from paceline.explain.explain_command import EXAMPLES, explain
+from paceline.launch.supervision import FORCE_HELP
 from paceline.memory_estimate import estimate_command
-from paceline.recipe_commands import INTERRUPTED, RECIPES, Recipes, command_line, parse_recipe, untyped_flags
+from paceline.recipe_commands import (
+    INTERRUPTED,
+    RECIPES,
+    AroundRecipe,
+    Recipes,
+    command_line,
+    parse_recipe,
+    untyped_flags,
+)
 
 
-class Verbatim(TyperCommand):
-    """A command that gets its arguments as they are, ``--help`` included."""
+class Completion(NamedTuple):
+    """A word that the shell may complete, with the attributes that click's have."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Leave everything to the command."""
-        ctx.args = list(args)
-        return []
+    value: str
+    type: str = "plain"
+    help: str | None = None
+
+
+class Run(Verbatim):
+    """The command ``run``, whose options are no parameters of click's."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Return the options that begin with `incomplete`."""
+        from paceline.launch.run_help import help_parser
+
+        names = help_parser()._option_string_actions if incomplete.startswith("-") else {}
+        return [Completion(name) for name in names if name.startswith(incomplete)]
 
 
 app = typer.Typer(
     name="paceline",
+    cls=Commands,
     help="Data-parallel training for PyTorch that is exact, fast, visible and hard to break.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+Force = Annotated[bool, typer.Option("--force", help=FORCE_HELP)]
 train = typer.Typer(cls=Recipes, help="Train one of the recipes that come with Paceline.")
 app.add_typer(train, name="train")
 app.add_typer(bench, name="bench")
@@ -60,15 +80,20 @@ def paceline(
     """Data-parallel training for PyTorch that is exact, fast, visible and hard to break."""
 
 
-@app.command("run", cls=Verbatim)
+@app.command("run", cls=Run)
 def run(context: typer.Context) -> None:
     """Start a script as N ranks: paceline run --nproc 2 script.py"""
+    from paceline.launch.run_help import asks_for_help, help_parser
+
+    if asks_for_help(context.args):
+        help_parser().print_help()
+        return
     from paceline.launch.options import start
 
     raise typer.Exit(start(context.args))
 
 
-@app.command("compare", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+@app.command("compare", cls=AroundRecipe, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def compare(
     context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="RECIPE|SCRIPT", help="A recipe, or a script that uses Paceline.")],
@@ -77,6 +102,7 @@ def compare(
         typer.Option(metavar="LIST", help=f"Some of {', '.join(MODES)}, with commas; all that can run by default."),
     ] = None,
     nproc: Annotated[str, typer.Option(metavar="N", help="Devices: a number, gpu, cpu, or auto.")] = "auto",
+    force: Force = False,
     steps: Annotated[int, typer.Option(help="Optimizer steps to time in each mode, after a warm-up of 3.")] = 40,
     one_by_one: Annotated[
         bool, typer.Option("--one-by-one", help="End each mode before the next starts, for want of memory.")
@@ -86,24 +112,24 @@ def compare(
 ) -> None:
     """Train the same program in several ways, and compare speed, memory and weights.
 
-    Options of the comparison come first; what follows the name goes to the recipe or the script:
-    paceline compare --nproc 2 digits --batch-size 64
+    What follows the name goes to the recipe or the script: paceline compare --nproc 2 digits --batch-size 64.
+    Options of the comparison come before a script's name, and anywhere with a recipe.
     """
     from paceline.compare.compare_command import Comparison, Target
     from paceline.compare.compare_command import compare as run_comparison
     from paceline.launch.job import resolve_nproc, say
 
-    count, note = resolve_nproc(nproc)
+    count, note = resolve_nproc(nproc, force)
     if note:
         say(note)
     if target in RECIPES:
         program = Target(target, parse_recipe(target, context.args, "compare"))
     else:
-        program = Target(target, None, context.args)
+        program = Target(target, None, context.args, tuple(RECIPES))
     raise typer.Exit(run_comparison(program, Comparison(modes, steps, json, plot, one_by_one), count))
 
 
-@app.command("profile", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+@app.command("profile", cls=AroundRecipe, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def profile(
     context: typer.Context,
     target: Annotated[
@@ -114,6 +140,7 @@ def profile(
         ),
     ] = None,
     nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")] = "auto",
+    force: Force = False,
     steps: Annotated[
         int | None, typer.Option(help="Optimizer steps to measure, after which the program ends; all by default.")
     ] = None,
@@ -136,8 +163,8 @@ def profile(
 ) -> None:
     """Run a program on N ranks, and see where the time of a step goes, who waits for whom, and what to change.
 
-    Options of the profile come first; what follows the name goes to the recipe or the script:
-    paceline profile --nproc 2 train.py --epochs 3
+    What follows the name goes to the recipe or the script: paceline profile --nproc 2 train.py --epochs 3.
+    Options of the profile come before a script's name, and anywhere with a recipe.
 
     paceline profile analyze FILE.csv finds slow ranks in a table with the columns step, rank and seconds.
     paceline profile report FOLDER writes the results again, such as from the records of several hosts.
@@ -151,7 +178,7 @@ def profile(
     if target in profile_command.TOOLS:
         raise typer.Exit(profile_command.TOOLS[target](context.args))
     settings = profile_command.ProfileSettings(out, steps, operators, watch)
-    raise typer.Exit(start_profiled(target, context.args, settings, nproc))
+    raise typer.Exit(start_profiled(target, context.args, settings, nproc, force))
 
 
 @app.command("top")
@@ -172,7 +199,7 @@ def top(
     raise typer.Exit(run_top(job, once=once, json=json))
 
 
-def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str) -> int:
+def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str, force: bool) -> int:
     """Profile the recipe or script `target`; returns the exit code.
 
     Raises:
@@ -182,13 +209,13 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str)
     from paceline.launch.program import expect_script
     from paceline.profiler.profile_command import run_profiled
 
-    count, note = resolve_nproc(nproc)
+    count, note = resolve_nproc(nproc, force)
     if target in RECIPES:
         config = parse_recipe(target, arguments, "profile", keeps_files=True)
         program = ["-m", "paceline.recipes", target, config.to_json()]
         settings = dataclasses.replace(settings, title=command_line(target, config))
     else:
-        expect_script(target)
+        expect_script(target, RECIPES)
         program = [target, *arguments]
     settings.check()
     if note:
@@ -222,7 +249,10 @@ def main() -> NoReturn:
         # click's own, such as for an unknown option; some versions of typer bring their own click
         if not hasattr(error, "format_message"):
             raise
-        code = _refuse(error.format_message())
+        if (option := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
+            code = _refuse(f"No such option: {option}{or_near(option, error.possibilities or ())}")
+        else:
+            code = _refuse(error.format_message())
     sys.exit(code or 0)
 
 

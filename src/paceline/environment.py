@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import __version__
+from paceline.comm.c10d.own_backend import register
 from paceline.launch.pinning import cores
 from paceline.supported import RANGE, untested
 from paceline.world import OWN_BACKEND
@@ -61,6 +62,7 @@ def _version(package: str) -> str:
 
 
 def _backends() -> list[str]:
+    register()  # which the command line leaves to those that need it
     return [name for name in (OWN_BACKEND, "gloo", "nccl", "mpi") if dist.is_backend_available(name)]
 
 

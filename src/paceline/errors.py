@@ -68,9 +68,28 @@ class MissingExtra(UsageError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(
-            f"{purpose} needs the package {package!r}, which is not installed; run: pip install 'paceline[{extra}]'"
-        )
+        super().__init__(f"{purpose} needs the package {package!r}, which is not installed; {installing(extra)}")
+
+
+def installing(extra: str) -> str:
+    """Return words for how to install the optional packages of `extra`, in the way in which Paceline was installed.
+
+    pip finds no clone and no file under the name of Paceline.
+    """
+    import json  # as the others, for a message that few programs need
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import unquote, urlsplit
+
+    try:
+        origin = json.loads(distribution("paceline").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        origin = {}
+    if origin.get("dir_info", {}).get("editable"):
+        return f"in {unquote(urlsplit(origin['url']).path)} run: pip install -e '.[{extra}]'"
+    if not origin:  # it came from an index
+        return f"run: pip install 'paceline[{extra}]'"
+    kind = f"{origin['vcs_info']['vcs']}+" if "vcs_info" in origin else ""
+    return f"run: pip install 'paceline[{extra}] @ {kind}{origin['url']}'"
 
 
 class CheckpointMismatch(UsageError):

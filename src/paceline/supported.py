@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
-
-import torch
 
 from paceline.errors import UntestedTorchWarning
 
@@ -26,8 +25,15 @@ def untested(version: str) -> str | None:
     return f"{'older' if series < OLDEST else 'newer'} than the versions that Paceline was tested with, {RANGE}"
 
 
+def is_command_line() -> bool:
+    """Return whether this is the process of the command ``paceline``, which imports torch when there is work for it."""
+    return "paceline_command" in sys.modules
+
+
 def warn_if_untested() -> None:
     """Warn if the installed torch was not tested: in one process of a job, which is our launcher or else rank 0."""
+    import torch  # not to be imported for the command's help
+
     version = str(torch.__version__)
     matter = untested(version)
     if matter and "PACELINE_LAUNCHER" not in os.environ and os.environ.get("RANK", "0") == "0":

@@ -34,7 +34,7 @@ from paceline.torch_internals.nccl import abort_known_groups, nccl_of
 logger = logging.getLogger(__name__)
 
 OWN_BACKEND = "paceline"
-"""Registered by ``import paceline``, which importing this module does first."""
+"""Registered by ``import paceline``, which importing this module does first, but for the command line's process."""
 TIMEOUT = "PACELINE_TIMEOUT"
 """Environment variable: seconds that collectives wait for a rank, where ``init`` is given no other number."""
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -296,12 +296,18 @@ def expect_available(backend: str) -> None:
             raise WorldError(f"backend {name!r} is not available in this PyTorch; leave it out, or use 'gloo'")
 
 
+def usable_backends() -> str:
+    """Return the backends of the process group, ``cpu:gloo,cuda:nccl``, for the devices that are there."""
+    backends = str(dist.get_backend_config()).split(",")
+    return ",".join(each for each in backends if torch.cuda.is_available() or not each.startswith("cuda:"))
+
+
 def _expect_backend(backend: str | None) -> None:
     if backend is None:
         return
     present = str(dist.get_backend_config())
     if backend not in (present, dist.get_backend()) and backend not in present.replace(":", ",").split(","):
         raise WorldError(
-            f"the process group exists with backend {present!r} but {backend!r} was asked for; "
+            f"the process group exists with backend {usable_backends()!r} but {backend!r} was asked for; "
             "initialize it once, with the backend that you want"
         )

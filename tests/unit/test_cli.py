@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
 import paceline
 from paceline import cli, recipe_commands
@@ -61,7 +63,16 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
 
 
 REFUSED = {
-    "unknown command": (["foo"], "foo"),
+    "unknown command": (["foo"], "unknown command 'foo'; known commands: explain, estimate-memory, run,"),
+    "mistyped command": (["trian", "digits"], "unknown command 'trian'; did you mean train?"),
+    "mistyped command of a group": (["checkpoint", "lst"], "unknown command 'lst'; did you mean list?"),
+    "mistyped recipe": (["train", "dgits"], "unknown recipe 'dgits'; did you mean digits?"),
+    "mistyped recipe to profile": (["profile", "dgits"], "neither a recipe nor a file; did you mean digits?"),
+    "mistyped recipe to compare": (["compare", "--nproc", "2", "dgits"], "a file; did you mean digits?"),
+    "no recipe": (["train", "--lr", "3"], "--lr is an option of a recipe; name one: digits, lm"),
+    "no value behind a recipe": (["compare", "digits", "--steps"], "--steps needs a value"),
+    "mistyped option": (["train", "digits", "--epohcs", "3"], "No such option: --epohcs; did you mean --epochs?"),
+    "mistyped option of run": (["run", "--nporc", "3", "x.py"], "no option --nporc; did you mean --nproc?"),
     "unknown option": (["--foo"], "--foo"),
     "unknown recipe": (["train", "foo"], "unknown recipe 'foo'; known recipes: digits"),
     "unknown recipe option": (["train", "digits", "--foo"], "--foo"),
@@ -98,6 +109,43 @@ def test_train_starts_the_recipe_with_only_what_was_asked(
     assert job.nproc == 2
     assert list(job.command[:-1]) == [sys.executable, "-u", "-m", "paceline.recipes", "digits"]
     assert json.loads(job.command[-1]) == {**asdict(Config()), "batch_size": 32, "resume": True}
+
+
+def test_train_supervises_as_run_does(started: list[launching.Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only --grace and --hang-… were there.
+    options = ["--max-restarts", "5", "--report", "ended.json", "--pin", "--hang-timeout", "90", "--hang-action=report"]
+    assert run(monkeypatch, "train", "digits", "--nproc", "1", *options) == 0
+    assert run(monkeypatch, "train", "digits", "--nproc", "1") == 0
+    asked, usual = started
+    assert (asked.max_restarts, asked.report, asked.pin) == (5, "ended.json", True)
+    assert (asked.supervision.hang_timeout, asked.supervision.hang_action) == (90.0, "report")
+    assert (usual.max_restarts, usual.report, usual.pin, usual.supervision.hang_timeout) == (None, None, False, None)
+
+
+def test_options_of_a_recipe_may_stand_before_its_name(
+    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(monkeypatch, "train", "--nproc", "1", "--seed", "3", "digits", "--epochs", "2") == 0
+    told = json.loads(started[0].command[-1])
+    assert (told["seed"], told["epochs"]) == (3, 2)
+
+
+TAKES = {"--nproc": 1, "--steps": 1, "--both": 2, "--watch": 0, "--no-watch": 0}
+ORDERS = {
+    "before": ("--nproc 2 --watch digits --lr 1", "--nproc 2 --watch digits --lr 1"),
+    "behind": ("digits --nproc 2 --lr 1 --watch", "--nproc 2 --watch digits --lr 1"),
+    "around": ("--steps=3 digits --lr 1 --nproc=2", "--steps=3 --nproc=2 digits --lr 1"),
+    "two values": ("digits --both a b --lr 1", "--both a b digits --lr 1"),
+    "a script's": ("--watch digits.py --nproc 2", "--watch digits.py --nproc 2"),
+    "a script's argument like a recipe": ("train.py digits --nproc 2", "train.py digits --nproc 2"),
+    "a value like a recipe": ("--nproc lm train.py --steps 1", "--nproc lm train.py --steps 1"),
+    "nothing": ("", ""),
+}
+
+
+@pytest.mark.parametrize(("given", "order"), ORDERS.values(), ids=ORDERS)
+def test_a_commands_own_options_stand_anywhere_with_a_recipe(given: str, order: str) -> None:
+    assert recipe_commands.own_first(given.split(), TAKES) == order.split()
 
 
 @dataclass(frozen=True)
@@ -178,6 +226,8 @@ HELP = {
         ["ring", "halving-doubling", "bucket-overlap", "workflow", "bubble", "reduce", "--ranks", "--out", ".svg"],
     ),
     "run": (["run", "--help"], ["--nproc", "--timeout", "10 minutes", "--max-restarts", "--rdzv-endpoint", "loopback"]),
+    "run, later": (["run", "--nproc", "2", "--nnodes", "1", "--help"], ["--nproc", "--max-restarts"]),
+    "completion": (["--help"], ["--install-completion"]),
 }
 
 
@@ -230,8 +280,67 @@ def test_help_names_what_there_is(
     assert run(monkeypatch, *arguments) == 0
     out, err = capsys.readouterr()
     assert [word for word in words if word not in out] == []
-    assert "completion" not in out
     assert err == ""
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command in and below `group`."""
+    yield path
+    for name in group.list_commands(None) if hasattr(group, "list_commands") else ():
+        yield from commands(group.get_command(None, name), (*path, name))
+
+
+COMMANDS = [*commands(typer.main.get_command(cli.app))]
+NO_TORCH = """
+import io, json, sys
+from contextlib import redirect_stdout
+import paceline_command
+
+loaded = {}
+for words in json.load(sys.stdin):
+    sys.argv, out = ["paceline", *words], io.StringIO()
+    with redirect_stdout(out):
+        try:
+            paceline_command.main()
+        except SystemExit as end:
+            loaded[" ".join(words)] = [end.code, "torch" in sys.modules, bool(out.getvalue())]
+print(json.dumps(loaded))
+"""
+
+
+def test_help_version_and_completion_import_no_torch() -> None:
+    # They took two to five seconds.
+    assert len(COMMANDS) > 15
+    asked = [[*words, "--help"] for words in COMMANDS]
+    asked += [["--version"], ["--show-completion", "bash"], [], ["train"], ["checkpoint"]]
+    command, environment = [sys.executable, "-c", NO_TORCH], {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(
+        command, input=json.dumps(asked), env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert {words: [0, False, True] for words in map(" ".join, asked)} == json.loads(done.stdout)
+
+
+def test_the_installed_command_imports_no_torch_itself() -> None:
+    assert 'paceline = "paceline_command:main"\n' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("tr", "train"),
+        ("train di", "digits"),
+        ("train digits --epo", "--epochs"),
+        ("run --nproc 2 --hang-t", "--hang-timeout"),
+    ],
+)
+def test_a_shell_completes_commands_recipes_and_options(typed: str, offered: str) -> None:
+    words = ["paceline", *typed.split()]
+    asked = {"_PACELINE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    code = "import sys, paceline_command; sys.argv = ['paceline']; paceline_command.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True, timeout=60
+    )
+    assert offered in done.stdout.split()
 
 
 def test_python_m_paceline_is_the_command(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint import Checkpointer
+from paceline.errors import installing
 from processes import TIMEOUT_S, Running, alive, paceline, script
 from recipe_reports import FIELDS
 
@@ -128,7 +129,7 @@ def test_without_scikit_learn_the_pip_command_is_named(tmp_path: Path) -> None:
         "from paceline.cli import main; main()"
     )
     done = digits(tmp_path, program=("-c", blocked))
-    assert_refused(tmp_path, done, {}, "pip install 'paceline[digits]'")
+    assert_refused(tmp_path, done, {}, installing("digits"))
 
 
 def test_help_names_every_option(tmp_path: Path) -> None:

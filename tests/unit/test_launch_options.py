@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch import job, options, run_parser
+from paceline.launch import job, options, run_help, run_parser
 from paceline.launch.job import Job, resolve_nproc
 
 
@@ -121,6 +122,16 @@ def test_the_prefix_of_teed_lines_is_taken_where_torchrun_has_it(script: str, mo
 def test_completions_of_the_command_torchrun_are_not_ours_to_print() -> None:
     # `paceline run --help` of torch 2.15 offered a script that completes another command.
     assert "print-completion" not in run_parser.parser().format_help()
+
+
+def test_the_help_names_options_that_torchrun_has() -> None:
+    # It is not torchrun's own, which would import torch.
+    named = set(re.findall(r"--[a-z-]+", run_help.help_parser().format_help()))
+    assert named - {"--help", "--lr"} <= run_parser.parser()._option_string_actions.keys()
+    assert run_parser.parser().format_help() == run_help.help_parser().format_help()
+
+
+def test_an_option_of_torchruns_own_is_refused() -> None:
     with pytest.raises(UsageError, match="has no option --print-completion"):
         options.parse(["--print-completion", "zsh"])
 
@@ -192,6 +203,62 @@ def test_nproc(wanted: str | int, gpus: int, count: int, noted: bool, monkeypatc
     assert (resolved, bool(note)) == (count, noted)
     if note:
         assert note.startswith("note: 4 ranks on 2 cores")
+
+
+@pytest.mark.parametrize(("count", "gib", "most"), [(500, 21, 143), (5, 0.5, 3), (1, 0.01, 1)])
+def test_ranks_that_memory_cannot_hold_are_refused(
+    count: int, gib: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # --nproc 500 was taken on any host, with a note on cores alone.
+    monkeypatch.setattr(job, "available_memory", lambda: int(gib * 2**30))
+    message = f"--nproc={count}: {count} ranks need about .* start at most {most}, or give --force"
+    with pytest.raises(UsageError, match=message):
+        resolve_nproc(str(count))
+    assert resolve_nproc(str(count), force=True)[0] == count
+    monkeypatch.setattr(job, "available_memory", lambda: count * job.RANK_BYTES)
+    assert resolve_nproc(count)[0] == count
+
+
+def test_run_takes_force(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Job] = []
+    monkeypatch.setattr(options, "launch", lambda job: started.append(job) or 0)
+    monkeypatch.setattr(job, "available_memory", lambda: job.RANK_BYTES)
+    with pytest.raises(UsageError, match="--force"):
+        options.start(["--nproc", "2", script])
+    assert options.start(["--nproc", "2", "--force", script]) == 0
+    assert [each.nproc for each in started] == [2]
+
+
+PASSED_ON = {
+    "ours": ("--nproc 2", "", ["--nproc", "2"]),
+    "attached": ("--lr 1 --nproc=2 --seed 3", "", ["--nproc=2"]),
+    "torchrun's": ("--standalone --nnodes 1:2", "", ["--standalone", "--nnodes", "1:2"]),
+    "its own by text": ("--timeout 3", 'add_argument("--timeout")', []),
+    "its own by field": ("--log-dir x", "class Settings:\n    log_dir: str", []),
+    "its own, another one": ("--timeout 3", "timeouts = 3", ["--timeout", "3"]),
+    "help": ("--help", "", []),
+    "short ones": ("-m x -r 3", "", []),
+    "no value": ("--nproc", "", ["--nproc"]),
+}
+
+
+@pytest.mark.parametrize(("given", "text", "found"), PASSED_ON.values(), ids=PASSED_ON)
+def test_options_of_ours_among_a_scripts_arguments_are_found(given: str, text: str, found: list[str]) -> None:
+    assert options.own_options_in(given.split(), text) == found
+
+
+def test_an_option_behind_the_script_is_passed_on_with_a_warning(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # `paceline run train.py --nproc 2` trained on one rank, in silence.
+    started: list[Job] = []
+    monkeypatch.setattr(options, "launch", lambda job: started.append(job) or 0)
+    assert options.start([script, "--nproc", "2"]) == 0
+    assert (started[0].nproc, list(started[0].command[-3:])) == (1, [script, "--nproc", "2"])
+    assert capsys.readouterr().err == (
+        "warning: --nproc 2 after the script's name goes to the script; for paceline run, write: "
+        "paceline run --nproc 2 … script.py\n"
+    )
 
 
 def test_gpus_are_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,9 +183,9 @@ def test_nothing_is_forked_from_a_process_with_threads(tmp_path: Path) -> None:
         ("import importlib\nimportlib.import_module('tor' + 'ch')", ("torch",)),
         ("import torch\noptimizer = torch.optim.SGD([], lr=1)", ("torch", "torch._dynamo")),
         ("from mine import main\nmain()", ("torch", "torch._dynamo")),
-        ("import paceline", ("torch", "torch._dynamo", "paceline")),
+        ("import paceline", ("torch", "torch._dynamo", *preloading.LIBRARY)),
         # Only the first name of a line counted.
-        ("import os, torch, paceline", ("torch", "torch._dynamo", "paceline")),
+        ("import os, torch, paceline", ("torch", "torch._dynamo", *preloading.LIBRARY)),
         ("import os; import torch.nn as nn", ("torch",)),
         ("import os, \\\n    torch", ("torch",)),
         ("from . import model", ("torch", "torch._dynamo")),
@@ -244,7 +244,7 @@ def test_other_programs_are_started_as_they_are(command: list[str]) -> None:
 
 def test_the_environment_turns_it_off_for_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-u", "-m", "paceline.recipes.digits"]
-    assert preloading.decide(command).modules == ("torch", "torch._dynamo", "paceline")
+    assert preloading.decide(command).modules == ("torch", "torch._dynamo", *preloading.LIBRARY)
     assert preloading.decide(command, wanted=False) == preloading.Preloading()
     monkeypatch.setenv(preloading.SETTING, "0")
     assert preloading.decide(command) == preloading.Preloading()

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 from hub_server import Hub
+from paceline.errors import installing
 from paceline.memory_estimate import hub_models
 from paceline.memory_estimate.activations import measure_activations, without_mkldnn
 from paceline.memory_estimate.contents import contents_of
@@ -496,7 +497,9 @@ def test_without_transformers_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(hub_models, "find_spec", lambda name: None)
     assert run(monkeypatch, "estimate-memory", "config.json") == 2
-    assert "needs the package 'transformers', which is not installed; run: pip install" in capsys.readouterr().err
+    assert (
+        f"needs the package 'transformers', which is not installed; {installing('recipes')}" in capsys.readouterr().err
+    )
 
 
 def estimate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:

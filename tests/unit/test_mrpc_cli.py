@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 import warnings
@@ -14,8 +15,8 @@ import pytest
 
 from forked import call
 from hub_server import Hub
-from paceline.errors import MissingExtra, UsageError
-from paceline.recipes.mrpc import DEFAULT_MODEL, MrpcConfig
+from paceline.errors import MissingExtra, UsageError, installing
+from paceline.recipes.configs import DEFAULT_MODEL, MrpcConfig
 from paceline.recipes.mrpc_data import COLUMNS
 from processes import paceline
 
@@ -130,7 +131,7 @@ def test_without_a_package_the_pip_command_is_named(
 ) -> None:
     from importlib.util import find_spec
 
-    for place in ("paceline.recipes.mrpc", "paceline.recipes.training_options"):
+    for place in ("paceline.recipes.configs", "paceline.recipes.training_options"):
         monkeypatch.setattr(f"{place}.find_spec", lambda name: None if name == package else find_spec(name))
     options = {
         "tensorboard": {"tensorboard": "board"},
@@ -138,7 +139,7 @@ def test_without_a_package_the_pip_command_is_named(
         "datasets": {"data": "glue/mrpc"},
     }
     extra = package if package in ("tensorboard", "wandb") else "recipes"
-    with pytest.raises(MissingExtra, match=rf"'{package}'.* pip install 'paceline\[{extra}\]'"):
+    with pytest.raises(MissingExtra, match=rf"'{package}'.*{re.escape(installing(extra))}"):
         MrpcConfig(**{"data": str(data), "model": str(model), **options.get(package, {})}).check()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import UsageError
+from paceline.launch import job
 from paceline.notebook.cell_text import Start, parsed_start, pulled, ranks_in, routed
+from paceline.notebook.processes import Processes
 
 
 def run_all(text: str) -> str:
@@ -80,8 +82,14 @@ def test_a_start_has_options_with_values() -> None:
     assert parsed_start("--nproc 2") == parsed_start("-n 2") == parsed_start("--nproc=2") == Start(2)
     assert parsed_start("--num-processes 2 --gpu-ids 3,4") == Start(2, gpu_ids=(3, 4))
     assert parsed_start("--gpu-ids 3,4") == Start(2, gpu_ids=(3, 4))
-    everything = "--nproc 2 --backend gloo --port 29500 --timeout 60"
-    assert parsed_start(everything) == Start(2, "gloo", None, 29500, "60")
+    everything = "--nproc 2 --force --backend gloo --port 29500 --timeout 60"
+    assert parsed_start(everything) == Start(2, "gloo", None, 29500, "60", force=True)
+
+
+def test_ranks_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "available_memory", lambda: job.RANK_BYTES)
+    with pytest.raises(UsageError, match=r"--nproc=2: 2 ranks need about .* or give --force"):
+        Processes(Start(2))
 
 
 @pytest.mark.parametrize(

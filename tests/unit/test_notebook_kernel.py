@@ -118,7 +118,7 @@ def test_the_status_tells_that_a_cell_has_left_the_process_group(ranks: Kernel) 
 def test_one_rank_is_spoken_of_as_one(notebook: Kernel) -> None:
     notebook.run("%dist_shutdown")
     started = notebook.run("%dist_init --nproc 1").text
-    assert re.fullmatch(r"rank 0 is ready \(cpu, .*\); every cell runs on it\n", started)
+    assert re.fullmatch(r"rank 0 is ready \(cpu, cpu:paceline\); every cell runs on it\n", started)
     assert notebook.run("%dist_status").lines[0].startswith("1 rank, cpu, ")
     assert notebook.run("%dist_init --nproc 2").error == (
         "UsageError: 1 rank is running already; end it with %dist_shutdown first"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -30,15 +35,65 @@ MODULES = [
     paceline.optim,
     paceline.train,
 ]
+TYPING = (typing.TYPE_CHECKING, typing.Any)
+"""Names that a module needs itself."""
 each_module = pytest.mark.parametrize("module", MODULES, ids=[module.__name__ for module in MODULES])
 
 
 @each_module
 def test_all_is_complete_and_sorted(module: ModuleType) -> None:
-    public = {name for name, value in vars(module).items() if not (name.startswith("_") or inspect.ismodule(value))}
+    values = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
+    public = {name for name, value in values.items() if not inspect.ismodule(value) and value not in TYPING}
     listed = list(module.__all__)
     assert listed == sorted(listed)
     assert public == {name for name in listed if not inspect.ismodule(getattr(module, name))}
+
+
+LAZY = """
+import sys
+import torch
+before = set(sys.modules)
+import paceline
+import torch.distributed as dist
+loaded = sorted(name for name in set(sys.modules) - before if name.startswith("paceline."))
+assert "paceline" in dist.Backend.backend_list
+assert len(loaded) < 10, loaded
+for name in ("typo", "_private", "ddp_"):
+    assert not hasattr(paceline, name), name
+from paceline import DistributedDataParallel, train
+assert paceline.DistributedDataParallel is DistributedDataParallel is paceline.ddp.DistributedDataParallel
+assert paceline.train is train is sys.modules["paceline.train"]
+assert set(paceline.__all__) <= set(dir(paceline))
+"""
+
+
+def test_names_are_imported_when_they_are_first_used() -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", LAZY], timeout=60, check=True)
+
+
+def test_a_plain_script_makes_the_group_by_its_backends_name() -> None:
+    code = """
+import paceline
+import torch.distributed as dist
+dist.init_process_group("paceline", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+print(dist.get_backend(), type(dist.group.WORLD).__name__)
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "paceline PacelineProcessGroup\n"
+
+
+def test_type_checkers_and_the_interpreter_find_a_name_in_the_same_module() -> None:
+    tree = ast.parse(Path(paceline.__file__).read_text())
+    [typed] = [each for each in tree.body if isinstance(each, ast.If) and ast.unparse(each.test) == "TYPE_CHECKING"]
+    homes = {
+        name.name: (node.module or "").removeprefix("paceline.")
+        for node in typed.body
+        if isinstance(node, ast.ImportFrom) and node.module != "paceline"
+        for name in node.names
+    }
+    assert homes == paceline._HOMES
 
 
 @each_module

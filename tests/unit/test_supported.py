@@ -78,3 +78,18 @@ def test_import_warns_at_the_users_line() -> None:
     assert done.returncode == 0
     assert done.stderr.startswith("<string>:3: UntestedTorchWarning: torch 2.10.1 is older than the versions")
     assert done.stderr.count("UntestedTorchWarning") == 1
+
+
+def test_the_command_warns_when_it_starts_ranks_and_not_for_its_help(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('ran')")
+    code = (
+        "import sys, paceline_command, paceline\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torch\n"
+        "torch.__version__ = '2.10.1'\n"
+        "sys.argv = ['paceline', 'run', '--nproc', '1', 'script.py']\n"
+        "paceline_command.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
+    assert done.stderr.count("UntestedTorchWarning: torch 2.10.1 is older than the versions") == 1

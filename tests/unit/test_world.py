@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from forked import call
+from paceline import world
 from paceline.errors import UsageError, WorldError
 from paceline.world import World, current, init
 
@@ -46,6 +47,16 @@ def test_a_wrong_environment_is_named(monkeypatch: pytest.MonkeyPatch, environme
     with pytest.raises(WorldError) as caught:
         init()
     assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(("has_gpu", "shown"), [(False, "cpu:paceline"), (True, "cpu:paceline,cuda:paceline")])
+def test_backends_are_named_for_devices_that_are_there(
+    has_gpu: bool, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A notebook without a GPU had ranks «cpu, cpu:paceline,cuda:paceline».
+    monkeypatch.setattr(world.dist, "get_backend_config", lambda: "cpu:paceline,cuda:paceline")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert world.usable_backends() == shown
 
 
 def test_before_init_there_is_no_world() -> None:

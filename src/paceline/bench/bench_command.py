@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from paceline.bench.bench_config import BACKENDS, OPS, SIZES, BenchConfig, parse_names, parse_sizes
+from paceline.commands import Commands
 from paceline.launch.program import start_program
+from paceline.launch.supervision import FORCE_HELP
 
 EXAMPLES = """Examples:
 
@@ -18,7 +20,7 @@ paceline bench collectives --nproc 4 --sizes 64K,1M --ops all_reduce,broadcast -
 
 paceline bench collectives --backends gloo,paceline --json speed.json
 """
-bench = typer.Typer(help="Measure what this machine can do.")
+bench = typer.Typer(cls=Commands, help="Measure what this machine can do.")
 
 
 @bench.callback()
@@ -29,6 +31,7 @@ def _group() -> None:
 @bench.command("collectives", epilog=EXAMPLES)
 def collectives(
     nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, cpu, or auto.")] = "auto",
+    force: Annotated[bool, typer.Option("--force", help=FORCE_HELP)] = False,
     sizes: Annotated[str, typer.Option(metavar="LIST", help="Bytes of the whole tensor, with K, M or G.")] = SIZES,
     ops: Annotated[str, typer.Option(metavar="LIST", help=f"Some of {', '.join(OPS)}.")] = "all_reduce",
     backends: Annotated[
@@ -48,7 +51,7 @@ def collectives(
     """
     from paceline.launch.job import resolve_nproc
 
-    count, note = resolve_nproc(nproc)
+    count, note = resolve_nproc(nproc, force)
     config = BenchConfig(
         parse_sizes(sizes),
         parse_names("--ops", ops, OPS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.table import Table
@@ -46,17 +46,8 @@ class AuditedData:
     """Of all its checkpoints, each named."""
 
 
-def audit_checkpoints(
-    folders: Annotated[
-        list[str], typer.Argument(metavar="FOLDER…", help="Folders of runs, or of checkpoints; copies, or equal runs.")
-    ],
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
-    """Compare every tensor of every copy bit by bit, and prove that each sample was used once per epoch.
-
-    Every byte is verified first. Checkpoints of one step in several folders are copies. The exit code is 1 if anything
-    is damaged or differs, or a sample was left out or used twice.
-    """
+def audit_checkpoints(folders: Sequence[str], json: bool) -> None:
+    """Compare every tensor of every copy bit by bit, and prove that each sample was used once per epoch."""
     found = [(place, list(inspection.inspect(place, steps, every_byte=True))) for place, steps in _located(folders)]
     steps = list(_audited_steps([each for _, all_of in found for each in all_of]))
     data = [_audited_data(place, all_of) for place, all_of in found]

@@ -1,77 +1,26 @@
-"""``paceline checkpoint``: what a folder of checkpoints holds, whether it is whole, and a file of it for others."""
+"""The work of ``paceline checkpoint``: what a folder holds, whether it is whole, and a file of it for others."""
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.table import Table
-from typer.core import TyperGroup
 
 from paceline.checkpoint import export as exporting
-from paceline.checkpoint import inspection, storage
-from paceline.checkpoint.audit_command import audit_checkpoints
+from paceline.checkpoint import inspection
 from paceline.checkpoint.command_output import add_row, make_table, print_json, printable, say
 from paceline.checkpoint.inspection import Inspected, SavedObject, SavedTensor
 from paceline.checkpoint.room import readable
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 from paceline.output_tables import print_table
 
-EXAMPLES = """Examples:
 
-paceline checkpoint list runs/7
-
-paceline checkpoint verify runs/7 --step 120
-
-paceline checkpoint audit runs/7 copies/7
-
-paceline checkpoint export runs/7 --out model.safetensors
-"""
-
-
-class _Group(TyperGroup):
-    """The commands, of which one that cannot write its output says so in a line."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command.
-
-        Raises:
-            UsageError: if stdout takes no more, as a file on a full disk.
-        """
-        try:
-            return super().invoke(ctx)
-        except OSError as error:  # of files our functions raise errors of their own
-            if error.errno == errno.EPIPE:
-                raise  # a reader that has seen enough, such as head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is left would fail again at exit
-            raise UsageError(f"the output cannot be written: {storage.reason(error)}; send it elsewhere") from error
-
-
-checkpoint = typer.Typer(cls=_Group, help="List, verify, show and audit checkpoints, and export weights.")
-Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder, or that of one checkpoint.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-
-
-@checkpoint.callback(epilog=EXAMPLES)
-def _group() -> None:
-    """List, verify and show checkpoints, and export weights. No pickle is loaded, and no checkpoint is changed."""
-
-
-@checkpoint.command("list")
-def list_checkpoints(
-    folder: Folder,
-    quick: Annotated[bool, typer.Option("--quick", help="Compare sizes alone, instead of reading every byte.")] = False,
-    json: Json = False,
-) -> None:
-    """List the checkpoints: step, size, age, whether it is complete, and metadata.
-
-    The newest complete one, which a run resumes from, is marked as latest; best is by what the run gave as keep_best.
-    """
+def list_checkpoints(folder: str, quick: bool, json: bool) -> None:
+    """List the checkpoints: step, size, age, whether it is complete, and metadata."""
     place, steps = inspection.locate(folder)
     found = list(inspection.inspect(place, steps, every_byte=not quick))
     complete = [each for each in found if not each.damages]
@@ -94,16 +43,8 @@ def list_checkpoints(
             say(f"step {each.step} is {'of a newer format' if each.newer else 'damaged'}: {damage}")
 
 
-@checkpoint.command("verify")
-def verify_checkpoints(
-    folder: Folder,
-    step: Annotated[int | None, typer.Option(help="Verify this one; all by default.")] = None,
-    json: Json = False,
-) -> None:
-    """Read every byte and compare checksums, which cover every tensor. The exit code is 1 if anything is damaged.
-
-    Every damaged file is named, with whose tensors it holds.
-    """
+def verify_checkpoints(folder: str, step: int | None, json: bool) -> None:
+    """Read every byte and compare checksums, which cover every tensor. The exit code is 1 if anything is damaged."""
     found = []
     for each in inspection.inspect(*inspection.locate(folder, step), every_byte=True):
         found.append(each)
@@ -126,16 +67,8 @@ def verify_checkpoints(
         raise UsageError(f"step {newer[0].step} cannot be verified: {newer[0].damages[0]}")
 
 
-@checkpoint.command("show")
-def show_checkpoint(
-    folder: Folder,
-    step: Annotated[int | None, typer.Option(help="Show this one; the newest complete one by default.")] = None,
-    json: Json = False,
-) -> None:
-    """Show what a checkpoint holds: objects by name, tensors with shape, dtype and bytes, versions, metadata.
-
-    Tensors are not read, so that this is quick: verify finds out whether they are intact.
-    """
+def show_checkpoint(folder: str, step: int | None, json: bool) -> None:
+    """Show what a checkpoint holds: objects by name, tensors with shape, dtype and bytes, versions, metadata."""
     found = _choose(folder, step, every_byte=False)
     objects = inspection.contents(found)
     known = found.manifest
@@ -155,29 +88,10 @@ def show_checkpoint(
     print_table(_contents_table(objects))
 
 
-checkpoint.command("audit")(audit_checkpoints)
-
-
-@checkpoint.command("export")
 def export_object(
-    folder: Folder,
-    out: Annotated[str, typer.Option(metavar="FILE", help="Gets the state; it appears whole or not at all.")],
-    step: Annotated[int | None, typer.Option(help="Export from this one; the newest complete one by default.")] = None,
-    name: Annotated[str, typer.Option(help="Under which the module was registered.")] = "model",
-    format: Annotated[
-        str | None,
-        typer.Option(
-            metavar="safetensors|torch",
-            help=f"By the file's ending if left out: torch with {', '.join(exporting.TORCH_ENDINGS)}.",
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
-    json: Json = False,
+    folder: str, out: str, step: int | None, name: str, format: str | None, force: bool, json: bool
 ) -> None:
-    """Write a module's state_dict into a file that needs no Paceline: safetensors, or what torch.load reads.
-
-    The checkpoint is verified first. Tied weights are in the file under each of their names.
-    """
+    """Write a module's state_dict into a file that needs no Paceline: safetensors, or what torch.load reads."""
     kind = exporting.format_of(out, format)
     target = exporting.check_target(out, force)
     found = _choose(folder, step, every_byte=True)

@@ -33,6 +33,8 @@ class Target:
     """A recipe's, checked already; None for a script."""
     arguments: Sequence[str] = ()
     """A script's."""
+    recipes: Sequence[str] = ()
+    """The names of all recipes, one of which may have been meant."""
 
     def arguments_for(self, mode: Mode) -> tuple[str, ...]:
         """Return what the program gets in `mode`: a recipe accumulates batches of the size that it has."""
@@ -63,7 +65,7 @@ class Comparison:
             UsageError: for what cannot work, before anything runs.
         """
         if target.config is None:
-            expect_script(target.name)
+            expect_script(target.name, target.recipes)
         if self.steps < 1:
             raise UsageError(f"--steps must be at least 1, not {self.steps}")
         if nproc < 2:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from paceline.comm.algorithms import build
 from paceline.errors import UsageError
-from paceline.explain import bubble, devices, timeline, workflow
-from paceline.explain import ring_exchange as exchange
-from paceline.explain.page import page
 from paceline.explain.scene import MOST_RANKS, Scene
-from paceline.explain.sheet import sheet
-from paceline.explain.step_tables import bubble_tables, way_tables, workflow_table
-from paceline.explain.terminal import overlap_table, schedule_table
 from paceline.output_files import write_file
 from paceline.output_tables import print_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SCHEDULES = {
     "ring": ("ring_all_reduce",),
@@ -27,15 +21,7 @@ SCHEDULES = {
     "halving-doubling": ("halving_doubling_all_reduce",),
     "broadcast": ("linear_broadcast", "tree_broadcast", "scatter_all_gather_broadcast"),
 }
-OTHERS: dict[str, tuple[Callable[[int], list[Scene]], Callable[[int], list[Table]]]] = {
-    "bucket-overlap": (lambda ranks: [timeline.scene(ranks)], lambda ranks: [overlap_table(ranks)]),
-    "workflow": (lambda ranks: [workflow.scene(ranks)], lambda ranks: [workflow_table(ranks)]),
-    "bubble": (bubble.scenes, bubble_tables),
-    "reduce": (devices.scenes, way_tables),
-}
-"""What is no schedule: how its scenes and its tables are made for a number of ranks."""
-KNOWN = (*SCHEDULES, *OTHERS)
-WRITERS = {".svg": sheet, ".html": page}
+KNOWN = (*SCHEDULES, "bucket-overlap", "workflow", "bubble", "reduce")
 EXAMPLES = """Examples:
 
 paceline explain ring  (a table in the terminal)
@@ -67,7 +53,10 @@ def explain(
         for table in tables(what, size):
             print_table(table)
         return
-    writer = WRITERS.get(Path(out).suffix)
+    from paceline.explain.page import page
+    from paceline.explain.sheet import sheet
+
+    writer = {".svg": sheet, ".html": page}.get(Path(out).suffix)
     if writer is None:
         raise UsageError(f"--out {out}: the name has to end in .svg (all steps in one picture) or .html (played)")
     write_file("--out", out, writer(scenes(what, size)))
@@ -76,15 +65,36 @@ def explain(
 
 def scenes(what: str, ranks: int) -> list[Scene]:
     """Make the scenes of `what`, which is known."""
-    if what in OTHERS:
-        return OTHERS[what][0](ranks)
-    return [exchange.scene(build(name, ranks)) for name in SCHEDULES[what]]
+    from paceline.comm.algorithms import build
+    from paceline.explain import bubble, devices, ring_exchange, timeline, workflow
+
+    match what:
+        case "bucket-overlap":
+            return [timeline.scene(ranks)]
+        case "workflow":
+            return [workflow.scene(ranks)]
+        case "bubble":
+            return bubble.scenes(ranks)
+        case "reduce":
+            return devices.scenes(ranks)
+    return [ring_exchange.scene(build(name, ranks)) for name in SCHEDULES[what]]
 
 
 def tables(what: str, ranks: int) -> list[Table]:
     """Make the tables of `what`, which is known."""
-    if what in OTHERS:
-        return OTHERS[what][1](ranks)
+    from paceline.comm.algorithms import build
+    from paceline.explain.step_tables import bubble_tables, way_tables, workflow_table
+    from paceline.explain.terminal import overlap_table, schedule_table
+
+    match what:
+        case "bucket-overlap":
+            return [overlap_table(ranks)]
+        case "workflow":
+            return [workflow_table(ranks)]
+        case "bubble":
+            return bubble_tables(ranks)
+        case "reduce":
+            return way_tables(ranks)
     return [schedule_table(build(name, ranks)) for name in SCHEDULES[what]]
 
 

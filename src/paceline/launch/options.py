@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -12,13 +13,16 @@ from glob import glob
 from importlib.machinery import PathFinder
 from typing import Any
 
+from paceline.commands import or_near
 from paceline.errors import UsageError
 from paceline.launch import pinning
 from paceline.launch.files import Logs
 from paceline.launch.job import Job, launch, resolve_nproc, say, timeout_environment
 from paceline.launch.job_report import OPTION
-from paceline.launch.run_parser import or_near, parse, parser
+from paceline.launch.preloading import source
+from paceline.launch.run_parser import parse, parser
 from paceline.launch.supervision import Supervision, supervision_of
+from paceline.supported import is_command_line, warn_if_untested
 
 LOOPBACKS = ("", "localhost", "127.0.0.1", "::1", "0:0:0:0:0:0:0:1")
 # What one host has no use for: the store is ours, on a free port, and ranks are commands, not functions.
@@ -32,8 +36,14 @@ def start(arguments: Sequence[str]) -> int:
         UsageError: for a mistake in the arguments, before anything is started.
     """
     options = parse(arguments)
-    nproc, note = resolve_nproc(options.nproc_per_node)
+    nproc, note = resolve_nproc(options.nproc_per_node, options.force)
     command = rank_command(options)
+    text = None if options.no_python else source(command[2:])[1]
+    if passed_on := own_options_in(options.training_script_args, text):
+        say(
+            f"warning: {' '.join(passed_on)} after the script's name goes to the script; for paceline run, write: "
+            f"paceline run {' '.join(passed_on)} … {options.training_script}"
+        )
     if several_hosts(options):
         others = supervision_of(options) != Supervision()
         for name, given in (
@@ -45,6 +55,8 @@ def start(arguments: Sequence[str]) -> int:
                 raise UsageError(f"{name} is for jobs on one host; leave it out, or --nnodes and the rendezvous")
         from paceline.launch.rendezvous_hosts import launch_hosts
 
+        if is_command_line():
+            warn_if_untested()
         os.environ.update(timeout_environment(options.timeout))
         return launch_hosts(options, command, nproc)
     if options.pin:
@@ -79,6 +91,20 @@ def rank_command(options: Namespace) -> list[str]:
         near = or_near(script, glob("*.py"))
         raise UsageError(f"the script {script!r} does not exist{near}")
     return [interpreter, "-u", script, *options.training_script_args]
+
+
+def own_options_in(arguments: Sequence[str], text: str | None) -> list[str]:
+    """Return those of a script's `arguments` that are options of ours, unless its `text` has a word for them, too."""
+    known = parser()._option_string_actions
+    found: list[str] = []
+    for index, word in enumerate(arguments):
+        name, equals, _ = word.partition("=")
+        if not name.startswith("--") or name == "--help" or name not in known:
+            continue
+        if text is None or not re.search(rf"\b{name[2:].replace('-', '[-_]')}\b", text):
+            has_value = not equals and known[name].nargs is None
+            found += arguments[index : index + 1 + has_value]
+    return found
 
 
 def several_hosts(options: Namespace) -> bool:

@@ -26,6 +26,16 @@ TRAINING = re.compile(r"optim|compile|[Tt]rain|paceline")
 """Words of scripts that are likely to make an optimizer, which needs more than ``import torch``."""
 LIKE_TORCH = {"torch", "torchvision", "torchaudio", "numpy"}
 
+LIBRARY = (
+    "paceline",
+    "paceline.train",
+    "paceline.nn",
+    "paceline.compression",
+    "paceline.lookup",
+    "paceline.comm.c10d.process_group",
+)
+"""Modules for programs that use Paceline, which imports most of itself when it is used."""
+
 BINDING = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 
 READ_AT_IMPORT = re.compile(r"(?:OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ONEDNN|ATEN|PYTORCH|TORCH)(?!_NCCL)\w*_\w+")
@@ -144,7 +154,7 @@ def modules_for(text: str) -> tuple[str, ...]:
     if TRAINING.search(text) or others - LIKE_TORCH:  # what modules of the user's do is not looked into
         modules.append(OPTIMIZERS_NEED)
     if "paceline" in text:
-        modules.append("paceline")
+        modules += LIBRARY
     return tuple(modules)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from glob import glob
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
 
+from paceline.commands import or_near
 from paceline.errors import UsageError
 
 Config = TypeVar("Config", bound="ProgramConfig")
@@ -41,14 +43,15 @@ def option(default: Any, help: str, metavar: str | None = None) -> Any:
     return field(default=default, metadata={"help": help, "metavar": metavar})
 
 
-def expect_script(name: str) -> None:
-    """Refuse a script that is not there.
+def expect_script(name: str, recipes: Iterable[str]) -> None:
+    """Refuse a script that is not there, nor one of the `recipes`.
 
     Raises:
         UsageError: names the file.
     """
     if not Path(name).is_file():
-        raise UsageError(f"{name!r} is neither a recipe nor a file; name a recipe, or a Python script")
+        near = or_near(name, [*recipes, *glob("*.py")])
+        raise UsageError(f"{name!r} is neither a recipe nor a file{near or '; name a recipe, or a Python script'}")
 
 
 def start_program(

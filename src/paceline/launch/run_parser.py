@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import os
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
-from typing import Any, NoReturn
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
+from paceline.commands import or_near
 from paceline.errors import UsageError
-from paceline.launch import pinning, preloading
-from paceline.launch.job import TIMEOUT_S
-from paceline.launch.job_report import OPTION
-from paceline.launch.restarts import LIMIT
+from paceline.launch.run_help import add_own_options, help_parser
 from paceline.launch.signals import FORWARDED
-from paceline.launch.supervision import add_options
-from paceline.world import TIMEOUT
-
-USAGE = "paceline run [options] script.py [the script's arguments]"
-ABOUT = """Start a script as N ranks that train together, as torchrun does.
-
-    paceline run --nproc 2 train.py --lr 0.1      two ranks of 'python train.py --lr 0.1'
-    paceline run --nproc 2 -m package.train       the same for 'python -m package.train'
-
-Options go before the script; what follows the script is the script's. On one host nothing listens beyond loopback,
-ranks end with the launcher however it dies, and the rank that failed first is named."""
-TORCHRUNS = """All of torchrun's options are understood. With --nnodes, or a rendezvous on another host, torchrun's own
-launcher does the work."""
 
 # Of torch 2.15: prints a shell's completions of the command torchrun.
 NOT_OURS = ("--print-completion", "--print_completion")
@@ -45,19 +29,11 @@ def parser() -> ArgumentParser:
             type=int,
             help="Seconds that ranks have to end after a signal to the launcher. Default 30.",
         )
-    base.prog, base.usage = "paceline run", USAGE
-    base.description, base.formatter_class = ABOUT, RawDescriptionHelpFormatter
-    ours = base.add_argument_group("options")
-    _add_own_options(ours)
+    add_own_options(base)
     _set_defaults(base._option_string_actions)
-    # argparse shows groups in this order: what most people need first.
-    base._action_groups.sort(key=lambda group: group is not ours)
-    base._optionals.title, base._optionals.description = "torchrun's options", TORCHRUNS
-    for action in base._positionals._group_actions:
-        action.help = SUPPRESS
+    base.format_help = help_parser().format_help  # type: ignore[method-assign]
     for name in NOT_OURS:
-        if (known := base._option_string_actions.pop(name, None)) is not None:
-            known.help = SUPPRESS
+        base._option_string_actions.pop(name, None)
 
     def refuse(message: str) -> NoReturn:
         if "training_script" in message:
@@ -71,51 +47,11 @@ def parser() -> ArgumentParser:
     return base
 
 
-def _add_own_options(group: Any) -> None:
-    """Add the options that torchrun does not have to a group of its parser."""
-    group.add_argument(
-        "--nproc",
-        dest="nproc_per_node",
-        default=SUPPRESS,
-        metavar="N",
-        help="Number of ranks on this host: a number, gpu, cpu or auto (GPUs if there are any, else cores). Default 1.",
-    )
-    group.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        help="How long a collective waits for a rank, unless the script says otherwise; ranks get it as "
-        f"{TIMEOUT}, which paceline.init() reads. Default {TIMEOUT_S}, which is 10 minutes.",
-    )
-    group.add_argument(
-        OPTION,
-        metavar="FILE",
-        help="Write there as JSON how the job ended: exit code, restarts, and for each failure the first rank with its "
-        "error, step and phase, and what the others did. For one host.",
-    )
-    group.add_argument(
-        pinning.OPTION,
-        action="store_true",
-        help="Keep each rank to cores of its own, of one NUMA node where that is possible. For one host.",
-    )
-    group.add_argument(
-        preloading.OPTION,
-        dest="preload",
-        action="store_false",
-        help="Have every rank import torch itself, rather than fork ranks from a process that has imported it; for "
-        "scripts that change how torch is imported.",
-    )
-    add_options(group)
-
-
 def _set_defaults(actions: Mapping[str, Action]) -> None:
     """Give torchrun's options the defaults that they have here, unless the environment sets them."""
     if "PET_SIGNALS_TO_HANDLE" not in os.environ:
         actions["--signals-to-handle"].default = ",".join(number.name for number in FORWARDED)
     restarts = actions["--max-restarts"]
-    restarts.help = (
-        "How often all ranks are started again after a failure, counted only while no step is completed. Default "
-        f"{LIMIT} for ranks that mark their steps with a Checkpointer, and 0 for others."
-    )
     if "PET_MAX_RESTARTS" not in os.environ:
         restarts.default = None
 
@@ -149,9 +85,3 @@ def split(arguments: Sequence[str], known: Mapping[str, Action]) -> tuple[list[s
     if arguments[index : index + 1] == ["--"]:
         index += 1
     return list(arguments[: index + 1]), list(arguments[index + 1 :])
-
-
-def or_near(name: str, known: Iterable[str]) -> str:
-    """Return «; did you mean --nproc?», if one of the `known` names is close to `name`."""
-    near = get_close_matches(name.partition("=")[0], list(known), 1)
-    return f"; did you mean {near[0]}?" if near else ""

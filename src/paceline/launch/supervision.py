@@ -8,8 +8,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.launch.restarts import LIMIT
 
 ACTIONS = ("restart", "report")
+TIMEOUT_S = 600
+"""How long a collective waits for a rank, unless somebody says otherwise."""
 GRACE_HELP = (
     "How long ranks may take to end after a signal to the launcher, and to save their last step where a Checkpointer "
     "marks it; then they are killed. The same as torchrun's --shutdown-timeout. Default 30."
@@ -23,6 +26,16 @@ HANG_HELP = (
     "that one rank does alone. By default only the timeout of collectives notices it."
 )
 ACTION_HELP = "What then happens: 'restart' kills it, as if it had failed; 'report' only tells. Default restart."
+MAX_RESTARTS_HELP = (
+    "How often all ranks are started again after a failure, counted only while no step is completed. Default "
+    f"{LIMIT} for ranks that mark their steps with a Checkpointer, and 0 for others."
+)
+REPORT_HELP = (
+    "Write there as JSON how the job ended: exit code, restarts, and for each failure the first rank with its error, "
+    "step and phase, and what the others did."
+)
+PIN_HELP = "Keep each rank to cores of its own, of one NUMA node where that is possible."
+FORCE_HELP = "Start the ranks although they need more memory than is available."
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json as json_text
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from paceline.errors import UsageError
-from paceline.memory_estimate.batch import activations_of, batch_of
-from paceline.memory_estimate.contents import contents_of
-from paceline.memory_estimate.estimate import Estimate
-from paceline.memory_estimate.hub_models import build_hub_model
-from paceline.memory_estimate.python_models import build_python_model, is_import_path
-from paceline.memory_estimate.strategies import Training
-from paceline.memory_estimate.trial import parse_optimizer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOST_RANKS = 4096
 EXAMPLES = """Examples:
 
@@ -65,6 +60,15 @@ def estimate_memory(
     json: Annotated[bool, typer.Option("--json", help="Print the bytes as JSON.")] = False,
 ) -> None:
     """Estimate how much memory a training takes on each rank, without allocating any: DDP, sharded optimizer, FSDP2."""
+    # These import torch, which the help can do without.
+    from paceline.memory_estimate.batch import activations_of, batch_of
+    from paceline.memory_estimate.contents import contents_of
+    from paceline.memory_estimate.estimate import Estimate
+    from paceline.memory_estimate.hub_models import build_hub_model
+    from paceline.memory_estimate.python_models import build_python_model, is_import_path
+    from paceline.memory_estimate.strategies import Training
+    from paceline.memory_estimate.trial import parse_optimizer
+
     counts = _counts(nproc)
     trial = parse_optimizer(optimizer)
     weights, master, cast = (
@@ -100,4 +104,9 @@ def _counts(text: str) -> list[int]:
 def _dtype(option: str, name: str | None) -> torch.dtype | None:
     if name is not None and name not in DTYPES:
         raise UsageError(f"--{option} {name}: choose one of {', '.join(DTYPES)}")
-    return None if name is None else DTYPES[name]
+    if name is None:
+        return None
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -33,6 +33,8 @@ class Start:
     """Of the store that torch's own functions use; 0 for a free one."""
     timeout: str | None = None
     """Seconds that a collective waits for a rank."""
+    force: bool = False
+    """Whether the ranks are started although memory is short."""
 
 
 def routed(lines: Sequence[str], has_ranks: bool) -> list[str]:
@@ -139,9 +141,12 @@ def parsed_start(text: str) -> Start:
         raise UsageError(f"%dist_init {text}: {error}") from None
     while words:
         word = words.pop(0)
+        if word == "--force":
+            values["force"] = True
+            continue
         name = aliases.get(word, word[2:].replace("-", "_") if word.startswith("--") else "")
         if name not in options:
-            known = ", ".join(f"--{option.replace('_', '-')}" for option in options)
+            known = ", ".join(f"--{option.replace('_', '-')}" for option in (*options, "force"))
             raise UsageError(f"%dist_init does not know {word!r}; it takes {known}")
         if not words:
             raise UsageError(f"%dist_init {word} needs a value")

@@ -21,7 +21,15 @@ from paceline.errors import PacelineError, UsageError
 from paceline.job_folders import JobFolder
 from paceline.launch.failure import End
 from paceline.launch.files import Logs, RankFiles
-from paceline.launch.job import Job, black_boxes, fork_server, rank_environment, tied, timeout_environment
+from paceline.launch.job import (
+    Job,
+    black_boxes,
+    expect_room,
+    fork_server,
+    rank_environment,
+    tied,
+    timeout_environment,
+)
 from paceline.launch.last_moments import charged
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
 from paceline.launch.memory_kills import memory_kills
@@ -91,10 +99,12 @@ class Processes:
     Used by one thread, which lives as long as the kernel: the system ends the ranks with it.
 
     Raises:
-        UsageError: if the port is in use, a GPU is not there, or PyTorch does not have the backend.
+        UsageError: if the port is in use, a GPU is not there, memory is short, or PyTorch does not have the backend.
     """
 
     def __init__(self, start: Start) -> None:
+        if not start.force:
+            expect_room(start.nproc)
         if start.backend is not None:
             expect_available(start.backend)  # before seconds are spent on ranks
         self.start = start

@@ -24,7 +24,7 @@ import paceline
 from paceline.launch.record import consequence
 from paceline.notebook.messages import SETTING, Failure
 from paceline.notebook.shell import Channel, RankShell, asking
-from paceline.world import current
+from paceline.world import current, usable_backends
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Rank:
 
     def place(self) -> str:
         """Return the device and the backends of the process group; nothing if a cell has destroyed it."""
-        return f"{current().device}, {dist.get_backend_config()}" if dist.is_initialized() else ""
+        return f"{current().device}, {usable_backends()}" if dist.is_initialized() else ""
 
     def leave(self) -> None:
         """Leave the process group, without waiting for anyone."""

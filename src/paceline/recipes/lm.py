@@ -8,8 +8,7 @@ one from ``--context`` of them. Tokens are characters by default. The perplexity
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,11 +17,10 @@ from torch import Tensor, nn
 
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import MissingExtra, UsageError
-from paceline.launch.program import option
 from paceline.output_files import write_file
+from paceline.recipes.configs import LmConfig
 from paceline.recipes.gpt import GPT
-from paceline.recipes.hugging_face import CausalModel, expect_fitting, folder_of
+from paceline.recipes.hugging_face import CausalModel, folder_of
 from paceline.recipes.lm_text import (
     Characters,
     Corpus,
@@ -36,7 +34,6 @@ from paceline.recipes.lm_text import (
 )
 from paceline.recipes.muon import Muon
 from paceline.recipes.recipe_report import Report, expect_saved, gather_report, print_report
-from paceline.recipes.training_options import TrainingOptions, expect_choice, expect_positive
 from paceline.rng import set_seed
 from paceline.train import Evaluation, Result, Trainer
 from paceline.unwrapping import unwrap
@@ -45,65 +42,6 @@ from paceline.world import World, init
 OTHER_LR = 0.15  # of --lr, for embeddings, gains and the output layer
 MOST_NATS = 700.0  # what exp() takes
 TEMPERATURE = 0.8  # of the sample: below 1, it has more of what the model is sure of
-
-
-@dataclass(frozen=True)
-class LmConfig(TrainingOptions):
-    """The options of ``paceline train lm``."""
-
-    epochs: int = option(2, "Passes over the training data.")
-    batch_size: int = option(16, "Global batch: sequences per step, all ranks.")
-    lr: float = option(0.02, "Learning rate of the recipe's own model.")
-    model_lr: float = option(0.00005, "Learning rate of --model, in place of --lr.")
-    warmup_steps: int = option(100, "Steps in which the learning rate rises.")
-    decay: str = option("linear", "How the learning rate falls afterwards: none, linear, cosine or wsd.", "RULE")
-    data: str | None = option(None, "Text in UTF-8; required. Its last tenth is for validation.", "FILE")
-    tokenizer: str | None = option(
-        None, "chars (the default), bpe, or a folder with tokenizer.json; --model brings its own.", "chars|bpe|DIR"
-    )
-    vocabulary: int = option(1024, "Tokens that --tokenizer bpe learns from the text.")
-    context: int = option(128, "Tokens in a sequence.")
-    width: int = option(128, "Width of the recipe's own model.")
-    layers: int = option(4, "Its layers.")
-    heads: int = option(4, "Its attention heads.")
-    model: str | None = option(None, "A causal model of Hugging Face instead: name on the hub, or folder.", "NAME|DIR")
-    model_dtype: str = option(
-        "float32", "Numbers of --model: float32, or bfloat16 for half the memory, weights included.", "DTYPE"
-    )
-    sample: int = option(256, "Tokens to write at the end; 0 for none.")
-
-    def check(self) -> None:
-        """Refuse what cannot work, before any rank starts.
-
-        Raises:
-            UsageError: names the option, its value and the remedy.
-            MissingExtra: if a package is not installed.
-        """
-        super().check()
-        expect_positive("--model-lr", self.model_lr)
-        expect_choice("--model-dtype", self.model_dtype, ("float32", "bfloat16"))
-        for name, least in (
-            ("context", 1),
-            ("width", 1),
-            ("layers", 1),
-            ("heads", 1),
-            ("sample", 0),
-            ("vocabulary", 256),
-        ):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name} must be at least {least}, not {getattr(self, name)}")
-        if self.width % (2 * self.heads):
-            raise UsageError(f"--width {self.width} must be a multiple of twice --heads {self.heads}")
-        for name in ("tokenizer", "model"):
-            if getattr(self, name) == "":
-                raise UsageError(f"--{name} must not be empty; give it a value, or leave it out")
-        if self.model is not None and find_spec("transformers") is None:
-            raise MissingExtra("transformers", "recipes", "--model")
-        if self.model is None and self.model_dtype != "float32":
-            raise UsageError(f"--model-dtype {self.model_dtype} is for --model; give one, or leave it out")
-        corpus = read_corpus(self)
-        if self.model is not None:
-            expect_fitting(folder_of(self.model), corpus.tokenizer.size, self.context)
 
 
 def read_corpus(config: LmConfig) -> Corpus:

@@ -7,7 +7,7 @@ linear rule and warm-up of Goyal et al., "Accurate, Large Minibatch SGD: Trainin
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,85 +16,46 @@ from torch.utils.data import TensorDataset
 
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import NonFiniteGradient, UsageError
-from paceline.launch.program import option
+from paceline.errors import NonFiniteGradient
 from paceline.nn import SyncBatchNorm
-from paceline.output_files import check_file, write_file
+from paceline.output_files import write_file
 from paceline.output_tables import print_table
 from paceline.recipes.batch_sweep import Point, draw, sweep_json, sweep_table
-from paceline.recipes.idx_files import find_files, read_mnist
+from paceline.recipes.configs import SMALLEST_BATCH, MnistConfig
+from paceline.recipes.idx_files import read_mnist
 from paceline.recipes.image_classification import METRICS, summed_loss, summed_metrics
 from paceline.recipes.recipe_report import Report, expect_saved, gather_report, print_report
-from paceline.recipes.training_options import TrainingOptions
 from paceline.rng import set_seed
 from paceline.train import Evaluation, Result, Trainer
 from paceline.world import World, init
 
 MEAN, SPREAD = 0.1307, 0.3081  # of MNIST's training pixels
-BATCHES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+BATCHES = (SMALLEST_BATCH, 64, 128, 256, 512, 1024, 2048, 4096)
 WARM_UP = 0.3
 """Share of a run in which the rule's learning rate rises; of 2 epochs, where Goyal et al. take 5 of 90."""
 Data = tuple[TensorDataset, TensorDataset]
 
 
-@dataclass(frozen=True)
-class MnistConfig(TrainingOptions):
-    """The options of ``paceline train mnist``."""
+def load(config: MnistConfig) -> Data:
+    """Read the data: images scaled to mean 0 and spread 1, and labels.
 
-    epochs: int = option(2, "Passes over the training data.")
-    batch_size: int = option(64, "Global batch: samples per step, all ranks.")
-    lr: float = option(0.05, "Learning rate; with --sweep, that of batch size 32.")
-    warmup_steps: int = option(50, "Steps in which the learning rate rises.")
-    decay: str = option("linear", "How the learning rate falls afterwards: none, linear, cosine or wsd.", "RULE")
-    data: str | None = option(None, "Folder with MNIST's four idx files, plain or .gz; required.", "DIR")
-    limit: int | None = option(None, "Train on so many images only, the first ones.")
-    sweep: str | None = option(None, "batch: compare global batches from 32 to 4,096.", "batch")
-    plot: str | None = option(None, "With --sweep: draw accuracy against batch there (.svg).", "FILE")
+    Raises:
+        UsageError: if they cannot be read.
+    """
+    assert config.data is not None
+    training, held_out = read_mnist(Path(config.data))
+    training = training[0][: config.limit], training[1][: config.limit]
+    return TensorDataset(_scaled(training[0]), training[1]), TensorDataset(_scaled(held_out[0]), held_out[1])
 
-    def check(self) -> None:
-        """Refuse what cannot work, before any rank starts.
 
-        Raises:
-            UsageError: names the option, its value and the remedy.
-        """
-        super().check()
-        if self.data is None:
-            raise UsageError("--data is missing: the folder with MNIST's idx files, such as train-images-idx3-ubyte.gz")
-        find_files(Path(self.data))
-        if self.limit is not None and self.limit < 1:
-            raise UsageError(f"--limit must be at least 1, not {self.limit}")
-        if self.sweep not in (None, "batch"):
-            raise UsageError(f"--sweep must be batch, not {self.sweep!r}")
-        if self.sweep is not None and self.limit is not None and self.limit < BATCHES[0]:
-            raise UsageError(f"--limit {self.limit} leaves nothing to --sweep, whose smallest batch is {BATCHES[0]}")
-        if self.plot is not None and (self.sweep is None or not self.plot.endswith(".svg")):
-            raise UsageError("--plot needs --sweep batch, and a file that ends with .svg")
-        check_file("--plot", self.plot)
-        if self.sweep is not None:
-            for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "micro_batch"):
-                if getattr(self, name) is not None:
-                    flag = name.replace("_", "-")
-                    raise UsageError(f"--{flag} is for one training and --sweep runs many; leave one of the two out")
-
-    def load(self) -> Data:
-        """Read the data: images scaled to mean 0 and spread 1, and labels.
-
-        Raises:
-            UsageError: if they cannot be read.
-        """
-        assert self.data is not None
-        training, held_out = read_mnist(Path(self.data))
-        training = training[0][: self.limit], training[1][: self.limit]
-        return TensorDataset(_scaled(training[0]), training[1]), TensorDataset(_scaled(held_out[0]), held_out[1])
-
-    def swept(self) -> Iterator[tuple[int, bool, MnistConfig]]:
-        """Yield every batch size, whether the linear rule is followed, and the settings of that run."""
-        for batch in BATCHES:
-            steps = self.epochs * -(-(self.limit or 60_000) // batch)
-            plain = replace(self, batch_size=batch, accumulate=1, warmup_steps=0, lr_scaling="none")
-            yield batch, False, plain
-            scaled = replace(plain, lr_scaling="linear", base_batch_size=BATCHES[0], warmup_steps=int(WARM_UP * steps))
-            yield batch, True, scaled
+def swept(config: MnistConfig) -> Iterator[tuple[int, bool, MnistConfig]]:
+    """Yield every batch size, whether the linear rule is followed, and the settings of that run."""
+    for batch in BATCHES:
+        steps = config.epochs * -(-(config.limit or 60_000) // batch)
+        plain = replace(config, batch_size=batch, accumulate=1, warmup_steps=0, lr_scaling="none")
+        yield batch, False, plain
+        scaled = replace(plain, lr_scaling="linear", base_batch_size=BATCHES[0], warmup_steps=int(WARM_UP * steps))
+        yield batch, True, scaled
 
 
 def _scaled(images: Tensor) -> Tensor:
@@ -131,7 +92,7 @@ def train_mnist(
 def sweep(config: MnistConfig, data: Data, world: World) -> list[Point]:
     """Train once for every batch size and rule; every rank returns the same points."""
     points = []
-    for batch, is_scaled, settings in config.swept():
+    for batch, is_scaled, settings in swept(config):
         if batch > len(data[0]):
             continue
         try:
@@ -157,7 +118,7 @@ def main(text: str) -> None:
     """
     config = MnistConfig.from_json(text)
     with init(config.backend) as world:
-        data = config.load()
+        data = load(config)
         if config.sweep is not None:
             points = sweep(config, data, world)
             if world.is_main:

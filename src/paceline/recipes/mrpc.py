@@ -5,10 +5,7 @@ The default model is the one of the widespread tutorial that trains it with data
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,121 +14,21 @@ from torch import Tensor, nn
 from paceline import hub
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
-from paceline.errors import MissingExtra, UsageError
-from paceline.launch.program import option
 from paceline.output_files import write_file
-from paceline.recipes import mrpc_data
-from paceline.recipes.mrpc_data import ON_THE_HUB, Batch, PadToLongest, Splits, f1_score, majority_baseline
+from paceline.recipes.configs import MrpcConfig
+from paceline.recipes.mrpc_data import Batch, PadToLongest, f1_score, majority_baseline
 from paceline.recipes.mrpc_model import (
-    Source,
     build_model,
     expect_fitting,
     load_tokenizer,
-    random_source,
-    source_in,
     tokenize,
 )
 from paceline.recipes.recipe_report import Report, expect_saved, gather_report, print_report
-from paceline.recipes.training_options import TrainingOptions
 from paceline.rng import set_seed
 from paceline.train import Evaluation, Result, Trainer
 from paceline.world import World, init
 
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-360M-Instruct"
-HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 REPORTED = ("accuracy", "f1", "loss", "majority_accuracy", "majority_f1")
-
-
-@dataclass(frozen=True)
-class MrpcConfig(TrainingOptions):
-    """The options of ``paceline train mrpc``."""
-
-    epochs: int = option(3, "Passes over the training data.")
-    batch_size: int = option(16, "Global batch: sentence pairs per step, all ranks.")
-    lr: float = option(2e-5, "Learning rate.")
-    warmup_steps: int = option(50, "Steps in which the learning rate rises.")
-    decay: str = option("cosine", "How the learning rate falls afterwards: none, linear, cosine or wsd.", "RULE")
-    clip_norm: float | None = option(1.0, "Largest norm of the gradient.")
-    model: str = option(DEFAULT_MODEL, "Hugging Face model: a folder, or a name on the hub.", "NAME|DIR")
-    random_init: str | None = option(
-        None, "Random weights instead: a folder with config.json and tokenizer, or the configuration.", "DIR|FILE"
-    )
-    data: str = option(ON_THE_HUB, "Folder with MRPC's TSV files, or glue/mrpc for the hub's copy.", "DIR")
-    max_length: int = option(128, "Tokens of a pair, at most.")
-    weight_decay: float = option(0.01, "Of AdamW, for matrices.")
-    dropout: float | None = option(None, "Probability of dropout; the model's own by default.")
-    bf16: bool = option(False, "Compute in bfloat16 (autocast); weights stay in float32.")
-    balance: bool = option(False, "Split batches among ranks by padded length instead of count.")
-
-    def check(self) -> None:
-        """Refuse what cannot work, before any rank starts, and fetch from the hub what is not on this machine.
-
-        Raises:
-            UsageError: names the option, its value and the remedy.
-            MissingExtra: if a package is not installed.
-        """
-        super().check()
-        if self.max_length < 8:
-            raise UsageError(f"--max-length must be at least 8, not {self.max_length}")
-        if not 0 <= self.weight_decay < 1:
-            raise UsageError(f"--weight-decay must be at least 0 and below 1, not {self.weight_decay}")
-        if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise UsageError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
-        needed = ["transformers", "tokenizers"] + (["datasets"] if not Path(self.data).is_dir() else [])
-        for package in needed:
-            if find_spec(package) is None:
-                raise MissingExtra(package, "recipes", "the mrpc recipe")
-        hub.fetch_all([each for each in (self._absent_model(), self._absent_data()) if each is not None])
-        if Path(self.data).is_dir():
-            self.pairs()
-
-    def _absent_model(self) -> hub.Absent | None:
-        """Return the model, if it is to be fetched; check the files of one that is here."""
-        if self.random_init is not None and self.model != DEFAULT_MODEL:
-            raise UsageError("--model loads weights and --random-init makes them; leave one of them out")
-        if self.random_init is not None or Path(self.model).is_dir():
-            self.source()
-            return None
-        if not HUB_NAME.fullmatch(self.model):
-            raise UsageError(f"--model {self.model} is neither a folder nor the name of a model on the hub")
-        if hub.cached_model(self.model) is not None:
-            return None
-        return hub.Absent(
-            f"the model {self.model}",
-            "--model FOLDER (a model saved with its tokenizer) or --random-init FOLDER (config.json and tokenizer)",
-            lambda: hub.fetch_model(self.model),
-        )
-
-    def _absent_data(self) -> hub.Absent | None:
-        """Return the data, if they are to be fetched."""
-        if Path(self.data).is_dir():
-            return None
-        if self.data != ON_THE_HUB:
-            raise UsageError(f"--data {self.data}: there is no such folder; give MRPC's, or {ON_THE_HUB} for the hub's")
-        if mrpc_data.hub_is_cached():
-            return None
-        return hub.Absent(f"the data {ON_THE_HUB}", "--data FOLDER (with MRPC's TSV files)", mrpc_data.read_hub)
-
-    def source(self) -> Source:
-        """Return the files of the model.
-
-        Raises:
-            UsageError: if something is not there.
-        """
-        if self.random_init is not None:
-            return random_source(Path(self.random_init))
-        folder = Path(self.model) if Path(self.model).is_dir() else hub.cached_model(self.model)
-        if folder is None:
-            raise UsageError(f"the model {self.model} is not in the cache of the Hugging Face hub on this machine")
-        return source_in(folder, "--model")
-
-    def pairs(self) -> Splits:
-        """Read the data.
-
-        Raises:
-            UsageError: if they cannot be read.
-        """
-        return mrpc_data.read_folder(Path(self.data)) if Path(self.data).is_dir() else mrpc_data.read_hub()
 
 
 @dataclass(frozen=True)

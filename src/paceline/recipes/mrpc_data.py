@@ -24,7 +24,6 @@ from torch.utils.data import Dataset
 from paceline.errors import UsageError
 
 COLUMNS = ("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String")
-ON_THE_HUB = "glue/mrpc"
 _HUB_NAME = ("nyu-mll/glue", "mrpc")
 
 

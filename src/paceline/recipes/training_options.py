@@ -6,20 +6,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, TypeVar, get_args
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from paceline.errors import MissingExtra, UsageError
 from paceline.launch.program import ProgramConfig, option
 from paceline.output_files import check_file
-from paceline.train import TrainConfig
-from paceline.train.learning_rate import Decay, LrScaling
-from paceline.train.memory_fit import find_accumulation
-from paceline.train.trainer import Loss
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from paceline.train import TrainConfig
+    from paceline.train.trainer import Loss
 
 Options = TypeVar("Options", bound="TrainingOptions")
-DECAYS, LR_SCALINGS = get_args(Decay), get_args(LrScaling)
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,10 @@ class TrainingOptions(ProgramConfig):
             raise UsageError(f"--seed must be at least 0 and below 2**63, not {self.seed}")
 
     def _check_learning_rate(self) -> None:
-        expect_choice("--lr-scaling", self.lr_scaling, LR_SCALINGS)
-        expect_choice("--decay", self.decay, DECAYS)
+        from paceline.train.learning_rate import Decay, LrScaling
+
+        expect_choice("--lr-scaling", self.lr_scaling, get_args(LrScaling))
+        expect_choice("--decay", self.decay, get_args(Decay))
         if self.warmup_steps < 0:
             raise UsageError(f"--warmup-steps must be at least 0, not {self.warmup_steps}")
         if not 0 <= self.decay_to <= 1:
@@ -142,12 +143,16 @@ class TrainingOptions(ProgramConfig):
 
         All ranks call this together; `batch_of` makes a batch of so many samples, those that take most memory.
         """
+        from paceline.train.memory_fit import find_accumulation
+
         if self.micro_batch is None:
             return self
         return replace(self, accumulate=find_accumulation(model, loss, batch_of, self.batch_size, self.accumulate))
 
     def train_config(self) -> TrainConfig:
         """Return the Trainer's settings."""
+        from paceline.train import TrainConfig
+
         same: tuple[str, ...] = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps")
         same += ("decay", "decay_steps", "decay_to", "clip_norm", "sharded", "redundancy", "checkpoint_dir")
         same += (

@@ -32,13 +32,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from paceline.launch.preloading import LIBRARY
 from paceline.launch.store import LOOPBACK, loopback_store
 from paceline.torch_internals.elastic import OPTIMIZERS_NEED
 from paceline.world import World, init
 
 TIMEOUT_S = 120.0
 _context = multiprocessing.get_context("forkserver")
-PRELOADED = ("torch", "torch.distributed", OPTIMIZERS_NEED, "paceline")
+PRELOADED = ("torch", "torch.distributed", OPTIMIZERS_NEED, *LIBRARY)
 
 
 def preload(*modules: str) -> None:

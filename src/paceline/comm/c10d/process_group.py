@@ -11,12 +11,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.arithmetic import supports
 from paceline.comm.c10d.launching import Launching
 from paceline.comm.c10d.operands import Flat, options_of, reduction_of
+from paceline.comm.c10d.own_backend import NAME
 from paceline.comm.c10d.work import Handle, last_of
 from paceline.comm.multi_host import Hierarchy
 from paceline.comm.open_native import agree_on_rows, open_collectives
@@ -35,8 +35,6 @@ from paceline.torch_internals.c10d import (
     Store,
 )
 from paceline.torch_internals.compile import class_never_compiled
-
-NAME = "paceline"
 
 
 @class_never_compiled
@@ -246,14 +244,8 @@ class PacelineProcessGroup(Launching):
         return self._runner.submit(run_in_mode, result, asynchronous=options.asyncOp)
 
 
-def _create(options: Any, _backend_options: Any = None) -> PacelineProcessGroup:
-    """Make the group for ``init_process_group("paceline")`` and ``new_group``; torch calls this."""
+def create(options: Any) -> PacelineProcessGroup:
+    """Make the group that torch's `options` describe."""
     names = options.global_ranks_in_group or range(options.group_size)
     place = options.group_rank, options.group_size, options.timeout
     return PacelineProcessGroup(store_of_group(options.store, *place, names), *place, names)
-
-
-def register() -> None:
-    """Make the backend's name known to torch. Harmless when it is known already."""
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm.c10d.process_group import NAME, PacelineProcessGroup
+from paceline.comm.c10d.own_backend import NAME
+from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.comm.own_group import open_own_group
 from paceline.comm.registered_memory import RegisteredMemory
 from paceline.ddp.agreement.late_reading import APART

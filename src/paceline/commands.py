@@ -1,0 +1,45 @@
+"""Classes of typed commands, and words for those that are mistyped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from paceline.errors import UsageError
+
+
+def or_near(name: str, known: Iterable[str]) -> str:
+    """Return «; did you mean --nproc?», if one of the `known` names is close to `name`."""
+    near = get_close_matches(name.partition("=")[0], list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+class Commands(TyperGroup):
+    """A group of commands that refuses an unknown one with the name that may have been meant."""
+
+    noun = "command"
+    """The word for a command of the group, in messages."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that the first of `args` names.
+
+        Raises:
+            UsageError: if there is none.
+        """
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-"):
+            remedy = or_near(args[0], known) or f"; known {self.noun}s: {', '.join(known)}"
+            raise UsageError(f"unknown {self.noun} {args[0]!r}{remedy}")
+        return super().resolve_command(ctx, args)
+
+
+class Verbatim(TyperCommand):
+    """A command that gets its arguments as they are, ``--help`` included."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Leave everything to the command."""
+        ctx.args = list(args)
+        return []

@@ -1,0 +1,15 @@
+"""The command ``paceline``, beside the package: ``import paceline`` brings no torch where this module is loaded first.
+
+Help, completion and refusals need none; what runs or reads something imports it.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Entry point of ``paceline``."""
+    from paceline.cli import main as run
+
+    run()
