@@ -315,8 +315,8 @@ def expect_room(count: int) -> None:
     if count * RANK_BYTES > available:
         raise UsageError(
             f"--nproc={count}: {count} ranks need about {count * RANK_BYTES / 2**30:.1f} GiB of memory "
-            f"({RANK_BYTES >> 20} MiB each, without large models), and {available / 2**30:.1f} GiB are available; start "
-            f"at most {max(1, available // RANK_BYTES)}, or give --force"
+            f"({RANK_BYTES >> 20} MiB each, without large models), and {available / 2**30:.1f} GiB are available; "
+            f"start at most {max(1, available // RANK_BYTES)}, or give --force"
         )
 
 
