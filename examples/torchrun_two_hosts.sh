@@ -11,6 +11,7 @@
 # If Gloo picks a network that the other host cannot reach, name the right one: GLOO_SOCKET_IFNAME=eth0 (NCCL_SOCKET_IFNAME).
 set -euo pipefail
 
+NODE_RANK=${NODE_RANK-${SLURM_NODEID-}} # srun --ntasks-per-node 1 tells each host its number
 : "${NODE_RANK:?set NODE_RANK to 0 on the first host and to 1 on the second}"
 : "${MASTER_ADDR:?set MASTER_ADDR to a name or address of the first host that both hosts can reach}"
 if [ $# -eq 0 ]; then

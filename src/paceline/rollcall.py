@@ -28,8 +28,8 @@ REMEDY = (
     "paceline.init(timeout=…) or PACELINE_TIMEOUT more seconds"
 )
 CONNECTION_REMEDY = (
-    "look for the first error of another rank; if there is none, name a network interface through which the hosts "
-    "reach each other in GLOO_SOCKET_IFNAME"
+    "set GLOO_SOCKET_IFNAME to a network interface through which the hosts reach each other (ip addr lists them), "
+    "unless another rank has an error of its own"
 )
 """For ranks that have come but could not be connected."""
 Value = TypeVar("Value", bound=Hashable)
@@ -88,8 +88,8 @@ def failed_to_connect(me: int, size: int, error: BaseException) -> Communication
     """Return the error of a process group that torch could not make, for which all ranks had come."""
     others = named_ranks([rank for rank in range(size) if rank != me] or [me])
     return CommunicationError(
-        f"rank {me}: {others} came to make the process group, but could not be connected with ({reason_of(error)}); "
-        f"{CONNECTION_REMEDY}"
+        f"rank {me}: {others} came to make the process group, but could not be connected with; {CONNECTION_REMEDY} "
+        f"({reason_of(error)})"
     )
 
 
@@ -128,6 +128,7 @@ def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta
     place = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
     by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     serves = rank == 0 and not by_launcher
+    began = time.monotonic()
     try:
         if serves:
             # torch's rendezvous would wait for all ranks here, and after the timeout say only how many came.
@@ -142,9 +143,9 @@ def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta
             ) from error
         server = "the launcher" if by_launcher else "rank 0"
         raise CommunicationError(
-            f"rank {rank}: the store at {place}, which {server} serves, was not reached within "
-            f"{timeout.total_seconds():g} s ({reason_of(error)}); look for the first error of {server}, and see that "
-            "address and port are right and not blocked"
+            f"rank {rank}: the store at {place}, which {server} serves, was not reached after "
+            f"{time.monotonic() - began:.1f} s; see that address and port are right and not blocked, and look for the "
+            f"first error of {server} ({reason_of(error)})"
         ) from error
 
 

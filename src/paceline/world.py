@@ -28,6 +28,7 @@ from paceline.gpus import choose_gpu, expect_own_gpu, gpu_name
 from paceline.meeting import meet
 from paceline.rendezvous import world_stores
 from paceline.rollcall import called_by_all, collective, failed_to_connect
+from paceline.schedulers import adopted
 from paceline.torch_internals.c10d import HashStore, PrefixStore, Store, get_known_groups
 from paceline.torch_internals.nccl import abort_known_groups, nccl_of
 
@@ -148,8 +149,9 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     """Join the world that the launcher describes, or make a world of one.
 
     Reads torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``,
-    ``MASTER_ADDR``, ``MASTER_PORT``). Without any of it, this process is the only rank. May be called again: a
-    process group that exists, ours or the script's own, is used as it is.
+    ``MASTER_ADDR``, ``MASTER_PORT``), and sets it where srun or mpirun started several processes, see
+    :mod:`paceline.schedulers`. Without any of it, this process is the only rank. May be called again: a process group
+    that exists, ours or the script's own, is used as it is.
 
     Args:
         backend: ``"paceline"``, ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group``
@@ -169,6 +171,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
         _expect_backend(backend)
         return current()
     strike("rendezvous")
+    os.environ.update(adopted(os.environ))
     place = _place(os.environ)
     if backend is not None:
         expect_available(backend)

@@ -875,6 +875,7 @@ NOT_OF_TORCH = {
     "_fields": "namedtuple",
     "_replace": "namedtuple",
     "_exit": "os",
+    "_config": "multiprocessing",
     "_getframe": "sys",
     "_current_frames": "sys",
     "_native_id": "threading",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from paceline import world
 from paceline.errors import UsageError
+from paceline.schedulers import adopted
 
 
 def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -25,9 +26,9 @@ def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
         if dist.is_available() and dist.is_initialized():
             current = world.current()
             here = (current.rank, current.size)
-        elif os.environ.get("WORLD_SIZE", "1") != "1":
+        elif (size := (os.environ | adopted(os.environ)).get("WORLD_SIZE", "1")) != "1":
             raise UsageError(
-                f"WORLD_SIZE={os.environ['WORLD_SIZE']} but there is no process group yet, so the data "
+                f"WORLD_SIZE={size} but there is no process group yet, so the data "
                 "cannot be split; call paceline.init() first, or give rank= and world_size="
             )
         rank, world_size = here[0] if rank is None else rank, here[1] if world_size is None else world_size

@@ -1,0 +1,147 @@
+"""Ranks that a batch system or MPI started: torchrun's variables, from those that ``srun`` or ``mpirun`` set.
+
+Torchrun's own variables win. Where one process was started there is nothing to take over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import WorldError
+
+TORCHRUN = ("RANK", "WORLD_SIZE")
+LOOPBACK = "127.0.0.1"
+PORTS = range(20_000, 32_000)
+"""Below those that systems give out by themselves."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that starts processes, and the environment variables in which it tells each its place."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    job: tuple[str, ...]
+    """Variables that are equal in all processes of a job, and differ between jobs of a host."""
+    node: str = ""
+
+
+# SLURM_STEP_*: only srun sets them; a batch script itself is one process, whatever SLURM_NTASKS says.
+ENGINES = (
+    Engine(
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        "SLURM_NODEID",
+    ),
+    Engine(
+        "mpirun (Open MPI)",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri"),
+    ),
+    Engine(
+        "mpirun (MVAPICH)",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+        (),
+    ),
+    Engine("mpiexec (MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ()),
+)
+UNKNOWN = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "ALPS_APP_PE")
+"""Ranks of engines that do not say how many there are, or are not known here."""
+
+
+def adopted(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables for a process that one of the :data:`ENGINES` started; empty if none did.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` that are set already are kept.
+
+    Raises:
+        WorldError: if the process is clearly one of several, but not which, of how many, or where they meet.
+    """
+    if any(name in environment for name in TORCHRUN):
+        return {}
+    for engine in ENGINES:
+        if environment.get(engine.size, "1") != "1" and engine.rank in environment:
+            return _variables(engine, environment)
+    for name in UNKNOWN:
+        if environment.get(name, "0") != "0":
+            raise WorldError(
+                f"this process was started as one of several ({name}={environment[name]}), but it cannot tell of how "
+                "many; set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each, or "
+                "start one 'paceline run' or torchrun on each host"
+            )
+    return {}
+
+
+def _variables(engine: Engine, environment: Mapping[str, str]) -> dict[str, str]:
+    try:
+        rank, size = int(environment[engine.rank]), int(environment[engine.size])
+        node = int(environment.get(engine.node, "0"))
+        sizes = _counts(environment.get(engine.local_size, str(size)))
+        local_size = sizes[node if len(sizes) > 1 else 0]
+        local_rank = int(environment.get(engine.local_rank, str(rank)))
+    except (ValueError, IndexError):
+        names = (engine.rank, engine.size, engine.local_rank, engine.local_size, engine.node)
+        found = ", ".join(f"{name}={environment[name]!r}" for name in names if name in environment)
+        raise WorldError(
+            f"this process was started by {engine.name}, but what that says of its place cannot be read ({found}); set "
+            "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
+        ) from None
+    address = LOOPBACK if local_size == size else _first_host(environment.get("SLURM_STEP_NODELIST", ""))
+    address = environment.get("MASTER_ADDR", address)
+    if not address:
+        raise WorldError(
+            f"{engine.name} started {size} processes on several hosts, and does not say where rank 0 is; set "
+            "MASTER_ADDR to its host for all of them (mpirun -x MASTER_ADDR=host), or start torchrun on each host"
+        )
+    if not engine.node:  # hosts are as large as this one
+        node = rank // local_size
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": node,
+    }
+    port = environment.get("MASTER_PORT") or str(_port(engine, environment))
+    return {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": address, "MASTER_PORT": port}
+
+
+def _counts(text: str) -> list[int]:
+    """Return the numbers of a list as Slurm writes it: ``2(x3),1`` is 2, 2, 2, 1."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ValueError(text)
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def _first_host(hosts: str) -> str:
+    """Return the first of a list of hosts as Slurm writes it: ``n[07-09,12],m1`` begins with ``n07``."""
+    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", hosts)
+    return "" if match is None else match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _port(engine: Engine, environment: Mapping[str, str]) -> int:
+    """Return a port that all processes of the job choose alike, and other jobs of the host most likely do not."""
+    job = [environment[name] for name in engine.job if name in environment] or [str(os.getppid())]
+    digest = hashlib.sha256("/".join([engine.name, *job]).encode()).digest()
+    return PORTS[int.from_bytes(digest[:4], "big") % len(PORTS)]
