@@ -211,6 +211,36 @@ def test_the_slurm_job_is_put_back_only_when_its_step_is_saved(tmp_path: Path) -
     assert (tmp_path / "requeued").read_text() == "requeue 42\n"
 
 
+@pytest.mark.parametrize(
+    ("number", "saves", "code", "is_put_back"),
+    [
+        (signal.SIGUSR1, True, 0, True),
+        (signal.SIGUSR1, False, 0, True),  # before Python listens it ends the launcher, with code 138
+        (signal.SIGTERM, True, 85, False),  # a cancelled job stays away, though its step is saved
+        (signal.SIGTERM, False, 143, False),
+    ],
+)
+def test_the_slurm_job_is_put_back_only_after_the_warning_of_its_time_limit(
+    tmp_path: Path, number: signal.Signals, saves: bool, code: int, is_put_back: bool
+) -> None:
+    launcher = "#!/bin/bash\n" + ("trap 'exit 85' USR1 TERM\n" if saves else "")
+    launcher += "touch started\nwhile :; do sleep 0.05; done\n"
+    for name, text in (("paceline", launcher), ("scontrol", '#!/bin/sh\necho "$@" >> requeued\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
+    job = subprocess.Popen(["bash", str(SCRIPTS[1]), "loop.py"], env=environment, cwd=tmp_path)
+    try:
+        while not (tmp_path / "started").exists():
+            assert job.poll() is None
+            time.sleep(0.01)
+        job.send_signal(number)
+        assert job.wait(60) == code
+    finally:
+        job.kill()
+    assert (tmp_path / "requeued").exists() is is_put_back
+
+
 @pytest.fixture(scope="module")
 def manifests() -> dict[str, Any]:
     text = (EXAMPLES / "kubernetes" / "trainjob.yaml").read_text("utf-8")
