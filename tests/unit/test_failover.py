@@ -34,7 +34,7 @@ from paceline.checkpoint.stop_requests import StopRequests
 from paceline.checkpoint.turn import Turn
 from paceline.errors import CommunicationError, UsageError
 from paceline.failpoints import VARIABLE, Order
-from paceline.launch.restarts import Restarts
+from paceline.launch.restarts import Cause, Restarts
 from paceline.step_records import BEFORE, RESCUE, STEPS, StepRecord, key_of, record_path, step_name
 from paceline.world import World
 from processes import paceline
@@ -255,10 +255,10 @@ def test_a_start_that_ended_before_its_checkpointer_is_followed_by_another(tmp_p
     folder = tmp_path / STEPS / "key"
     folder.mkdir(parents=True)
     StepRecord(record_path(folder, 0), make=True).complete(5)
-    assert restarts.decide() is not None
+    assert restarts.decide(Cause()) is not None
     restarts.begin()
     assert restarts.reached() == []
-    assert restarts.decide() is not None
+    assert restarts.decide(Cause()) is not None
 
 
 def test_the_launcher_waits_for_slow_steps(tmp_path: Path) -> None:

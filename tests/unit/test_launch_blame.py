@@ -88,7 +88,7 @@ def test_a_rank_that_ends_with_a_code_of_its_own_because_of_another_is_not_named
         "while lives(): pass\n"
         "sys.exit(1)\n",
     )
-    done = paceline(tmp_path, "run", "--nproc", "2", name)
+    done = paceline(tmp_path, "run", "--nproc", "2", "--max-restarts", "0", name)
     assert done.stderr.splitlines()[-1].startswith("error: rank 1 failed first (signal SIGKILL"), done.stderr
 
 

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.restarts import LIMIT, Restarts
+from paceline.launch.failure import End, cause
+from paceline.launch.record import Record
+from paceline.launch.restarts import EARLY_S, LIMIT, Cause, Restarts
+from paceline.launch.state import State
 from paceline.step_records import BEFORE, RESCUE, SPARE, STEPS, StepRecord, job_folder, record_path, records_in
 
 KEY = "0123456789abcdef"
@@ -30,12 +33,12 @@ def start(job: Path, completed: Sequence[int], restored: int = 0, ended: bool = 
 
 
 def test_ranks_that_do_not_tell_their_steps_are_started_again_only_if_the_user_says_so(tmp_path: Path) -> None:
-    assert Restarts(tmp_path, None).decide() is None
-    assert Restarts(None, None).decide() is None
+    assert Restarts(tmp_path, None).decide(Cause()) is None
+    assert Restarts(None, None).decide(Cause()) is None
     restarts = Restarts(tmp_path, 2)
-    assert restarts.decide() == "starting all ranks again (restart 1 of 2)"
-    assert restarts.decide() == "starting all ranks again (restart 2 of 2)"
-    assert restarts.decide() is None
+    assert restarts.decide(Cause()) == "starting all ranks again (restart 1 of 2)"
+    assert restarts.decide(Cause()) == "starting all ranks again (restart 2 of 2)"
+    assert restarts.decide(Cause()) is None
     assert restarts.count == 2
 
 
@@ -44,7 +47,7 @@ def test_by_default_a_start_without_progress_is_repeated_three_times(tmp_path: P
     start(tmp_path, [5, 4])
     decided = []
     for _ in range(2 + LIMIT):
-        decided.append(restarts.decide())
+        decided.append(restarts.decide(Cause()))
         restarts.begin()
         start(tmp_path, [5, 5], restored=5)
     again = "starting all ranks again from the beginning, as nobody could save step 5"
@@ -56,20 +59,62 @@ def test_progress_sets_the_count_back_and_only_steps_that_are_new_are_progress(t
     restarts = Restarts(tmp_path, 1)
     for number in range(1, 6):
         start(tmp_path, [number, number - 1], restored=number - 1)
-        assert str(restarts.decide()).endswith(f"(restart {number})")
+        assert str(restarts.decide(Cause())).endswith(f"(restart {number})")
         restarts.begin()
     # From the beginning to the same step, again and again: each start completes steps, and nothing is gained.
     for _ in range(2):
         start(tmp_path, [5, 5])
-        decided = restarts.decide()
+        decided = restarts.decide(Cause())
         restarts.begin()
     assert decided is None
 
 
 def test_a_training_that_is_over_is_not_repeated_because_of_what_fails_after_it(tmp_path: Path) -> None:
     start(tmp_path, [5, 5], ended=True)
-    assert Restarts(tmp_path, None).decide() is None
-    assert Restarts(tmp_path, 1).decide() is not None  # as the user said
+    assert Restarts(tmp_path, None).decide(Cause()) is None
+    assert Restarts(tmp_path, 1).decide(Cause()) is not None  # as the user said
+
+
+def test_the_same_error_at_the_same_step_is_not_retried(tmp_path: Path) -> None:
+    mistake, other = Cause("ValueError: x\nscript.py, line 7"), Cause("ValueError: y\nscript.py, line 7")
+    restarts = Restarts(tmp_path, None)
+    decided = []
+    for step, ended_by in [(5, mistake), (6, mistake), (6, other), (6, Cause()), (6, mistake), (6, mistake)]:
+        start(tmp_path, [step, step], restored=step)
+        decided.append(restarts.decide(ended_by) is not None)
+        restarts.begin()
+    assert decided == [True, True, True, True, True, False]
+    assert restarts.is_repeated
+    restarts = Restarts(None, 9)  # a script without steps, started again as the user said
+    assert [restarts.decide(mistake) is not None for _ in range(3)] == [True, False, False]
+    assert [Restarts(None, 9).decide(Cause()) is not None for _ in range(3)] == [True] * 3  # killed, say
+
+
+def test_a_rank_that_is_killed_before_its_first_step_is_started_again(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, None)
+    assert restarts.decide(Cause(is_early_kill=True)) == "starting all ranks again (restart 1 of 3)"
+    restarts._began -= EARLY_S
+    assert restarts.decide(Cause(is_early_kill=True)) is None
+
+
+RAISED = Record("ValueError: x", "script.py, line 7", 5.0)
+LOST = Record("CommunicationError: rank 0 ended", "script.py, line 9", 4.0, blamed=(0,))
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([End(0, 1, 6.0, record=RAISED)], Cause("ValueError: x\nscript.py, line 7")),
+        ([End(1, 1, 5.0, record=LOST), End(0, 1, 6.0, record=RAISED)], Cause("ValueError: x\nscript.py, line 7")),
+        ([End(0, -9, 6.0), End(1, 1, 6.1, record=LOST)], Cause(None, True)),
+        ([End(0, -9, 6.0, state=State(0)), End(1, -15, 6.1, stopped=True, state=State(0))], Cause(None, True)),
+        ([End(0, -9, 6.0, state=State(0)), End(1, -15, 6.1, stopped=True, state=State(1))], Cause()),
+        ([End(0, 3, 6.0)], Cause()),
+        ([], Cause()),
+    ],
+)
+def test_the_cause_is_the_first_ranks_own_error(ends: list[End], expected: Cause) -> None:
+    assert cause(ends) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,7 +136,7 @@ def test_a_restart_says_which_step_its_ranks_will_find(
     for folder, steps in ((tmp_path / RESCUE / KEY, rescued), (tmp_path / "checkpoints", on_disk)):
         for step in steps:
             (folder / f"step-{step:08d}").mkdir(parents=True)
-    assert Restarts(tmp_path, None).decide() == f"starting all ranks again{said} (restart 1)"
+    assert Restarts(tmp_path, None).decide(Cause()) == f"starting all ranks again{said} (restart 1)"
 
 
 def test_a_record_finds_room_when_memory_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +172,7 @@ def test_a_job_that_was_to_save_and_has_saved_nothing_is_known(tmp_path: Path) -
     record.lost_save()
     record.end()
     assert restarts.unsaved() == tmp_path / "checkpoints"
-    assert restarts.decide() is None, "the next start would save nothing either"
+    assert restarts.decide(Cause()) is None, "the next start would save nothing either"
     record.saved()
     assert restarts.unsaved() is None
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.launch.record import Record
+from paceline.launch.restarts import Cause
 from paceline.launch.state import State, doings
 from paceline.rollcall import named_ranks
 
@@ -108,6 +109,17 @@ def usage(ends: Sequence[End]) -> str | None:
     """Return the first UsageError that a rank reported, as text."""
     told = [end.record for end in ends if end.record is not None and end.record.usage]
     return min(told, key=lambda record: record.at).message if told else None
+
+
+def cause(ends: Sequence[End]) -> Cause:
+    """Return what ended this start, as far as it says whether the next would end in the same way."""
+    first = next(iter(failures(ends)), None)
+    if first is None:
+        return Cause()
+    told = first.record
+    error = f"{told.message}\n{told.trace}" if told is not None and told.blamed is None else None
+    steps = [end.state.completed for end in ends if end.state is not None]
+    return Cause(error, first.code == -signal.SIGKILL and not any(steps))
 
 
 def headline(ends: Sequence[End]) -> str:

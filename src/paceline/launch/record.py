@@ -13,7 +13,7 @@ import re
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -110,6 +110,19 @@ def of(error: BaseException, usage: bool = False) -> Record:
     return Record(text, trace, time.time(), usage, blamed)
 
 
+def of_script(error: BaseException) -> Record:
+    """Return the record of an error that ended a script; a UsageError of ours is the user's mistake, at a line of his.
+
+    Known by its class's name, as importing that would import torch.
+    """
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
+    record = of(error, usage="paceline.errors.UsageError" in kinds)
+    library = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    frames = traceback.extract_tb(error.__traceback__) if record.usage else []
+    lines = [f"{frame.filename}, line {frame.lineno}" for frame in frames if not frame.filename.startswith(library)]
+    return replace(record, message=f"{record.message} ({lines[-1]})") if lines else record
+
+
 def consequence(error: BaseException | None) -> tuple[int, ...] | None:
     """Return the ranks whose failure led to `error`, as far as it names them; None if it is no consequence.
 
@@ -159,7 +172,7 @@ def install() -> None:
     def note(error_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_own_error = os.getpid() == process and not issubclass(error_type, KeyboardInterrupt)
         if is_own_error:
-            write(path, of(error))
+            write(path, of_script(error))
             atexit.register(_leave_gloo)
         if not is_own_error or not is_shown_by_launcher():
             shown(error_type, error, trace)

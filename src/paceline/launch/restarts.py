@@ -30,12 +30,26 @@ from paceline.step_records import (
 
 LIMIT = 3
 """Starts without progress, by default."""
+EARLY_S = 120.0
+"""A start that is killed so soon, before a step is known of, has lost nothing."""
 RESCUE_S = 5.0
 """How long the ranks that are left may take, beyond two steps, to notice the failure and save their last step."""
 TOLD_S = 5.0
 """How long they may take once they are told, as they are by then."""
 WRITING_S = 300.0
 """The same, once one of them is writing."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The cause of a failed start, as far as it says whether the next one would end in the same way.
+
+    ``error`` is the first rank's own exception with its traceback, None if it ended otherwise. ``is_early_kill`` says
+    that it was killed before any rank had completed a step.
+    """
+
+    error: str | None = None
+    is_early_kill: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,12 @@ class Restarts:
         """How often all ranks were started again."""
         self._in_vain = 0
         """Restarts since a start made progress."""
+        self._began = time.monotonic()
+        """When the ranks were last started."""
+        self.is_repeated = False
+        """Whether the last start ended with the same error, in the same place and step, as the one before."""
+        self._error: tuple[object, ...] | None = None
+        """The error that ended the last start, with the steps completed until then; None if there was none."""
         self._best: dict[str, int] = {}
         """The last step that any start has completed, by the key of the checkpoint folder."""
 
@@ -121,6 +141,7 @@ class Restarts:
 
     def begin(self) -> None:
         """Keep the records of the start before, for the ranks that are started next."""
+        self._began = time.monotonic()
         if self._folder is None:
             return
         before = self._folder / BEFORE
@@ -133,11 +154,22 @@ class Restarts:
             for path in before.glob("*/rank-*.*"):  # copies of states, whatever was to rescue of them is rescued
                 path.unlink()
 
-    def decide(self) -> str | None:
-        """Return words for the restart that comes now, after a failure; None if there is none."""
+    def decide(self, cause: Cause) -> str | None:
+        """Return words for the restart that comes now, after a failure; None if there is none.
+
+        There is none after the same error in the same place at the same step as in the start before: it is a mistake,
+        which would be made again.
+        """
         reached = self.reached()
-        # A start that did not come to a Checkpointer's making says nothing; one before it may have.
-        is_over = all(each.has_ended for each in reached) if reached else not self._best
+        # A start that did not come to a Checkpointer's making says nothing; one before it may have. A rank that was
+        # killed before any step has cost nothing.
+        is_early = cause.is_early_kill and time.monotonic() - self._began < EARLY_S
+        is_over = all(each.has_ended for each in reached) if reached else not (self._best or is_early)
+        error = None if cause.error is None else (cause.error, *sorted((each.key, each.completed) for each in reached))
+        self.is_repeated = error is not None and error == self._error
+        if self.is_repeated:
+            return None
+        self._error = error
         if is_over and (self._limit is None or any(each.is_unsaved for each in reached)):
             return None
         is_progress = any(each.completed > self._best.get(each.key, 0) for each in reached)
