@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from typing import Any
 
 LIMIT = 64 * 2**20  # bytes; a larger document is refused, so that reading takes bounded memory
@@ -21,6 +23,14 @@ def render(value: Any, indent: int | None = None, limit: int = LIMIT) -> bytes:
     raw = json.dumps(value, allow_nan=False, indent=indent, separators=separators).encode("ascii")
     _check_size(raw, limit)
     return raw
+
+
+def lenient(values: Mapping[str, Any], indent: int | None = None) -> str:
+    """Return `values` as JSON for other programs: floats that JSON does not know, NaN and infinities, become null."""
+    known = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
+    return json.dumps(known, allow_nan=False, indent=indent)
 
 
 def parse(raw: bytes, limit: int = LIMIT) -> Any:

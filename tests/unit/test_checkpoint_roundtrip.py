@@ -304,6 +304,27 @@ def test_a_malformed_or_reserved_name_is_refused(tmp_path: Path, name: Any) -> N
         checkpointer.register(name, Holder({}))
 
 
+class Around(torch.optim.Optimizer):
+    """Wraps an optimizer as torch's PostLocalSGDOptimizer does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = optimizer, optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+def test_an_optimizer_around_another_whose_steps_cannot_be_seen_is_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        inner = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+        with pytest.raises(UsageError, match="register the optimizer inside it"):
+            checkpointer.register("optimizer", Around(inner))
+        checkpointer.register("optimizer", inner)
+
+
 def test_a_name_is_given_once_and_to_something_with_a_state(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.register("model", Holder({}))

@@ -178,6 +178,32 @@ def test_every_row_is_gathered_exactly_once_in_order(pools: Pools, size: int, ba
             assert list(chain(*found)) == list(range(size))
 
 
+def gathered_objects(world: World) -> None:
+    """Objects that are no tensors, alone and beside tensors, in slices of different lengths."""
+    for size, batch_size in ((10, 4), (5, 1)):
+        texts: list[str] = []
+        for share in GlobalBatchSampler(size, batch_size, shuffle=False):
+            rows = {
+                "text": [f"text {row}" for row in share],
+                "more": (torch.tensor(share), [{"row": r} for r in share]),
+            }
+            for value in [rows, rows if share else None]:
+                result = gather_for_metrics(value)
+                assert [{"row": row} for row in result["more"][0].tolist()] == result["more"][1]
+            texts += result["text"]
+        assert texts == [f"text {row}" for row in range(size)]
+    here = [None, {1, 2}] if world.is_main else []
+    assert gather_for_metrics(here) == [None, {1, 2}]
+    nested = [torch.tensor([1]), ["a"]] if world.is_main else [None, None]
+    assert gather_for_metrics(nested) == [torch.tensor([1]), ["a"]]
+    assert gather_for_metrics([[1], [2, 3]]) == [[1], [2, 3]] * world.size
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_objects_in_lists_are_rows_in_order(pools: Pools, size: int) -> None:
+    pools.run(size, gathered_objects)
+
+
 class Pair(NamedTuple):
     rows: Tensor
     more: tuple[Tensor, list[Tensor]]
@@ -247,8 +273,12 @@ UNEQUAL: list[tuple[Any, Any, str]] = [
     (
         {"a": 1.5},
         {"a": ROWS},
-        "rank 0: gather_for_metrics takes tensors, or tuples, lists and dicts of them, but value",
+        "rank 0: gather_for_metrics takes tensors, lists of objects, or tuples, lists and dicts of them, but value['a'] is"
+        " a float; give a list, in which each object is a row",
     ),
+    (["a"], [ROWS], "value[0] is a str on rank 0 but a tensor on rank 1"),
+    ({"a": ["a"]}, {"a": ROWS}, "value['a'] is a list on rank 0 but a tensor on rank 1"),
+    (["a"], [lambda: None], "rank 1: gather_for_metrics: value cannot be pickled ("),
 ]
 
 

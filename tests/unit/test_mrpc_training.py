@@ -151,7 +151,7 @@ def test_on_the_real_files_two_ranks_have_the_losses_of_one_and_they_fall(pools:
             metrics=str(file),
         )
         pools.run(size, train, chosen, 20)
-        losses.append([line["loss"] for line in lines_of(file)])
+        losses.append([line["train/loss"] for line in lines_of(file)])
     alone, together = losses
     assert len(alone) == 20
     assert together == pytest.approx(alone, abs=1e-4)
@@ -360,7 +360,7 @@ def test_the_command_trains_and_reports(tmp_path: Path, config: MrpcConfig) -> N
     assert (report["steps"], report["world_size"], report["replicas_identical"]) == (6, 2, True)
     assert lines_of(tmp_path / "m.jsonl")[-1] == {
         "step": 6,
-        "dev_loss": report["loss"],
-        "accuracy": report["accuracy"],
-        "f1": report["f1"],
+        "eval/loss": report["loss"],
+        "eval/accuracy": report["accuracy"],
+        "eval/f1": report["f1"],
     }

@@ -133,6 +133,7 @@ def usual_mistakes(world: World) -> list[str]:
         of(theirs, torch.optim.SGD(theirs.parameters(), lr=0.01)),
         of(optimizer=torch.optim.SGD(plain.parameters(), lr=0.01)),
         of(optimizer=optimizer.param_groups),
+        of(optimizer=torch.optim.LBFGS(model.parameters())),
         of(config={"epochs": 1}),
         of(evaluation=squared_error),
         of(evaluation=Evaluation(torch.utils.data.DataLoader(data, 4), squared_error, ("error",))),  # type: ignore
@@ -156,6 +157,7 @@ REMEDIES = [
     "the Trainer needs a model in Paceline's wrapper, not a torch.nn.parallel.distributed.DistributedDataParallel; imp",
     "the optimizer has none of the model's parameters, so training would change nothing; make it from this model",
     "the Trainer needs a torch.optim.Optimizer, not a list",
+    "the Trainer calls step() without a closure, which LBFGS needs; use another optimizer, or a loop of your own",
     "config must be a TrainConfig, not a dict: TrainConfig(epochs=3)",
     "evaluation must be an Evaluation(loader, sums, names), not a function",
     "Evaluation needs Paceline's DataLoader, not a torch.utils.data.dataloader.DataLoader; give",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import sys
 import time
@@ -48,6 +49,13 @@ def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
     log.write(1, {"loss": 1.0})
     assert steps_of(tmp_path / "m") == [1]
     log.close()
+
+
+def test_what_json_does_not_know_is_null(tmp_path: Path) -> None:
+    log = JsonLines(str(tmp_path / "m"), 0)
+    log.write(1, {"nan": math.nan, "up": math.inf, "down": -math.inf, "zero": 0.0})
+    log.close()
+    assert (tmp_path / "m").read_text() == '{"step": 1, "nan": null, "up": null, "down": null, "zero": 0.0}\n'
 
 
 def test_a_fresh_run_leaves_the_lines_of_an_earlier_one(tmp_path: Path) -> None:
@@ -196,6 +204,10 @@ def test_a_logger_of_the_users_gets_what_the_files_get_on_rank_0_and_the_mean_of
         {"step": step, **values} for step, values in first
     ]
     assert [step for step, _ in first] == [1, 2, 3, 3, 4, 5, 6, 6]
+    # One name for the training's and the evaluation's loss gave TensorBoard two values of one curve at a step.
+    names = [sorted(values) for step, values in first if step == 3]
+    assert names[0] == ["lr", "train/loss"]
+    assert all(name.startswith("eval/") for name in names[1])
     for (_, ours), (_, theirs) in zip(first, alone, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-12)
 

@@ -107,7 +107,7 @@ def test_a_line_of_metrics_after_a_resume_on_other_ranks_counts_all_of_them(pool
     pools.run(2, train, replace(cut, stop_after=3))
     pools.run(1, in_silence, replace(cut, config=replace(cut.config, resume=True)))
     lines = [
-        [json.loads(line)["loss"] for line in (tmp_path / name).read_text().splitlines()]
+        [json.loads(line)["train/loss"] for line in (tmp_path / name).read_text().splitlines()]
         for name in ("whole.jsonl", "cut.jsonl")
     ]
     assert lines[1] == pytest.approx(lines[0], rel=1e-9)

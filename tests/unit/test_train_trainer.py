@@ -97,16 +97,16 @@ def test_metrics_hold_loss_and_rate_of_every_so_many_steps_and_each_evaluation(
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     # 45 samples, 6 batches of 8, so 3 steps an epoch: a line after two steps and one for the epoch's last.
     assert [(line["step"], sorted(line.keys() - {"step"})) for line in lines] == [
-        (2, ["loss", "lr"]),
-        (3, ["loss", "lr"]),
-        (3, ["error"]),
-        (4, ["loss", "lr"]),
-        (6, ["loss", "lr"]),
-        (6, ["error"]),
+        (2, ["lr", "train/loss"]),
+        (3, ["lr", "train/loss"]),
+        (3, ["eval/error"]),
+        (4, ["lr", "train/loss"]),
+        (6, ["lr", "train/loss"]),
+        (6, ["eval/error"]),
     ]
     # The rate that a step used; the warm-up counts optimizer steps, not micro-batches.
     assert [line["lr"] for line in lines if "lr" in line] == pytest.approx([LR * 2 / 4, LR * 3 / 4, LR, LR])
-    assert outcome.result.metrics == {"error": lines[-1]["error"]}
+    assert outcome.result.metrics == {"error": lines[-1]["eval/error"]}
     # With a rate of (nearly) zero the loss is that of the initial weights, over the logged steps' samples.
     still = Run(
         TrainConfig(1, lr_scaling="linear", base_batch_size=10**12, log_every=100, metrics_file=str(file), **QUIET)
@@ -115,7 +115,7 @@ def test_metrics_hold_loss_and_rate_of_every_so_many_steps_and_each_evaluation(
     data = Points(45, torch.float64)
     *earlier, line = [json.loads(line) for line in file.read_text().splitlines()]
     assert earlier == lines
-    assert line["loss"] == pytest.approx(float(squared(net(still)(data.x), data.y).detach()) / 45)
+    assert line["train/loss"] == pytest.approx(float(squared(net(still)(data.x), data.y).detach()) / 45)
 
 
 def test_only_rank_0_writes_for_tensorboard(pools: Pools, tmp_path: Path) -> None:

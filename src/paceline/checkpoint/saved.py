@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from paceline import documents, rank_consensus
 from paceline.checkpoint import codec, manifest, tensor_transfer, tensorfile, verify
@@ -42,6 +43,12 @@ def expect_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
         raise UsageError(
             f"the object to register as {name!r}, a {type(object).__qualname__}, does not have both "
             "state_dict and load_state_dict; give it these methods"
+        )
+    if isinstance(object, Optimizer) and not hasattr(object, "_optimizer_step_pre_hooks"):
+        raise UsageError(
+            f"the {type(object).__qualname__} to register as {name!r} wraps an optimizer without calling "
+            "Optimizer.__init__, so its steps cannot be seen; register the optimizer inside it, for local SGD that "
+            "and the model with per_rank=True, and after restore() set the averager's step and the hook's iter"
         )
 
 

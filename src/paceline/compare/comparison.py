@@ -33,7 +33,9 @@ class Row:
     samples_per_second: float | None
     """Over all devices; None where the model's inputs hold no tensor."""
     rows_per_batch: float | None
-    """Samples of a batch, over all devices."""
+    """Samples of a batch, over all devices; the mean, as the last one of an epoch may be short."""
+    largest_batch: int | None
+    """Samples of the largest batch, over all devices: equal where modes do the same work."""
     speedup: float | None
     """Throughput relative to the mode ``single``, median over the turns; None where that did not run."""
     efficiency: float | None
@@ -88,6 +90,7 @@ def figures(name: str, record: Mapping[str, Any], nproc: int, single: Row | None
         turns=tuple(in_turns),
         samples_per_second=rows / per_batch if rows else None,
         rows_per_batch=rows,
+        largest_batch=sum(rank["largest"] for rank in ranks) or None,
         speedup=1.0 if name == "single" else gain,
         efficiency=1.0 if name == "single" else None if gain is None else gain / devices,
         all_reduce_share=median(alone / step for alone, step in reductions) if len(ranks) > 1 else None,
@@ -173,7 +176,7 @@ def _notes(rows: Sequence[Row], threads: int) -> list[str]:
             f"The program wraps {rows[0].wrappers} models: a batch is a step of all their optimizers; all-reduce, "
             "waiting and weights are those of all models together."
         )
-    if _rows_differ([row.rows_per_batch for row in rows]):
+    if _rows_differ([row.largest_batch for row in rows]):
         notes.append(
             "Batches differ in size, so the modes did different work: take them from paceline.data.DataLoader, whose "
             "batch_size is that of all ranks together."

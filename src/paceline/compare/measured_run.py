@@ -80,6 +80,8 @@ class Step(NamedTuple):
     """Forwards, or 1 where several wrapped models have theirs."""
     rows: int
     """Rows of these."""
+    largest: int
+    """Rows of the largest of these."""
 
 
 class Meter:
@@ -129,7 +131,8 @@ class Meter:
         waited = sum(wrapper.exposed_seconds for wrapper in self.wrappers)
         several = len(self.wrappers) > 1  # then nobody knows which of the forwards are of one batch
         batches, rows = (1, self._rows[0]) if several else (len(self._rows), sum(self._rows))
-        self.steps.append(Step(seconds, waited - self._waited, batches, rows))
+        largest = self._rows[0] if several else max(self._rows)
+        self.steps.append(Step(seconds, waited - self._waited, batches, rows, largest))
         self._rows, self._waited = [], waited
         timed = len(self.steps) - WARM_UP
         if timed >= 0 and (timed % TURN == 0 or timed == self.run.steps):
@@ -155,6 +158,7 @@ class Meter:
             "waited": sum(step.waited for step in timed),
             "batches": [step.batches for step in timed],
             "rows": [step.rows for step in timed],
+            "largest": max(step.largest for step in timed),
             "memory": peak_memory(),
             "sha256": _sha256(self.wrappers),
         }

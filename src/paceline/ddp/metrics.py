@@ -24,20 +24,22 @@ Part = tuple[int, Any]
 def gather_for_metrics(value: Any) -> Any:
     """Every rank's `value`, concatenated along dimension 0 in the order of ranks, on every rank.
 
-    Ranks may hold different numbers of rows; every row is there exactly once. With slices of a
-    :class:`paceline.data.GlobalBatchSampler` the result is in the order of the global batch.
+    Ranks may hold different numbers of rows; every row is there exactly once. Called for each batch of a
+    :class:`paceline.data.DataLoader` without ``cost``, it gives the rows in the order of the global batch, which is the
+    data set's without ``shuffle``. Called once for the rows of several batches, it gives all of rank 0's first.
 
     Args:
-        value: a tensor of at least one dimension, or a tuple, list or dict of them (nested); ``None``, also inside, on
-            a rank that has no rows. A tensor without rows takes the others' dtype and shape.
+        value: a tensor of at least one dimension, a list of any picklable objects without tensors, such as texts, each
+            of them a row, or a tuple, list or dict of such tensors and lists (nested); ``None``, also inside, on a rank
+            that has no rows. A tensor without rows takes the others' dtype and shape, an empty list the others' kind.
 
     Returns:
         The same structure, tuples as tuples and named ones by their names, on the CPU of every rank; ``None`` where no
         rank had rows.
 
     Raises:
-        UsageError: on every rank, if one gave a value that is no tensor, or a tensor without dimensions, or if ranks
-            differ in structure, in dtype or in the shape of rows; names the place and the ranks.
+        UsageError: on every rank, if one gave an object outside a list, one that cannot be pickled, or a tensor without
+            dimensions, or if ranks differ in structure, dtype or the shape of rows; names the place and the ranks.
     """
     try:
         own, refusal = _rows_on_cpu(value, "value"), None
@@ -104,8 +106,12 @@ def _from_every_rank(call: str, own: Any, refusal: str | None) -> list[Any]:
     everyone: list[Any] = [(own, refusal)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
+        try:
+            packed = _packed(own)
+        except Exception as error:  # the object's own; the others have to hear of it
+            packed, refusal = _packed(None), f"{call}: value cannot be pickled ({type(error).__name__}: {error})"
         with called_by_all(f"{call}()"), collective("all-gather"):
-            dist.all_gather_object(everyone, (_packed(own), refusal))
+            dist.all_gather_object(everyone, (packed, refusal))
         everyone = [(_unpacked(part), text) for part, text in everyone]
     for rank, (_, text) in enumerate(everyone):
         if text is not None:
@@ -163,11 +169,20 @@ def _rows_on_cpu(value: Any, place: str) -> Any:
         return _alone_on_cpu(value)
     if isinstance(value, dict):
         return {key: _rows_on_cpu(item, f"{place}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, list) and not _holds_tensor(value):
+        return value
     if isinstance(value, list | tuple):
         return _alike(value, [_rows_on_cpu(item, f"{place}[{at}]") for at, item in enumerate(value)])
     raise UsageError(
-        f"gather_for_metrics takes tensors, or tuples, lists and dicts of them, but {place} is a {type(value).__name__}"
+        f"gather_for_metrics takes tensors, lists of objects, or tuples, lists and dicts of them, but {place} is a "
+        f"{type(value).__name__}; give a list, in which each object is a row"
     )
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_tensor, value.values()))
+    return any(map(_holds_tensor, value)) if isinstance(value, list | tuple) else isinstance(value, Tensor)
 
 
 def _alone_on_cpu(value: Tensor) -> Tensor:
@@ -188,6 +203,12 @@ def _together(parts: Iterable[Part], place: str) -> Any:
     first = given[0][1]
     if isinstance(first, Tensor):
         return _concatenated(given, place)
+    if isinstance(first, list) and not any(_holds_tensor(part) for _, part in given):
+        rows = [row for _, part in given for row in part]
+        if any(row is not None for row in rows):  # else parts of a structure that no rank has rows for
+            return rows
+    if not isinstance(first, dict | list | tuple):  # in a list that is of rows here, and of parts on another rank
+        raise UsageError(f"gather_for_metrics: {place} is {_kind(first)} on rank {given[0][0]}, not a list of rows")
     if isinstance(first, dict):
         keys = [(rank, sorted(map(repr, part))) for rank, part in given]
         _expect_alike(keys, f"{place} has keys", "give the same on every rank, with None for what has no rows")

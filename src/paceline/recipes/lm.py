@@ -84,7 +84,7 @@ def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor,
 def summed_metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], int]:
     """Sum the loss of a batch."""
     loss, count = summed_loss(model, batch)
-    return {"validation_loss": loss}, count
+    return {"loss": loss}, count
 
 
 @torch.no_grad()
@@ -121,10 +121,10 @@ def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[Distribute
     micro_batch = config.samples_per_micro_batch
     loader = DataLoader(corpus.training, batch_size=micro_batch, shuffle=True, seed=config.seed)
     held_out = DataLoader(corpus.validation, batch_size=4 * micro_batch)
-    evaluation = Evaluation(held_out, summed_metrics, ("validation_loss",))
+    evaluation = Evaluation(held_out, summed_metrics, ("loss",))
     result = Trainer(model, optimizer, summed_loss, loader, config.train_config(), evaluation).fit()
     report = gather_report(model, result, world)
-    loss, tokens = report.metrics["validation_loss"], report.samples_per_second * config.context
+    loss, tokens = report.metrics["loss"], report.samples_per_second * config.context
     perplexity = math.exp(loss) if loss < MOST_NATS else math.inf
     metrics = {"loss": loss, "perplexity": perplexity, "tokens_per_second": tokens}
     return model, replace(report, metrics=metrics), result

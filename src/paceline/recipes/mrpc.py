@@ -55,7 +55,7 @@ class Objective:
         logits, labels = self.logits(model, batch)
         answers = logits.argmax(1)
         sums = {
-            "dev_loss": F.cross_entropy(logits, labels, reduction="sum"),
+            "loss": F.cross_entropy(logits, labels, reduction="sum"),
             "right": (answers == labels).sum(),
             "true_positives": (answers & labels).sum(),
             "predicted": answers.sum(),
@@ -67,7 +67,7 @@ class Objective:
 def scores(means: dict[str, float]) -> dict[str, float]:
     """Return loss, accuracy and F1, given the means of :meth:`Objective.counts`."""
     f1 = f1_score(means["true_positives"], means["predicted"], means["positives"])
-    return {"dev_loss": means["dev_loss"], "accuracy": means["right"], "f1": f1}
+    return {"loss": means["loss"], "accuracy": means["right"], "f1": f1}
 
 
 def optimizer_of(model: nn.Module, config: MrpcConfig) -> torch.optim.Optimizer:
@@ -111,13 +111,12 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
         collate_fn=collate,
     )
     held_out = DataLoader(dev_data, batch_size=8 * world.size, collate_fn=collate)
-    names = ("dev_loss", "right", "true_positives", "predicted", "positives")
+    names = ("loss", "right", "true_positives", "predicted", "positives")
     evaluation = Evaluation(held_out, objective.counts, names, scores)
     optimizer = optimizer_of(model, config)
     result = Trainer(model, optimizer, objective.summed_loss, loader, config.train_config(), evaluation).fit()
     report = gather_report(model, result, world)
-    metrics = {**report.metrics, **majority_baseline(*pairs)}
-    return replace(report, metrics={"loss": metrics.pop("dev_loss"), **metrics}), result
+    return replace(report, metrics={**report.metrics, **majority_baseline(*pairs)}), result
 
 
 def main(text: str) -> None:

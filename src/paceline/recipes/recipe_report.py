@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 from rich.table import Table
 
+from paceline import documents
 from paceline.ddp import DistributedDataParallel
 from paceline.digests import weights_sha256
 from paceline.errors import CheckpointError
@@ -53,7 +53,7 @@ class Report:
     def to_json(self) -> str:
         """Return the report as text, with the metrics beside the other figures."""
         figures = asdict(self)
-        return json.dumps({**figures.pop("metrics"), **figures}, indent=2) + "\n"
+        return documents.lenient({**figures.pop("metrics"), **figures}, indent=2) + "\n"
 
 
 def gather_report(model: DistributedDataParallel, result: Result, world: World) -> Report:

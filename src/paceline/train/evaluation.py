@@ -77,6 +77,11 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
     return means if evaluation.derive is None else evaluation.derive(means)
 
 
+def evaluated(metrics: dict[str, float]) -> dict[str, float]:
+    """Return `metrics` by their names in logs, ``eval/loss``, which the training's loss does not share."""
+    return {f"eval/{name}": value for name, value in metrics.items()}
+
+
 def expect_evaluation(evaluation: Any, training: DataLoader | None = None) -> None:
     """Refuse an object that is no :class:`Evaluation`, or whose loader is not Paceline's, or is the `training` loader.
 

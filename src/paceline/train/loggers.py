@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from paceline import rank_consensus
+from paceline import documents, rank_consensus
 from paceline.errors import MissingExtra, UsageError
 from paceline.train.train_config import TrainConfig
 
@@ -160,7 +160,7 @@ WANDB_TIMEOUT_S = 20.0
 
 
 class JsonLines:
-    """Writes a JSON object for each call, with its step.
+    """Writes a JSON object for each call, with its step. NaN and infinities, which JSON does not know, become null.
 
     Args:
         file: lines are added to those of earlier runs; a resumed run drops those of its own that are after `step`,
@@ -178,7 +178,7 @@ class JsonLines:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.write(documents.lenient({"step": step, **values}) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -76,13 +76,18 @@ def expect_loggers(loggers: Any) -> None:
 
 
 def expect_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Refuse an object that is no optimizer, and an optimizer over none of the model's parameters.
+    """Refuse an object that is no optimizer, LBFGS, and an optimizer over none of the model's parameters.
 
     Raises:
         UsageError: says which.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"the Trainer needs a torch.optim.Optimizer, not {_described(optimizer)}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "the Trainer calls step() without a closure, which LBFGS needs; use another optimizer, or a loop of your "
+            "own with optimizer.step(closure)"
+        )
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in trained for parameter in model.parameters()):
         raise UsageError(

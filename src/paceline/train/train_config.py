@@ -59,7 +59,7 @@ class TrainConfig:
     """Go on from the newest checkpoint in ``checkpoint_dir``."""
     metrics_file: str | None = None
     """JSON Lines file to which rank 0 writes a line for every ``log_every`` steps and every evaluation, behind those
-    of earlier runs. It may lie in ``checkpoint_dir``."""
+    of earlier runs: ``train/loss`` and ``lr``, or ``eval/`` and a metric's name. It may lie in ``checkpoint_dir``."""
     tensorboard_dir: str | None = None
     """Folder to which rank 0 writes the same for TensorBoard."""
     wandb_project: str | None = None

@@ -18,7 +18,7 @@ from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
 from paceline.errors import UsageError
 from paceline.train.agreement import expect_same_data
 from paceline.train.averages import LossAverage
-from paceline.train.evaluation import Evaluation, evaluate, expect_evaluation
+from paceline.train.evaluation import Evaluation, evaluate, evaluated, expect_evaluation
 from paceline.train.folder import go_on, open_folder, open_memory
 from paceline.train.identity import ChangedDataLoader, DataIdentity, Settings
 from paceline.train.interrupts import Interrupts
@@ -219,9 +219,9 @@ class Trainer:
     def _end_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
         if self.evaluation is not None:
             self.result.metrics = evaluate(self.model, self.evaluation)
-            log.write(self.result.steps, self.result.metrics)
-        values = {"loss": self._average.epoch(), "lr": self._lr}
-        display.epoch_ended(self._sampler.epoch, self.config.epochs, values | self.result.metrics)
+            log.write(self.result.steps, evaluated(self.result.metrics))
+        values = {"train/loss": self._average.epoch(), "lr": self._lr} | evaluated(self.result.metrics)
+        display.epoch_ended(self._sampler.epoch, self.config.epochs, values)
         self._sampler.finish()
 
     def _train_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
@@ -269,7 +269,7 @@ class Trainer:
         return self.result.steps % self.config.log_every == 0 or self._sampler.position == self._sampler.length
 
     def _log_line(self, log: Loggers) -> None:
-        log.write(self.result.steps, {"loss": self._average.line(self.result.steps), "lr": self._lr})
+        log.write(self.result.steps, {"train/loss": self._average.line(self.result.steps), "lr": self._lr})
 
     def _step(self) -> None:
         """Step the optimizer, and mark the end of the step."""
