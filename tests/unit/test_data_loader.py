@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 from typing import Any
@@ -468,3 +469,17 @@ def test_numpy_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "numpy")
     loader = loader_of(TensorDataset(torch.arange(8)), collate_fn=len)
     assert list(loader) == [4, 4]
+
+
+ALIVE_AT_EXIT = """
+import torch
+from paceline.data import DataLoader
+it = iter(DataLoader(torch.utils.data.TensorDataset(torch.arange(10.)), batch_size=2))
+next(it)
+"""
+
+
+@pytest.mark.slow
+def test_an_iterator_that_lives_at_exit_says_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", ALIVE_AT_EXIT], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

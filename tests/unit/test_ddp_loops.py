@@ -273,8 +273,8 @@ UNEQUAL: list[tuple[Any, Any, str]] = [
     (
         {"a": 1.5},
         {"a": ROWS},
-        "rank 0: gather_for_metrics takes tensors, lists of objects, or tuples, lists and dicts of them, but value['a'] "
-        "is a float; give a list, in which each object is a row",
+        "rank 0: gather_for_metrics takes tensors, lists of objects, or tuples, lists and dicts of them, but "
+        "value['a'] is a float; give a list, in which each object is a row",
     ),
     (["a"], [ROWS], "value[0] is a str on rank 0 but a tensor on rank 1"),
     ({"a": ["a"]}, {"a": ROWS}, "value['a'] is a list on rank 0 but a tensor on rank 1"),

@@ -5,6 +5,7 @@ position ──tickets──► torch's DataLoader, whose workers fetch ──�
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -153,7 +154,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         progress = self.progress
         progress.begin()
         self._worker_seed.manual_seed(derive_seed("workers", progress.seed, progress.epoch, progress.rank))
-        this_pass = progress.passes
+        this_pass, is_exiting = progress.passes, sys.is_finalizing  # a local: at exit, modules' names are gone
         try:
             for batch, last in self._batches():
                 progress.hand_over()
@@ -176,7 +177,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                     )
             progress.finish()
         finally:
-            if this_pass == progress.passes:
+            if not is_exiting() and this_pass == progress.passes:
                 self._at_last = False
                 progress.leave()
 
@@ -193,12 +194,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def _fetched(self) -> Iterator[Any]:
         """Yield the results of torch's DataLoader; raise failures."""
-        iterator = iter(self._torch_loader)
+        iterator, is_exiting = iter(self._torch_loader), sys.is_finalizing
         watch(iterator, self.progress)
         try:
             yield from self._unwrapped(iterator)
         finally:
-            if not self._torch_loader.persistent_workers:
+            if not is_exiting() and not self._torch_loader.persistent_workers:
                 _end_workers(iterator)
 
     def _unwrapped(self, iterator: Iterator[Any]) -> Iterator[Any]:
