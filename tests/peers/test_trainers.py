@@ -58,7 +58,9 @@ def fabric(world: World) -> Tensor:
     from lightning_fabric.strategies import DDPStrategy
 
     strategy = DDPStrategy(process_group_backend=dist.get_backend())
-    lightning = Fabric(accelerator="cpu", devices=world.size, strategy=strategy)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The `srun` command is available")  # on some machines
+        lightning = Fabric(accelerator="cpu", devices=world.size, strategy=strategy)
     lightning.launch()
     assert lightning.world_size == world.size
     plain = model()
