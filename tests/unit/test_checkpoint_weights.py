@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from test_checkpoint_roundtrip import Holder, Tied, equal
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import paceline
 from paceline.checkpoint import Checkpointer, CheckpointWarning, load_weights
@@ -51,6 +52,18 @@ def test_load_weights_needs_nothing_but_a_path(tmp_path: Path, what: str) -> Non
     assert equal(dict(other.state_dict()), dict(model.state_dict()))
     assert other.head.weight is other.embed.weight
     assert list(weights) == list(model.state_dict()) or what.startswith("file")
+
+
+def test_averaged_weights_are_loaded_into_the_model_itself(tmp_path: Path) -> None:
+    # Names have the prefix module., and the count is no weight: "unexpected key".
+    averaged, plain, other = AveragedModel(Tied()), Tied(), AveragedModel(Tied())
+    place = save(tmp_path, model=averaged)
+    weights = load_weights(place, plain)
+    assert equal(dict(plain.state_dict()), dict(averaged.module.state_dict()))
+    assert plain.head.weight is plain.embed.weight
+    assert list(weights) == list(plain.state_dict())
+    load_weights(place, other)
+    assert equal(dict(other.state_dict()), dict(averaged.state_dict()))
 
 
 def test_a_run_may_go_on_while_its_weights_are_read(tmp_path: Path) -> None:

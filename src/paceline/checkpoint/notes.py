@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -11,10 +12,10 @@ from typing import Any, Literal
 
 import torch
 
-from paceline import documents
+from paceline import documents, rank_consensus
 from paceline.checkpoint import codec, manifest, verify
 from paceline.checkpoint.codec import Encoder, Unencodable
-from paceline.errors import UsageError
+from paceline.errors import CheckpointWarning, UsageError
 
 NAME = "metadata.json"  # and its role, which no registered object can have
 
@@ -148,6 +149,12 @@ class Keep:
             raise UsageError(
                 f"keep_best={self.metric!r} compares numbers, but metadata[{self.metric!r}] is "
                 f"{documents.shown(value)}; give a number, or leave it out"
+            )
+        if value is not None and math.isnan(value) and rank_consensus.here().rank == 0:
+            warnings.warn(
+                f"keep_best={self.metric!r}: that of this checkpoint is NaN, so the best one stays the one before",
+                CheckpointWarning,
+                stacklevel=2,
             )
         return replace(given, keep_best=(self.metric, self.better))
 

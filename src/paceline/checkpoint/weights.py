@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from paceline import documents
 from paceline.checkpoint import codec, manifest, storage, tensorfile, verify
@@ -17,6 +18,7 @@ from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.registered import Outline, Registered
 from paceline.checkpoint.whole_optimizer import put_together, shards_among
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
+from paceline.unwrapping import unwrap
 
 
 def load_weights(
@@ -32,7 +34,8 @@ def load_weights(
     Args:
         path: a run's folder, of which the newest whole checkpoint is read; a checkpoint's folder; or a
             ``model.safetensors`` by itself, which nothing verifies, and whose complex tensors are pairs of reals.
-        model: to load them into, on this rank; wrapped, compiled or plain. Names, shapes and dtypes must fit.
+        model: to load them into, on this rank; wrapped, compiled or plain. Names, shapes and dtypes must fit. The
+            averages of an ``AveragedModel`` (``torch.optim.swa_utils``) can be loaded into the model itself.
         name: under which the model was registered; the Trainer's is ``"model"``.
 
     Returns:
@@ -55,6 +58,10 @@ def load_weights(
     state = codec.decode(node["state"], tensors)
     if not isinstance(state, dict):
         raise UsageError(f"what is saved as {name!r} in {place} is no module; give the name that the model has")
+    if model is not None and "n_averaged" in state and not isinstance(unwrap(model), AveragedModel):
+        encoder = Encoder()
+        state = OrderedDict((key.removeprefix("module."), value) for key, value in state.items() if key != "n_averaged")
+        node, tensors = {"state": encoder.encode(state), "metadata": None}, encoder.tensors
     if model is not None:
         entry = Registered(name, model)
         entry.check(Outline(state, None), step, allow_changed=False)
