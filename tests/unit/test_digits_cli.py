@@ -210,7 +210,7 @@ def test_the_table_says_that_the_replicas_are_identical(finished: tuple[Path, An
     assert "digits, 2 ranks" in lines
     assert "replicas identical yes" in lines
     assert "steps 12" in lines
-    assert lines[0].startswith("epoch 1/1 loss ")
+    assert lines[0].startswith("epoch 1/1 train/loss ")
     for word in ("accuracy", "seconds", "samples/s", "gradient bytes per step 122,536", "waiting for communication"):
         assert any(line.startswith(word) for line in lines), word
     assert "\x1b" not in done.stdout

@@ -44,7 +44,7 @@ def expect_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
             f"the object to register as {name!r}, a {type(object).__qualname__}, does not have both "
             "state_dict and load_state_dict; give it these methods"
         )
-    if isinstance(object, Optimizer) and not hasattr(object, "_optimizer_step_pre_hooks"):
+    if isinstance(object, Optimizer) and not hasattr(object, "defaults"):
         raise UsageError(
             f"the {type(object).__qualname__} to register as {name!r} wraps an optimizer without calling "
             "Optimizer.__init__, so its steps cannot be seen; register the optimizer inside it, for local SGD that "
