@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,16 @@ while step < 6:
     step = checkpointer.step()
 print("done", step)
 """
+
+
+def test_too_low_a_limit_of_open_files_is_one_line(tmp_path: Path) -> None:
+    # It was a traceback from the middle of starting a process.
+    command = f"ulimit -n 20; exec {sys.executable} -m paceline run --nproc 2 {script(tmp_path, 'print(1)')}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: a process may open 20 files here, and 2 ranks need about 28; raise the limit first: ulimit -n 1024"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch import job, options, run_help, run_parser
+from paceline.launch import job, options, room, run_help, run_parser
 from paceline.launch.job import Job, resolve_nproc
 
 
@@ -210,19 +210,19 @@ def test_ranks_that_memory_cannot_hold_are_refused(
     count: int, gib: float, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # --nproc 500 was taken on any host, with a note on cores alone.
-    monkeypatch.setattr(job, "available_memory", lambda: int(gib * 2**30))
+    monkeypatch.setattr(room, "available_memory", lambda: int(gib * 2**30))
     message = f"--nproc={count}: {count} ranks need about .* start at most {most}, or give --force"
     with pytest.raises(UsageError, match=message):
         resolve_nproc(str(count))
     assert resolve_nproc(str(count), force=True)[0] == count
-    monkeypatch.setattr(job, "available_memory", lambda: count * job.RANK_BYTES)
+    monkeypatch.setattr(room, "available_memory", lambda: count * room.RANK_BYTES)
     assert resolve_nproc(count)[0] == count
 
 
 def test_run_takes_force(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Job] = []
     monkeypatch.setattr(options, "launch", lambda job: started.append(job) or 0)
-    monkeypatch.setattr(job, "available_memory", lambda: job.RANK_BYTES)
+    monkeypatch.setattr(room, "available_memory", lambda: room.RANK_BYTES)
     with pytest.raises(UsageError, match="--force"):
         options.start(["--nproc", "2", script])
     assert options.start(["--nproc", "2", "--force", script]) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch import job
+from paceline.launch import room
 from paceline.notebook.cell_text import Start, parsed_start, pulled, ranks_in, routed
 from paceline.notebook.processes import Processes
 
@@ -87,7 +87,7 @@ def test_a_start_has_options_with_values() -> None:
 
 
 def test_ranks_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "available_memory", lambda: job.RANK_BYTES)
+    monkeypatch.setattr(room, "available_memory", lambda: room.RANK_BYTES)
     with pytest.raises(UsageError, match=r"--nproc=2: 2 ranks need about .* or give --force"):
         Processes(Start(2))
 

@@ -58,15 +58,17 @@ def load_weights(
     state = codec.decode(node["state"], tensors)
     if not isinstance(state, dict):
         raise UsageError(f"what is saved as {name!r} in {place} is no module; give the name that the model has")
-    if model is not None and "n_averaged" in state and not isinstance(unwrap(model), AveragedModel):
+    weights: dict[str, torch.Tensor] = state
+    if model is not None and "n_averaged" in weights and not isinstance(unwrap(model), AveragedModel):
         encoder = Encoder()
-        state = OrderedDict((key.removeprefix("module."), value) for key, value in state.items() if key != "n_averaged")
-        node, tensors = {"state": encoder.encode(state), "metadata": None}, encoder.tensors
+        named = [(key.removeprefix("module."), value) for key, value in weights.items() if key != "n_averaged"]
+        weights = OrderedDict(named)
+        node, tensors = {"state": encoder.encode(weights), "metadata": None}, encoder.tensors
     if model is not None:
         entry = Registered(name, model)
-        entry.check(Outline(state, None), step, allow_changed=False)
+        entry.check(Outline(weights, None), step, allow_changed=False)
         entry.load(node, tensors, step)
-    return state
+    return weights
 
 
 def _read_file(path: Path) -> dict[str, torch.Tensor]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from paceline.comm.shm.arena import available_memory
 from paceline.errors import UsageError
 from paceline.job_folders import PARENT, JobFolder
 from paceline.launch import failure
@@ -30,15 +29,13 @@ from paceline.launch.preloader import ForkServer
 from paceline.launch.preloading import binds_threads, decide
 from paceline.launch.record import LAUNCHER
 from paceline.launch.restarts import Restarts
+from paceline.launch.room import expect_files, expect_room
 from paceline.launch.signals import FORWARDED, Caught, Stopped
 from paceline.launch.supervision import TIMEOUT_S, Supervision
 from paceline.supported import is_command_line, warn_if_untested
 from paceline.world import TIMEOUT
 
 HERE = Path(__file__).parent
-RANK_BYTES = 150 << 20
-"""Memory to reckon with for a rank. Measured on a CPU, of its own: 145 MiB after ``init()`` if it has imported torch
-itself, 12 MiB if it is forked; but 264 MiB while the digits recipe trains, forked, too."""
 LONGEST_S = 2_000_000  # 23 days; the kernel waits for at most 2**31 ms at a time
 
 
@@ -112,6 +109,7 @@ def launch(job: Job) -> int:
     """
     if is_command_line():  # others were warned when they imported us
         warn_if_untested()
+    expect_files(job.nproc)
     report = JobReport(job.report, say)
     with Caught(job.signals) as caught:
         try:
@@ -300,24 +298,6 @@ def resolve_nproc(wanted: str | int, force: bool = False) -> tuple[int, str | No
     if count > available and count > gpus:
         return count, f"note: {count} ranks on {available} cores: they take turns, which gains no speed"
     return count, None
-
-
-def expect_room(count: int) -> None:
-    """Refuse more ranks than the memory that is available can hold, before they push everything else out of it.
-
-    Raises:
-        UsageError: with what they need, what is there, and the largest number that fits.
-    """
-    try:
-        available = available_memory()
-    except OSError:  # not Linux
-        return
-    if count * RANK_BYTES > available:
-        raise UsageError(
-            f"--nproc={count}: {count} ranks need about {count * RANK_BYTES / 2**30:.1f} GiB of memory "
-            f"({RANK_BYTES >> 20} MiB each, without large models), and {available / 2**30:.1f} GiB are available; "
-            f"start at most {max(1, available // RANK_BYTES)}, or give --force"
-        )
 
 
 def say(text: str) -> None:

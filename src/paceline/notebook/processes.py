@@ -24,7 +24,6 @@ from paceline.launch.files import Logs, RankFiles
 from paceline.launch.job import (
     Job,
     black_boxes,
-    expect_room,
     fork_server,
     rank_environment,
     tied,
@@ -34,6 +33,7 @@ from paceline.launch.last_moments import charged
 from paceline.launch.loopback_rendezvous import LoopbackRendezvous
 from paceline.launch.memory_kills import memory_kills
 from paceline.launch.preloader import ForkedRank, ForkServer
+from paceline.launch.room import expect_room
 from paceline.launch.state import state_of
 from paceline.launch.store import LOOPBACK
 from paceline.notebook.cell_text import Start

@@ -1,0 +1,47 @@
+"""Limits of the host, compared with what ranks need before any is started."""
+
+from __future__ import annotations
+
+import resource
+
+from paceline.comm.shm.arena import available_memory
+from paceline.errors import UsageError
+
+RANK_BYTES = 150 << 20
+"""Memory to reckon with for a rank. Measured on a CPU, of its own: 145 MiB after ``init()`` if it has imported torch
+itself, 12 MiB if it is forked; but 264 MiB while the digits recipe trains, forked, too."""
+
+FILES, RANK_FILES = 20, 4
+"""Open files that the launcher needs, and those that it needs more for each rank; a rank needs fewer."""
+
+
+def expect_room(count: int) -> None:
+    """Refuse more ranks than the memory that is available can hold, before they push everything else out of it.
+
+    Raises:
+        UsageError: with what they need, what is there, and the largest number that fits.
+    """
+    try:
+        available = available_memory()
+    except OSError:  # not Linux
+        return
+    if count * RANK_BYTES > available:
+        raise UsageError(
+            f"--nproc={count}: {count} ranks need about {count * RANK_BYTES / 2**30:.1f} GiB of memory "
+            f"({RANK_BYTES >> 20} MiB each, without large models), and {available / 2**30:.1f} GiB are available; "
+            f"start at most {max(1, available // RANK_BYTES)}, or give --force"
+        )
+
+
+def expect_files(count: int) -> None:
+    """Refuse ranks whose launcher may not open as many files as it has to.
+
+    Raises:
+        UsageError: with the limit, what is needed, and how the limit is raised.
+    """
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + RANK_FILES * count
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise UsageError(
+            f"a process may open {limit} files here, and {count} ranks need about {needed}; raise the limit first: "
+            f"ulimit -n {max(1024, needed)}"
+        )
