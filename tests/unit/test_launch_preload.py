@@ -101,7 +101,7 @@ WAITING = (
 
 @pytest.mark.slow
 def test_ranks_end_with_the_fork_server_and_the_report_says_so(tmp_path: Path) -> None:
-    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, WAITING)) as job:
+    with Running(tmp_path, "run", "--nproc", "2", "--max-restarts", "0", script(tmp_path, WAITING)) as job:
         job.wait_for("ready-0", "ready-1")
         server = descendants(job.process.pid)[0]
         ranks = descendants(server)
