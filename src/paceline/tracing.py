@@ -241,7 +241,7 @@ def black_box() -> BlackBox | None:
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Show in the black box that the block waits for other ranks; only the main thread's waits are shown."""
-    if threading.current_thread() is not threading.main_thread() or recorder.box is None:
+    """Show in the black box, where it is open, that the main thread waits for other ranks in the block."""
+    if threading.current_thread() is not threading.main_thread() or not isinstance(recorder.box, BlackBox):
         return _OFF
     return recorder.box.span(COLLECTIVE) or _OFF
