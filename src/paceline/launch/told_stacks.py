@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from itertools import dropwhile
 from pathlib import Path
 
-import paceline
-from paceline.black_box import handles
+from paceline import black_box
 from paceline.launch.stacks import number, path_of
 
 ANSWER_S = 1.0
@@ -22,7 +21,7 @@ ANSWER_S = 1.0
 BACKWARD = "Tensor.backward"
 """What a rank of torch's own wrapper waits in."""
 _FOLDER, _STDLIB = (
-    re.escape(f"{folder}/") for folder in (Path(paceline.__file__).parent, sysconfig.get_path("stdlib"))
+    re.escape(f"{folder}/") for folder in (Path(black_box.__file__).parent, sysconfig.get_path("stdlib"))
 )
 _PACKAGE, _LAUNCHES, _STANDARD = (re.compile(folder) for folder in (_FOLDER, f"{_FOLDER}launch/", _STDLIB))
 _WAITS = re.compile(
@@ -47,7 +46,7 @@ def ask(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dic
     for rank, pid in processes.items():
         path = path_of(folder, rank)
         try:
-            if handles(pid, number()):
+            if black_box.handles(pid, number()):
                 os.truncate(path, 0)
                 _signal_main_thread(pid, number())
                 if resume:
