@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 from paceline import black_box
 from paceline.black_box import Snapshot
+from paceline.launch import told_stacks
 from paceline.launch.hangs import Sight, hanging
 from paceline.launch.told_stacks import waiting_call
 from processes import Running, paceline, script
@@ -238,6 +241,32 @@ def test_the_call_a_rank_waits_in_is_the_outermost_of_torch_distributed(tmp_path
         "": "",
     }
     assert {told: waiting_call(told) for told in calls} == calls
+
+
+BUSY = """
+import os, signal
+from paceline.launch import stacks
+stacks.install()
+signal.signal(stacks.number(), lambda *_: os._exit(9))
+
+def busy():
+    print("here", flush=True)
+    while True: pass
+busy()
+"""
+
+
+def test_a_rank_that_runs_python_writes_its_stacks_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Written from outside of the interpreter they ended one in some thousand.
+    monkeypatch.setattr(told_stacks, "POLITE_S", 60.0)
+    environment = {**os.environ, "PACELINE_BLACK_BOX": str(tmp_path), "LOCAL_RANK": "0"}
+    with subprocess.Popen([sys.executable, "-c", BUSY], env=environment, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        told = [told_stacks.ask(tmp_path, {0: rank.pid}) for _ in range(2)]
+        assert rank.poll() is None
+        rank.kill()
+    assert [told_stacks.main_thread(each[0])[0].rpartition(" in ")[2] for each in told] == ["busy", "busy"]
 
 
 SAVES_ALONE = """

@@ -413,9 +413,8 @@ def test_skips(world):
     pytest.skip("not here")
 
 @pytest.mark.ranks(2)
-def test_one_rank_sits_out(world):
-    if world.rank:
-        pytest.skip("not needed")
+def test_all_know_it(world):
+    pytest.xfail("known")
 
 @pytest.mark.ranks(2)
 @pytest.mark.xfail(raises=ValueError, strict=True)
@@ -436,10 +435,115 @@ def test_ends_itself(world):
     sys.exit(0)
 """,
         skipped=1,
-        passed=1,
-        xfailed=1,
+        xfailed=2,
         failed=3,
     )
+
+
+def test_a_test_that_only_some_ranks_leave_out_fails_and_names_them(outcome: Any) -> None:
+    """It passed, or was expected to fail, though some ranks had run nothing of it."""
+    printed = outcome(
+        """
+import unittest
+
+@pytest.mark.ranks(2)
+def test_skipped(world):
+    if world.rank:
+        pytest.skip("no data")
+
+@pytest.mark.ranks(3)
+def test_skipped_while_others_wait(world):
+    if world.rank:
+        raise unittest.SkipTest("no data")
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_imported(world):
+    if world.rank == 0:
+        pytest.importorskip("no_such_module_anywhere")
+
+@pytest.mark.ranks(2)
+def test_expected(world):
+    if world.rank:
+        pytest.xfail("known")
+
+@pytest.mark.ranks(2)
+def test_expected_while_others_wait(world):
+    if world.rank:
+        pytest.xfail("known")
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_in_two_ways(world):
+    (pytest.xfail if world.rank else pytest.skip)("known")
+
+@pytest.mark.ranks(2)
+def test_another_error_comes_first(world):
+    if world.rank:
+        pytest.skip("no data")
+    assert world.size == 3
+
+@pytest.mark.ranks(2)
+def test_another_rank_was_ordered_to_end(world, kill):
+    kill(1, at="optimizer")
+    if world.rank == 0:
+        pytest.skip("rank 1 is to end")
+    parameter = torch.nn.Parameter(torch.ones(1))
+    torch.optim.SGD([parameter]).step()
+""",
+        failed=7,
+        skipped=1,
+    )
+    for line in (
+        "rank 1 skipped (no data), and rank 0 did not; decide by what is the same on all ranks",
+        "ranks 1, 2 skipped (no data), and rank 0 did not",
+        "rank 0 skipped (could not import 'no_such_module_anywhere'",
+        "rank 1 xfailed (known), and rank 0 did not",
+        "rank 0 skipped (known), rank 1 xfailed (known); decide by",
+        "E       AssertionError: assert 2 == 3",
+    ):
+        assert line in printed, line
+
+
+def test_a_failure_shows_the_users_frames_first_and_no_hint_for_trainings(outcome: Any) -> None:
+    """There were up to twenty frames of torch and Paceline, and the advice to start again from a checkpoint."""
+    printed = outcome(
+        """
+def train(model):
+    model(torch.ones(2, 2)).sum().backward()
+
+@pytest.mark.ranks(2)
+def test_hook(world):
+    model = paceline.DistributedDataParallel(torch.nn.Linear(2, 2))
+    if world.rank:
+        model.module.weight.register_post_accumulate_grad_hook(lambda _: os._exit(3))
+    train(model)
+
+@pytest.mark.ranks(2)
+def test_drifted(world):
+    model = paceline.DistributedDataParallel(torch.nn.Linear(2, 2), check_replicas_every=1)
+    if world.rank:
+        model.module.weight.data.add_(1)
+    train(model)
+    torch.optim.SGD(model.parameters()).step()
+    train(model)
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_from_torch(world):
+    dist.all_reduce(torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.MAX)
+""",
+        failed=3,
+    )
+    for advice in ("start again", "last checkpoint"):
+        assert advice not in printed
+    for test, library in (("hook", "/paceline/"), ("drifted", "/paceline/"), ("from_torch", "/torch/")):
+        report = printed[printed.index(f"_ test_{test} _") :]
+        users, _, below = report[: report.index("\n____", 9) if "\n____" in report[9:] else None].partition(
+            "raised by a library, the innermost frame first"
+        )
+        assert "test_it.py:" in users, report
+        assert library not in users.replace("/site-packages/torch/", "/torch/"), report
+        assert library in below
 
 
 def test_an_exit_on_a_rank_ends_pytest_with_its_return_code(pytester: pytest.Pytester) -> None:

@@ -173,6 +173,8 @@ class HangWatch:
         now = time.monotonic()
         if self._timeout is None or self._folder is None or now - self._looked < BETWEEN_S:
             return
+        if self._killed:  # the others save their last step, and are ended soon
+            return
         passed = min(now - self._looked, LONGEST_S) if self._looked else 0.0
         self._looked = now
         sights = [self._see(rank, pid, passed) for rank, pid in processes.items()]
@@ -183,8 +185,8 @@ class HangWatch:
             return
         if now < self._due:
             return
-        self._due = now + self._timeout / 2
         sights = self._ask(sights, processes)
+        self._due = time.monotonic() + self._timeout / 2
         ranks = hanging(sights, self._timeout)
         self._reported &= set(ranks)
         if not set(ranks) - self._reported:

@@ -14,10 +14,10 @@ from itertools import dropwhile
 from pathlib import Path
 
 from paceline import black_box
-from paceline.launch.stacks import number, path_of
+from paceline.launch.stacks import number, path_of, polite_number
 
-ANSWER_S = 1.0
-"""How long a rank may take to write its stacks."""
+POLITE_S, ANSWER_S = 0.5, 1.0
+"""How long a rank may take to write its stacks, at the first signal and at the second."""
 BACKWARD = "Tensor.backward"
 """What a rank of torch's own wrapper waits in."""
 _FOLDER, _STDLIB = (
@@ -31,6 +31,7 @@ _WAITS = re.compile(
 _ENGINE = re.compile(r"/torch/autograd/graph\.py.* in _engine_run_backward$")
 """torch's engine, at whose end its own wrapper waits."""
 _LIBRARY = re.compile(rf'{_FOLDER}|{_STDLIB}|/(site|dist)-packages/|"<')
+_HANDLER = re.compile(r"  File .*/stacks\.py\", line \d+ in tell_stacks\n")
 _PLACE = re.compile(r'File "(.*)", line (\d+) in ')
 
 
@@ -42,20 +43,28 @@ def ask(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dic
         processes: by local rank.
         resume: whether ranks that were stopped are continued for it, without which they do not answer.
     """
-    waiting = {}
-    for rank, pid in processes.items():
-        path = path_of(folder, rank)
-        try:
-            if black_box.handles(pid, number()):
-                os.truncate(path, 0)
-                _signal_main_thread(pid, number())
-                if resume:
-                    os.kill(pid, signal.SIGCONT)
-                waiting[rank] = path
-        except OSError:
-            continue
     stacks: dict[int, str] = {}
-    deadline = time.monotonic() + ANSWER_S
+    for signal_number, seconds in ((polite_number(), POLITE_S), (number(), ANSWER_S)):
+        waiting = {}
+        for rank, pid in processes.items():
+            path = path_of(folder, rank)
+            try:
+                if rank not in stacks and black_box.handles(pid, signal_number):
+                    os.truncate(path, 0)
+                    _signal_main_thread(pid, signal_number)
+                    if resume:
+                        os.kill(pid, signal.SIGCONT)
+                    waiting[rank] = path
+            except OSError:
+                continue
+        stacks |= _answers(waiting, seconds)
+    return stacks
+
+
+def _answers(waiting: dict[int, Path], seconds: float) -> dict[int, str]:
+    """Return what ranks write into their files within a time, as soon as all have."""
+    stacks: dict[int, str] = {}
+    deadline = time.monotonic() + seconds
     while waiting and time.monotonic() < deadline:
         time.sleep(0.002)
         for rank, path in list(waiting.items()):
@@ -141,6 +150,6 @@ def _calls_wait(frame: str) -> bool:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return _HANDLER.sub("", path.read_text(errors="replace"))
     except OSError:
         return ""

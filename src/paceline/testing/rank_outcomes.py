@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import paceline
+from paceline.rollcall import named_ranks, ranks_by_value
 from paceline.testing.recorded_collectives import Calls, unmatched
 
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 MACHINERY = ["/_pytest/", "/pluggy/", "/pytest/__main__", "/pytest_paceline.py", "<frozen runpy>"]
 MACHINERY += [str(Path(__file__).parent)]
 """In the frames that are left out of a stack."""
+LEFT_OUT = ("skipped", "xfailed")
+"""Kinds of outcomes of a rank that ended the test by ``pytest.skip`` or ``pytest.xfail``; all ranks have to."""
 LIBRARIES = (sys.base_prefix + "/lib", str(Path(paceline.__file__).parent), "<")
 """Where the frames lie that do not tell a user where the rank is."""
 
@@ -87,26 +90,46 @@ def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verd
     dead = [e for e in endings if e.code is not None and not e.ordered]
     failed = [e for e in endings if e.outcome and e.outcome.kind == "failed"]
     own = [e for e in failed if not told[e.rank].is_consequence]
-    for causes in (own + dead, failed):
+    disagreement = _disagreement(endings)
+    for causes in (own + dead, [] if disagreement else failed):
         if causes:
             first = min(causes, key=lambda e: e.when)
             if first.outcome is None:
                 return Verdict("failed", None, f"{_died(first)} before the end of the test")
             return Verdict("failed", first, f"rank {first.rank}: {first.outcome.message}")
+    if disagreement:
+        return Verdict("failed", None, disagreement)
     silent = [e for e in endings if e.outcome is None and not e.ordered]
     if silent:
         where = "; ".join(f"rank {e.rank} {e.doing}" for e in silent)
         done = [str(e.rank) for e in endings if e.outcome is not None]
         others = f"; rank{'s' * (len(done) > 1)} {', '.join(done)} had come to the end" if done else ""
         return Verdict("failed", None, f"{deadlock or f'no end within {timeout:g} s'}: {where}{others}")
-    for kind in ("xfailed", "skipped"):
-        # A rank may sit out; the test is skipped if all do.
-        matching = [e for e in endings if e.outcome and e.outcome.kind == kind]
-        if matching and (kind == "xfailed" or len(matching) == len(told)):
-            return Verdict(kind, matching[0], told[matching[0].rank].message)
+    for ending in endings:
+        if ending.outcome is not None and ending.outcome.kind in LEFT_OUT:
+            return Verdict(ending.outcome.kind, ending, ending.outcome.message)
     if len(told) == len(endings) and (difference := unmatched(_calls(told))):
         return Verdict("failed", None, f"the test left a collective unmatched: {difference}")
     return Verdict("passed")
+
+
+def _disagreement(endings: Sequence[Ending]) -> str:
+    """Return in one line which ranks have left the test out, if others have not; else nothing.
+
+    Those that wait for them in vain, or failed because of them, are among the others.
+    """
+    kinds = [(e.rank, e.outcome.kind if e.outcome is not None else "silent") for e in endings if not e.ordered]
+    by_kind = ranks_by_value(kinds)
+    left_out = {kind: ranks for kind, ranks in by_kind.items() if kind in LEFT_OUT}
+    if not left_out or len(by_kind) == 1:
+        return ""
+    reasons = {e.rank: e.outcome.message for e in endings if e.outcome is not None}
+    parts = [f"{named_ranks(ranks)} {kind} ({reasons[ranks[0]]})" for kind, ranks in left_out.items()]
+    rest = [rank for rank, kind in kinds if kind not in LEFT_OUT]
+    return (
+        f"{', '.join(parts)}{f', and {named_ranks(rest)} did not' if rest else ''}; decide by what is the same on all "
+        "ranks, and return on those that have nothing to do"
+    )
 
 
 def others(endings: Sequence[Ending], first: Ending | None) -> list[tuple[str, str]]:

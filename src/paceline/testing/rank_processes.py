@@ -203,7 +203,7 @@ class RankRun:
             process.ending.when
             for process in self.processes
             if (process.ending.code is not None and not process.ending.ordered)
-            or (process.ending.outcome is not None and process.ending.outcome.kind in ("failed", "exit", "xfailed"))
+            or (process.ending.outcome is not None and process.ending.outcome.kind in ("failed", "exit"))
         ]
         if failures and now > self._start + min(failures) + (BRIEF_S if self._only_collectives() else GRACE_S):
             return True
