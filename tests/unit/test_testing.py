@@ -927,6 +927,17 @@ def test_coverage_sees_what_ranks_run(pytester: pytest.Pytester) -> None:
 
 
 @pytest.mark.slow
+def test_coverage_of_a_rank_that_runs_nothing_of_the_source_is_no_failure(pytester: pytest.Pytester) -> None:
+    """Its warning ended the rank, where warnings are errors."""
+    pytest.importorskip("coverage")
+    pytester.makepyfile(judged="def f():\n    return 1\n")
+    body = "import judged\n@pytest.mark.ranks(2)\ndef test_it(world): assert world.size == 2\n"
+    pytester.makepyfile(test_it=HEAD + body)
+    command = ("-m", "coverage", "run", "--source=judged", "-m", "pytest", *OPTIONS, "-W", "error", "test_it.py")
+    pytester.run(sys.executable, *command).assert_outcomes(passed=1)
+
+
+@pytest.mark.slow
 def test_workers_of_xdist_fork_ranks(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(HEAD + "@pytest.mark.ranks(1, 2)\ndef test_it(world): world.barrier()\n")
     pytester.run(sys.executable, "-m", "pytest", *OPTIONS, "-n2").assert_outcomes(passed=2)

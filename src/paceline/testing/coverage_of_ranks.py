@@ -25,7 +25,8 @@ def measured(folder: Path, rank: int) -> Iterator[None]:
     own = coverage.Coverage(data_file=str(folder / f"coverage-{rank}"), messages=False, **options)
     own.set_option("run:parallel", False)
     own.set_option("run:patch", [])
-    own._warn_no_data = False
+    # A rank need not run any of the source; that is no warning, which an option of pytest may make an error.
+    own._warn_no_data = own._warn_unimported_source = own._warn_preimported_source = False
     own.start()
     try:
         yield
