@@ -13,6 +13,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -30,6 +31,10 @@ PEER_LOST = re.compile(
     r"|remote process exited|timed out waiting \d+ ?ms|caused pair closure|connectFullMesh",
     re.IGNORECASE,
 )
+_WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+_PASSING = ("OutOfMemoryError", "AcceleratorError", "DistError")
+"""torch's classes for devices and collectives, by name, as importing torch takes seconds."""
+_PASSING_TEXT = re.compile(r"CUDA error|out of memory|DataLoader worker")
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ class Record:
     """The error of a rank: ``ValueError: …``, the whole traceback, and when, in seconds since the epoch.
 
     ``usage`` says that it is a UsageError, of which only the message is shown. ``blamed`` is None unless the error is a
-    consequence of another rank's failure; then it holds those ranks, as far as they are known.
+    consequence of another rank's failure; then it holds those ranks, as far as they are known. ``may_pass`` is that of
+    :func:`may_pass`.
     """
 
     message: str
@@ -45,6 +51,7 @@ class Record:
     at: float
     usage: bool = False
     blamed: tuple[int, ...] | None = None
+    may_pass: bool = False
 
 
 def write(path: str, record: Record) -> None:
@@ -57,6 +64,7 @@ def write(path: str, record: Record) -> None:
         "at": record.at,
         "usage": record.usage,
         "blamed": record.blamed,
+        "may_pass": record.may_pass,
     }
     _write(path, note)
 
@@ -75,12 +83,14 @@ def read(path: str) -> Record | None:
     try:
         message = note["message"]
         if isinstance(message, str):  # what C++ and other writers leave
-            return Record(message, message, float(note.get("at", note.get("timestamp", 0))), blamed=blamed_by(message))
+            at = float(note.get("at", note.get("timestamp", 0)))
+            return Record(message, message, at, blamed=blamed_by(message), may_pass=True)
         more = message["extraInfo"]
         at = float(note.get("at", more["timestamp"]))
         blamed = note["blamed"] if "blamed" in note else blamed_by(message["message"])
-        usage = bool(note.get("usage", False))
-        return Record(message["message"], more["py_callstack"], at, usage, None if blamed is None else tuple(blamed))
+        usage, passing = bool(note.get("usage", False)), bool(note.get("may_pass", True))
+        blamed = None if blamed is None else tuple(blamed)
+        return Record(message["message"], more["py_callstack"], at, usage, blamed, passing)
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -107,7 +117,7 @@ def of(error: BaseException, usage: bool = False) -> Record:
     usage = usage and blamed is None
     text = str(error) if usage else f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return Record(text, trace, time.time(), usage, blamed)
+    return Record(text, trace, time.time(), usage, blamed, may_pass(error))
 
 
 def of_script(error: BaseException) -> Record:
@@ -128,19 +138,40 @@ def consequence(error: BaseException | None) -> tuple[int, ...] | None:
 
     An error that was raised from another one, or while another one was handled, is a consequence if that one is.
     """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        blamed = getattr(error, "blamed", None)
+    for each in _chain(error):
+        blamed = getattr(each, "blamed", None)
         if isinstance(blamed, tuple):
             return blamed
         # torch's classes for sockets and stores: they fail when a rank does not come, or the one that serves is gone.
-        if type(error).__name__ in ("DistNetworkError", "DistStoreError"):
+        if type(each).__name__ in ("DistNetworkError", "DistStoreError"):
             return ()
-        if type(error).__name__ in ("RuntimeError", "DistBackendError") and blamed_by(str(error)) is not None:
+        if type(each).__name__ in ("RuntimeError", "DistBackendError") and blamed_by(str(each)) is not None:
             return ()
-        error = error.__cause__ or error.__context__
     return None
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether `error` comes from the host, a device or the network, so that the next start may be spared it.
+
+    These are errors of the system, but for paths that are wrong, want of memory, and what devices, collectives and
+    killed workers of a DataLoader cause; and what was raised from one of them.
+    """
+    return any(
+        (isinstance(each, OSError) and not isinstance(each, _WRONG_PATHS))
+        or isinstance(each, MemoryError)
+        or any(kind.__name__ in _PASSING for kind in type(each).__mro__)
+        or (isinstance(each, RuntimeError) and _PASSING_TEXT.search(str(each)) is not None)
+        for each in _chain(error)
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield `error`, and what it was raised from, or while that was handled."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def blamed_by(message: str) -> tuple[int, ...] | None:
