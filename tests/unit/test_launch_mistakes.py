@@ -41,14 +41,21 @@ print("done", step)
 """
 
 
-def test_too_low_a_limit_of_open_files_is_one_line(tmp_path: Path) -> None:
-    # It was a traceback from the middle of starting a process.
-    command = f"ulimit -n 20; exec {sys.executable} -m paceline run --nproc 2 {script(tmp_path, 'print(1)')}"
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        # It was a traceback from the middle of starting a process.
+        ("-n 20", "a process may open 20 files here, and 2 ranks need about 28; raise the limit first: ulimit -n 1024"),
+        # The ranks waited for ever in the lock of the file in which they meet.
+        ("-f 1", "a file may have 1,024 bytes here, and the ranks need some of up to 1,048,576; raise the limit first: "
+         "ulimit -f unlimited"),
+    ],
+)  # fmt: skip
+def test_too_low_a_limit_is_one_line(tmp_path: Path, limit: str, told: str) -> None:
+    command = f"ulimit {limit}; exec {sys.executable} -m paceline run --nproc 2 {script(tmp_path, 'print(1)')}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        "error: a process may open 20 files here, and 2 ranks need about 28; raise the limit first: ulimit -n 1024"
-    ]
+    assert done.stderr.splitlines() == [f"error: {told}"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -195,10 +194,9 @@ def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder | No
     try:
         folder = JobFolder(name, title_of(command), nproc)
     except OSError as error:
-        remedy = f"make room there, or name another place in {PARENT}"
         say(
             "note: restarts from the last step, --hang-timeout and paceline top are off, as there is no place for the "
-            f"job's folder ({error}); {'raise ulimit -f' if os.strerror(errno.EFBIG) in str(error) else remedy}"
+            f"job's folder ({error}); make room there, or name another place in {PARENT}"
         )
         return None
     if folder.remark:
