@@ -127,10 +127,7 @@ def of_script(error: BaseException) -> Record:
     """
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     record = of(error, usage="paceline.errors.UsageError" in kinds)
-    library = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    frames = traceback.extract_tb(error.__traceback__) if record.usage else []
-    lines = [f"{frame.filename}, line {frame.lineno}" for frame in frames if not frame.filename.startswith(library)]
-    return replace(record, message=f"{record.message} ({lines[-1]})") if lines else record
+    return replace(record, message=error.with_line()) if record.usage else record  # type: ignore[attr-defined]
 
 
 def consequence(error: BaseException | None) -> tuple[int, ...] | None:
