@@ -90,6 +90,8 @@ import os, sys, torch, torch.distributed as dist
 if sys.argv[1] == "at once":
     raise ValueError("no such setting")
 dist.init_process_group("gloo")
+if sys.argv[1] == "without data":
+    raise KeyError("labels")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(6):
@@ -101,8 +103,8 @@ for step in range(6):
 """
 
 
-@pytest.mark.parametrize(("when", "code", "starts"), [("at once", 2, 1), ("in step 4", 0, 2)])
-def test_a_script_whose_steps_nobody_counts_is_started_again_once_its_ranks_have_met(
+@pytest.mark.parametrize(("when", "code", "starts"), [("at once", 2, 1), ("without data", 2, 1), ("in step 4", 0, 2)])
+def test_a_script_whose_steps_nobody_counts_is_started_again_once_it_has_an_optimizer(
     tmp_path: Path, when: str, code: int, starts: int
 ) -> None:
     done = paceline(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,11 +100,12 @@ def test_a_rank_that_is_killed_before_its_first_step_is_started_again(tmp_path: 
 
 
 WRONG, FULL, KILLED, LEFT = Cause("ValueError"), Cause("OSError", may_pass=True), Cause(is_kill=True), Cause()
+BARE = Cause("ValueError", has_optimizer=False)
 NEW, MADE = Reached("a", 0, 0, has_begun=True), Reached("a", 0, 0)
 FIVE, SIX = Reached("a", 0, 5, has_begun=True), Reached("a", 5, 6, has_begun=True)
 DONE = Reached("a", 0, 5, has_begun=True, has_ended=True)
 LONG = 2 * EARLY_S
-NOTHING, AFTER_FIVE = Past(), Past({"a": 5})
+NOTHING, AFTER_FIVE = Past(), Past({"a": 5}, has_trained=True)
 
 
 @pytest.mark.parametrize(
@@ -118,15 +120,16 @@ NOTHING, AFTER_FIVE = Past(), Past({"a": 5})
         (Failure(Cause("E", step=0), (), LONG), NOTHING, 9, Verdict.RESTART),  # a loop without an optimizer
         (Failure(Cause("E", step=4)), NOTHING, 9, Verdict.RESTART),
         (Failure(Cause("E", step=4), [NEW]), NOTHING, 9, Verdict.RESTART),
-        (Failure(WRONG, (), 1.0, has_met=False), NOTHING, None, Verdict.MISTAKE),
-        (Failure(WRONG, (), LONG, has_met=False), NOTHING, 9, Verdict.RESTART),  # ranks that need not meet
+        (Failure(BARE), NOTHING, None, Verdict.MISTAKE),
+        (Failure(BARE, (), LONG), NOTHING, 9, Verdict.RESTART),  # its training may have ended
         (Failure(WRONG), NOTHING, 9, Verdict.RESTART),  # torch's wrapper alone: nobody knows
         (Failure(WRONG), NOTHING, None, Verdict.OVER),
         (Failure(WRONG, [FIVE]), NOTHING, None, Verdict.RESTART),
         (Failure(WRONG, [Reached("a", 5, 5, has_begun=True)]), NOTHING, None, Verdict.RESTART),  # it was resumed
         (Failure(WRONG, [NEW]), AFTER_FIVE, None, Verdict.RESTART),  # nothing was saved, but steps were made
+        (Failure(BARE), Past().with_one_more(Failure(Cause(is_kill=True, step=2))), 9, Verdict.RESTART),
         (Failure(FULL, [NEW]), NOTHING, None, Verdict.RESTART),
-        (Failure(FULL, (), 1.0, has_met=False), NOTHING, 9, Verdict.RESTART),
+        (Failure(FULL), NOTHING, 9, Verdict.RESTART),
         (Failure(LEFT, [NEW]), NOTHING, None, Verdict.RESTART),  # because of another rank, or sys.exit
         # A rank that is killed then.
         (Failure(KILLED), NOTHING, None, Verdict.RESTART),
@@ -164,7 +167,7 @@ def test_why_there_is_no_restart_is_said_only_if_there_could_be_one(
     restarts = Restarts(tmp_path, limit)
     if made:
         start(tmp_path, [0, 0])
-    assert restarts.decide(Cause("ValueError"), has_met=False) is None
+    assert restarts.decide(BARE) is None
     told = "an exception before the first step is the script's own: the ranks are not started again"
     assert restarts.refusal == (told if said else None)
 
@@ -257,7 +260,9 @@ LOST = Record("CommunicationError: rank 0 ended", "script.py, line 9", 4.0, blam
         ([End(1, 1, 5.0, record=LOST), End(0, 1, 6.0, record=RAISED)], Cause(identity(RAISED))),
         ([End(0, -9, 6.0), End(1, 1, 6.1, record=LOST)], Cause(is_kill=True)),
         ([End(0, -9, 6.0, state=State(0)), End(1, -15, 6.1, stopped=True)], Cause(is_kill=True, step=0)),
-        ([End(0, -9, 6.0, state=State(0)), End(1, -15, 6.1, True, state=State(1))], Cause(is_kill=True, step=1)),
+        ([End(0, -9, 6.0, state=State(3)), End(1, -15, 6.1, True, state=State(4))], Cause(is_kill=True, step=3)),
+        ([End(0, 1, 6.0, record=RAISED, state=State(0))], Cause(identity(RAISED), step=0)),
+        ([End(0, 1, 6.0, record=replace(RAISED, has_optimizer=False))], Cause(identity(RAISED), has_optimizer=False)),
         ([End(1, 1, 5.0, record=LOST)], Cause()),
         ([End(0, 3, 6.0)], Cause()),
         ([], Cause()),

@@ -168,8 +168,7 @@ class Agent(LocalElasticAgent):
             self._report.note_progress(*self._restarts.told())
             self._report.failed(ends)
         # A user's mistake would be made again.
-        has_met = cast(LoopbackRendezvous, worker_group.spec.rdzv_handler).is_used
-        restart = None if failure.usage(ends) is not None else self._restarts.decide(failure.cause(ends), has_met)
+        restart = None if failure.usage(ends) is not None else self._restarts.decide(failure.cause(ends))
         self._remaining_restarts = 0 if restart is None else 1
         if self._restarts.refusal is not None:
             self._say(self._restarts.refusal)

@@ -124,11 +124,10 @@ def cause(ends: Sequence[End]) -> Cause:
     if first is None:
         return Cause()
     told = first.record
-    steps = [end.state.completed for end in ends if end.state is not None]
-    step, is_kill = max(steps, default=None), first.code == -signal.SIGKILL
+    step, is_kill = None if first.state is None else first.state.completed, first.code == -signal.SIGKILL
     if told is None or told.blamed is not None:
         return Cause(is_kill=is_kill, step=step)
-    return Cause(identity(told), told.may_pass, is_kill, step)
+    return Cause(identity(told), told.may_pass, told.has_optimizer, is_kill, step)
 
 
 def identity(record: Record) -> str:

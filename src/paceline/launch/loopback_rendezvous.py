@@ -57,14 +57,6 @@ class LoopbackRendezvous(RendezvousHandler):
             self.private = f"{self._public.port} {path_of(self._file)}"
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, self._public.port))
 
-    @property
-    def is_used(self) -> bool:
-        """Whether a rank has written into a store of this start; True where nobody can tell."""
-        try:
-            return self._public is None or self._public.num_keys() > 0 or os.fstat(self._file).st_size > 0
-        except (OSError, RuntimeError):  # there is no file, but on Linux
-            return True
-
     def is_closed(self) -> bool:
         """Return False: the launcher is the only participant."""
         return False

@@ -7,6 +7,7 @@ note is torchelastic's error file, so that torchrun and ``@record`` understand i
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import re
@@ -43,7 +44,7 @@ class Record:
 
     ``usage`` says that it is a UsageError, of which only the message is shown. ``blamed`` is None unless the error is a
     consequence of another rank's failure; then it holds those ranks, as far as they are known. ``may_pass`` is that of
-    :func:`may_pass`.
+    :func:`may_pass`. ``has_optimizer`` is False if the rank is known to have held none, so that it has hardly trained.
     """
 
     message: str
@@ -52,6 +53,7 @@ class Record:
     usage: bool = False
     blamed: tuple[int, ...] | None = None
     may_pass: bool = False
+    has_optimizer: bool = True
 
 
 def write(path: str, record: Record) -> None:
@@ -65,6 +67,7 @@ def write(path: str, record: Record) -> None:
         "usage": record.usage,
         "blamed": record.blamed,
         "may_pass": record.may_pass,
+        "has_optimizer": record.has_optimizer,
     }
     _write(path, note)
 
@@ -90,7 +93,8 @@ def read(path: str) -> Record | None:
         blamed = note["blamed"] if "blamed" in note else blamed_by(message["message"])
         usage, passing = bool(note.get("usage", False)), bool(note.get("may_pass", True))
         blamed = None if blamed is None else tuple(blamed)
-        return Record(message["message"], more["py_callstack"], at, usage, blamed, passing)
+        trains = bool(note.get("has_optimizer", True))
+        return Record(message["message"], more["py_callstack"], at, usage, blamed, passing, trains)
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -117,7 +121,8 @@ def of(error: BaseException, usage: bool = False) -> Record:
     usage = usage and blamed is None
     text = str(error) if usage else f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return Record(text, trace, time.time(), usage, blamed, may_pass(error))
+    at, passing = time.time(), may_pass(error)
+    return Record(text, trace, at, usage, blamed, passing, passing or _has_optimizer())
 
 
 def of_script(error: BaseException) -> Record:
@@ -160,6 +165,13 @@ def may_pass(error: BaseException) -> bool:
         or (isinstance(each, RuntimeError) and _PASSING_TEXT.search(str(each)) is not None)
         for each in _chain(error)
     )
+
+
+def _has_optimizer() -> bool:
+    """Return whether this process holds an optimizer of torch's, as scripts that train do, whatever wraps the model."""
+    torch = sys.modules.get("torch")
+    optimizer = getattr(getattr(torch, "optim", None), "Optimizer", None)
+    return optimizer is not None and any(issubclass(type(each), optimizer) for each in gc.get_objects())
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -100,14 +100,9 @@ class Restarts:
         could_be = self.limit and (self._limit is not None or bool(self._past.best))
         return f"{self.verdict.value}: the ranks are not started again" if could_be else None
 
-    def decide(self, cause: Cause, has_met: bool = True) -> str | None:
-        """Return words for the restart that comes now, after a failure; None if there is none.
-
-        Args:
-            cause: of the failure.
-            has_met: whether a rank has come to a rendezvous with the others.
-        """
-        failure = Failure(cause, self.reached(), time.monotonic() - self._began, has_met)
+    def decide(self, cause: Cause) -> str | None:
+        """Return words for the restart that comes now, after a failure; None if there is none."""
+        failure = Failure(cause, self.reached(), time.monotonic() - self._began)
         self.verdict = verdict(failure, self._past, self._limit)
         self._past = self._past.with_one_more(failure)
         if self.verdict is not Verdict.RESTART:

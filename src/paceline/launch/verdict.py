@@ -35,10 +35,12 @@ class Cause:
     """The first rank's own exception: a text that is equal for the same error; None if the rank ended otherwise."""
     may_pass: bool = False
     """Whether that exception is of the host, a device or the network, and may not come again."""
+    has_optimizer: bool = True
+    """Whether the rank that raised it may have held an optimizer."""
     is_kill: bool = False
     """Whether the first rank was killed."""
     step: int | None = None
-    """The most steps that a rank had completed by its black box; None if no rank uses one."""
+    """How many steps it had completed by its black box; None if no rank uses one."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,6 @@ class Failure:
     """For each checkpoint folder that a rank has opened."""
     seconds: float = 0.0
     """How long the start lasted."""
-    has_met: bool = True
-    """Whether a rank has come to a rendezvous with the others."""
 
     @property
     def completed(self) -> dict[str, int]:
@@ -114,17 +114,22 @@ class Failure:
         return (cause.error, *steps)
 
     @property
+    def has_trained(self) -> bool:
+        """Whether the ranks are known to have completed a step, or to have gone on from one."""
+        return any(self.completed.values()) or bool(self.cause.step)
+
+    @property
     def is_untrained(self) -> bool:
         """Whether the ranks are known, or may be taken, to have completed no step.
 
         Steps are known where a Checkpointer marks them. Paceline's wrapper counts those of optimizers, which a loop
-        need not have. Of torch's own wrapper alone it is known only that no step comes before the ranks have met.
+        need not have. Of other scripts it is known only whether there is an optimizer.
         """
-        if any(self.completed.values()) or self.cause.step:
+        if self.has_trained:
             return False
         if any(each.has_begun for each in self.reached):
             return True
-        is_told = bool(self.reached) or self.cause.step is not None or not self.has_met
+        is_told = bool(self.reached) or self.cause.step is not None or not self.cause.has_optimizer
         return is_told and self.seconds < EARLY_S
 
 
@@ -138,13 +143,16 @@ class Past:
     """Failures since a start made progress."""
     error: tuple[object, ...] | None = None
     """:attr:`Failure.error` of the last one."""
+    has_trained: bool = False
+    """Whether a start is known to have completed a step, or to have gone on from one."""
 
     def with_one_more(self, failure: Failure) -> Past:
         """Return what it is after `failure`, too."""
         completed = failure.completed
         is_progress = any(step > self.best.get(key, 0) for key, step in completed.items())
         best = {**self.best, **{key: max(step, self.best.get(key, 0)) for key, step in completed.items()}}
-        return Past(best, 0 if is_progress else self.in_vain + 1, failure.error)
+        has_trained = self.has_trained or failure.has_trained
+        return Past(best, 0 if is_progress else self.in_vain + 1, failure.error, has_trained)
 
 
 def verdict(failure: Failure, past: Past, limit: int | None) -> Verdict:
@@ -157,7 +165,7 @@ def verdict(failure: Failure, past: Past, limit: int | None) -> Verdict:
             or were killed before they could, else none.
     """
     cause, reached = failure.cause, failure.reached
-    if cause.error is not None and not cause.may_pass and failure.is_untrained and not any(past.best.values()):
+    if cause.error is not None and not cause.may_pass and failure.is_untrained and not past.has_trained:
         return Verdict.MISTAKE
     if failure.error is not None and failure.error == past.error:
         return Verdict.REPEATED
