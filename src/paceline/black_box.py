@@ -7,7 +7,8 @@ file and writes into it without a system call, so what it wrote last is there af
     256   phase    two slots: phase, bucket, since when
     384   step     two slots: steps done, and how long they took and waited
     640   raised   two slots: the phase that an exception left, since when, and when it did
-    768   free     zeros, for areas that are added; readers ignore what they do not know
+    768   job      two slots: the job's last completed step, and where this start began to count
+    896   free     zeros, for areas that are added; readers ignore what they do not know
 
 A slot begins and ends with the number of its write. The writer takes the two slots in turns, so one of them is whole
 at any moment, also if it is killed between two bytes. A reader takes the newer slot of those that begin and end alike
@@ -36,7 +37,10 @@ HEAD = struct.Struct("<QIIIIQ200s")  # magic, version, rank, world size, nothing
 PHASE = struct.Struct("<QiidQ")  # number, phase, bucket, since, number
 STEP = struct.Struct("<QQddddddQ")  # number, steps, end, last, mean, waited, mean waited, its variance, number
 RAISED = struct.Struct("<QiiddQ")  # number, phase, bucket, since, until, number
-PHASE_AT, STEP_AT, RAISED_AT = (256, 320), (384, 512), (640, 704)
+JOB = struct.Struct("<QqqQ")  # number, completed, first, number
+PHASE_AT, STEP_AT, RAISED_AT, JOB_AT = (256, 320), (384, 512), (640, 704), (768, 832)
+UNKNOWN = -1
+"""In place of a step of the job."""
 PHASES = ("loop", "data wait", "forward", "backward", "wait", "bucket wait", "optimizer", "checkpoint", "collective")
 """What a rank can be doing; a box holds the index. ``loop`` is everything between the others."""
 WAITING = frozenset(("wait", "bucket wait", "collective"))
@@ -73,7 +77,7 @@ class Snapshot:
     bucket: int | None
     """The bucket that it waits for, in ``bucket wait``."""
     steps: int
-    """How many were completed."""
+    """How many this process has timed, from a forward of Paceline's wrapper to the end of an optimizer's step."""
     stepped: float
     """When the last of them ended; 0.0 before."""
     step: float
@@ -88,6 +92,10 @@ class Snapshot:
     """Moving standard deviation of these."""
     raised: Raised | None = None
     """Where an exception comes from, as long as no phase has begun since."""
+    completed: int | None = None
+    """The job's last completed step, those of earlier starts included; None where nobody has told it."""
+    has_stepped: bool = False
+    """Whether this process has completed a step."""
 
 
 def path_of(folder: Path, local_rank: int) -> Path:
@@ -149,6 +157,7 @@ def _decode(memory: mmap.mmap, path: Path) -> Snapshot | None:
     phase, bucket, since = _newest(memory, PHASE, PHASE_AT, path)
     steps, stepped, step, mean, waited, mean_waited, variance = _newest(memory, STEP, STEP_AT, path)
     raised = _raised(memory, path)
+    completed, first = _newest(memory, JOB, JOB_AT, path) if any(memory[JOB_AT[1] : JOB_AT[1] + 8]) else (UNKNOWN, 0)
     return Snapshot(
         pid,
         rank,
@@ -165,6 +174,8 @@ def _decode(memory: mmap.mmap, path: Path) -> Snapshot | None:
         mean_waited,
         math.sqrt(max(variance, 0.0)),
         raised if raised is not None and raised.until == since else None,
+        None if completed == UNKNOWN else completed,
+        steps > 0 or completed > first,
     )
 
 

@@ -17,6 +17,8 @@ from typing import Any
 from paceline.black_box import (
     FOLDER,
     HEAD,
+    JOB,
+    JOB_AT,
     MAGIC,
     PHASE,
     PHASE_AT,
@@ -26,6 +28,7 @@ from paceline.black_box import (
     SIZE,
     STEP,
     STEP_AT,
+    UNKNOWN,
     VERSION,
     WEIGHT,
     is_running,
@@ -42,6 +45,16 @@ logger = logging.getLogger(__name__)
 class BlackBox:
     """This rank's box, to write. One thread at a time writes, as one runs the training step.
 
+    The job's steps are those that a Checkpointer marks. Where none does, they are those that the box times, from the
+    step that was restored, or from 0 in the first start of the ranks. Where neither holds they are unknown, and where
+    several wrappers are trained in turns, as nobody says what a step is there.
+
+    Args:
+        path: of the file.
+        rank: of this process.
+        size: of the world.
+        is_first_start: whether the launcher has not started the ranks before.
+
     Raises:
         OSError: if there is no such file.
         ValueError: if the file is too small.
@@ -50,7 +63,7 @@ class BlackBox:
     phase: int
     """The index in :data:`PHASES` of what is written as the present phase."""
 
-    def __init__(self, path: Path, rank: int, size: int) -> None:
+    def __init__(self, path: Path, rank: int, size: int, is_first_start: bool = True) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             self._map: Any = mmap.mmap(descriptor, SIZE)
@@ -62,6 +75,16 @@ class BlackBox:
         """When the step under way did; None before the first forward."""
         self._is_due = False
         """Whether a forward has run since the last step ended."""
+        self._start = 0 if is_first_start else UNKNOWN
+        """The step that this start goes on from."""
+        self._completed, self._told = UNKNOWN, 0
+        """The job's last completed step, and how often one was written."""
+        self._is_marked: bool | None = None
+        """Whether a Checkpointer marks steps; None without one."""
+        self._counted = 0
+        """Steps since the start, where none does."""
+        self.owner = self._owner = 0
+        """The wrapper whose parameters an optimizer steps over, and the first one; 0 for none so far."""
         self._waited = self._mean = self._mean_waited = self._variance = 0.0
         self._phases: dict[str, _Phase] = {
             PHASES[number]: kind(self, number)
@@ -134,6 +157,8 @@ class BlackBox:
         self._is_due = True
         if self._began is None:
             self._began = now
+            if self._completed == UNKNOWN and not self._is_marked:
+                self._write_job(self._start)
 
     def optimizer_ended(self, now: float) -> None:
         """End the step, unless this is a further optimizer of the same forward."""
@@ -150,6 +175,38 @@ class BlackBox:
             self._variance = (1 - weight) * (self._variance + weight * difference * difference)
         self._write_step(now, seconds)
         self._began, self._waited = now, 0.0
+        self._owner = self._owner or self.owner
+        if not self._is_marked and self._completed != UNKNOWN:
+            self._counted += 1
+            if self.owner != self._owner:
+                self._write_job(UNKNOWN)
+            elif self._counted > 1 or self._is_marked is None:  # the Checkpointer may be about to mark the first
+                self._write_job(self._start + self._counted)
+
+    def go_on_from(self, step: int) -> None:
+        """Take `step`, which was restored, for the job's last completed step; 0 is written once the ranks compute."""
+        self._start, self._is_marked, self._counted = step, False, 0
+        if step or self._completed != UNKNOWN:
+            self._write_job(step)
+
+    def mark(self, step: int) -> None:
+        """Take `step`, which a Checkpointer has marked, for the job's last completed step."""
+        self._is_marked = True
+        self._write_job(step)
+
+    def lose_count(self) -> None:
+        """Note that an optimizer steps which nobody counts, unless the box does."""
+        if self._began is None and not self._is_marked:
+            self._start = UNKNOWN
+            if self._completed != UNKNOWN:
+                self._write_job(UNKNOWN)
+
+    def _write_job(self, completed: int) -> None:
+        if completed == UNKNOWN and not self._told:
+            return
+        self._completed = completed
+        self._told = number = self._told + 1
+        JOB.pack_into(self._map, JOB_AT[number & 1], number, completed, max(self._start, 0), number)
 
     def _write_step(self, now: float, seconds: float) -> None:
         number, means = self._steps + 1, (self._mean, self._waited, self._mean_waited, self._variance)
@@ -243,7 +300,8 @@ def open_box(environment: Mapping[str, str] = os.environ) -> BlackBox | None:
         holder = read_box(path)
         if holder is not None and holder.pid != os.getpid() and is_running(holder.pid):
             return None
-        return BlackBox(path, int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+        is_first_start = environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        return BlackBox(path, int(environment["RANK"]), int(environment["WORLD_SIZE"]), is_first_start)
     except FileNotFoundError:  # the job has ended, and this process was left behind
         return None
     except (OSError, ValueError, KeyError) as error:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from paceline.errors import CommunicationError
-from paceline.rollcall import REMEDY, missing_from, named_ranks, reason_of
+from paceline.rollcall import GRACE_S, REMEDY, missing_from, named_ranks, reason_of
 from paceline.torch_internals.c10d import PrefixStore, Store
 
 _FAREWELL_S = 0.2
@@ -60,7 +60,10 @@ def _ask(asked: Store, rank: int, size: int, timeout: timedelta) -> tuple[str, l
         _answer(asked, size, timeout)
     key = f"answer/{rank}/{turn}"
     if missing_from(asked, [key], timeout.total_seconds()):  # rank 0 itself is late
-        return "", [other for other in range(size) if not _is_waiting(asked, other)]
+        absent = [other for other in range(size) if not _is_waiting(asked, other)]
+        # Its time may be over just now, too: then some questions were already counted as answered.
+        if missing_from(asked, [key], GRACE_S):
+            return "", absent
     number, _, missing = asked.get(key).decode().partition(" missing ")
     if missing and rank == 0:
         time.sleep(_FAREWELL_S)

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from paceline.errors import CommunicationError, PacelineError
 from paceline.torch_internals.c10d import PrefixStore, Store, TCPStore, get_default_store
+from paceline.tracing import waiting
 
 GRACE_S = 1.0
 """Time for the other ranks to report a failure, once this rank has one. Gloo then closes all connections at once."""
@@ -178,13 +179,16 @@ def missing_from(store: Store, keys: Sequence[str], seconds: float = 0) -> list[
 
     ``Store.wait`` would do, but prints warnings of its own when its time is over.
     """
+    if store.check(list(keys)):
+        return []
     deadline, nap = time.monotonic() + seconds, 0.0005
-    while not store.check(list(keys)):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return [index for index, key in enumerate(keys) if not store.check([key])]
-        time.sleep(min(nap, left))
-        nap = min(nap * 1.5, 0.02)
+    with waiting():
+        while not store.check(list(keys)):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return [index for index, key in enumerate(keys) if not store.check([key])]
+            time.sleep(min(nap, left))
+            nap = min(nap * 1.5, 0.02)
     return []
 
 

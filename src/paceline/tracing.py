@@ -26,6 +26,7 @@ moment; see :mod:`paceline.black_box`.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -108,8 +109,13 @@ class Recorder:
         self.spans.append(Span(label, now, now, number))
 
     @never_compiled
-    def open(self, label: str) -> Callable[[], None]:
-        """Begin a span that no block can surround; return the function that ends it. A span never ended is dropped."""
+    def open(self, label: str, owner: int = 0) -> Callable[[], None]:
+        """Begin a span that no block can surround; return the function that ends it. A span never ended is dropped.
+
+        The box is told that it belongs to `owner`, any number, where there are several.
+        """
+        if owner and self.box is not None:
+            self.box.owner = owner
         if is_profiling():
             stack = ExitStack()
             stack.enter_context(self.span(label))
@@ -201,22 +207,41 @@ _span: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span
 
 
 class _Unopened:
-    """Stands for the box of `owner` until the first span, as nothing is opened when this module is imported."""
+    """Stands for the box of `recorder` until the first span, as nothing is opened when this module is imported."""
 
-    def __init__(self, owner: Recorder) -> None:
-        self._owner = owner
+    owner = 0
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def opened(self) -> BlackBox | None:
+        """Open the box, which takes this one's place."""
+        box = self._recorder.box = open_box()
+        return box
 
     def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None] | None:
         """Open the box, and have it surround the phase."""
-        box = self._owner.box = open_box()
+        box = self.opened()
         return None if box is None else box.span(label, bucket)
 
     def open(self, label: str) -> Callable[[], None]:
         """Open the box, and begin the phase in it."""
-        box = self._owner.box = open_box()
+        box = self.opened()
         return _nothing if box is None else box.open(label)
 
 
 recorder = Recorder()
 """This process's recorder, which wrappers, loaders and checkpoints use unless they were given another one."""
 recorder.box = _Unopened(recorder)
+
+
+def black_box() -> BlackBox | None:
+    """Return this rank's black box, open; None if there is none."""
+    return recorder.box.opened() if isinstance(recorder.box, _Unopened) else recorder.box
+
+
+def waiting() -> AbstractContextManager[None]:
+    """Show in the black box, where it is open, that the main thread waits for other ranks in the block."""
+    if threading.current_thread() is not threading.main_thread() or not isinstance(recorder.box, BlackBox):
+        return _OFF
+    return recorder.box.span(COLLECTIVE) or _OFF

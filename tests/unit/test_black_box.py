@@ -275,6 +275,46 @@ def test_a_step_ends_with_the_first_optimizer_after_a_forward(path: Path) -> Non
     assert [step(1, 1), step(3, 1), step(1, 2), step(0, 1), step(2, 0)] == [1, 2, 3, 3, 3]
 
 
+F, A, B = ("forward",), ("optimizer", 1), ("optimizer", 2)  # a step of one wrapper, and that of another one
+JOB_STEPS: dict[str, tuple[bool, list[tuple[Any, ...]], int | None]] = {
+    "nothing has run": (True, [], None),
+    "the first step": (True, [F], 0),
+    "steps of the wrapper alone": (True, [F, A, F, A], 2),
+    "a start after the first, of which nobody knows where it goes on": (False, [F, A, F, A], None),
+    "restored, and a Checkpointer that only saves": (False, [("restore", 5), F, A, F, A], 7),
+    "restored, and the first step not marked yet": (False, [("restore", 5), F, A], 5),
+    "marked": (False, [("restore", 5), F, A, ("mark", 6), F, A], 6),
+    "marked without the wrapper": (False, [("mark", 3)], 3),
+    "nothing to restore": (False, [("restore", 0), F], 0),
+    "restored before any other optimizer steps": (False, [("restore", 5)], 5),
+    "optimizers that nobody counts": (False, [("restore", 5), ("lost",)], None),
+    "optimizers that the box counts": (False, [("restore", 5), F, A, ("lost",), F, A], 7),
+    "optimizers that are marked": (False, [("mark", 5), ("lost",)], 5),
+    "two optimizers of one forward": (True, [F, A, B, F, A, B], 2),
+    "two models in turns": (True, [F, A, F, B], None),
+    "two models in turns, marked": (True, [F, A, F, B, ("mark", 1), F, A], 1),
+}
+
+
+@pytest.mark.parametrize(("is_first_start", "acts", "expected"), JOB_STEPS.values(), ids=JOB_STEPS)
+def test_the_step_is_the_jobs_or_none(
+    path: Path, is_first_start: bool, acts: list[tuple[Any, ...]], expected: int | None
+) -> None:
+    box = BlackBox(path, 0, 1, is_first_start)
+    log = Recorder(box=box)
+    for what, *number in acts:
+        if what == "forward":
+            with log.span("forward"):
+                pass
+        else:
+            {"optimizer": lambda at: log.open("optimizer", at)(), "restore": box.go_on_from, "mark": box.mark}.get(
+                what, box.lose_count
+            )(*number)
+    seen = now_in(path)
+    assert seen.completed == expected
+    assert seen.has_stepped == any(what in ("optimizer", "mark") for what, *_ in acts)
+
+
 def test_averages_leave_the_first_step_out_and_count_a_wait_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("paceline.box_writer.time.monotonic", lambda: clock[0])

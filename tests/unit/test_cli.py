@@ -313,7 +313,9 @@ def test_help_version_and_completion_import_no_torch() -> None:
     assert len(COMMANDS) > 15
     asked = [[*words, "--help"] for words in COMMANDS]
     asked += [["--version"], ["--show-completion", "bash"], [], ["train"], ["checkpoint"]]
-    command, environment = [sys.executable, "-c", NO_TORCH], {**os.environ, "COLUMNS": "80"}
+    # Without a terminal there may be no shell above this process that could be found.
+    environment = {**os.environ, "COLUMNS": "80", "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-c", NO_TORCH]
     done = subprocess.run(
         command, input=json.dumps(asked), env=environment, capture_output=True, text=True, timeout=60, check=True
     )

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline import black_box
 from paceline.black_box import Snapshot
-from paceline.launch.hangs import Sight, hanging, waiting_call
+from paceline.launch.hangs import Sight, hanging
+from paceline.launch.told_stacks import waiting_call
 from processes import Running, paceline, script
 
 TRAIN = """
@@ -137,43 +141,157 @@ def test_a_script_without_phases_raises_no_alarm_by_being_slow(tmp_path: Path) -
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def sight(rank: int, phase: str | None, still: float, stopped: float = 0.0, steps: int = 3) -> Sight:
+def sight(
+    rank: int,
+    phase: str | None,
+    still: float,
+    told: str = "",
+    asleep: float = 0.0,
+    stopped: float = 0.0,
+    steps: int = 3,
+    moves: bool = False,
+) -> Sight:
     fields: dict[str, Any] = {"pid": 1, "rank": rank, "size": 2, "host": "", "since": 0.0, "bucket": None}
     times = dict.fromkeys(("stepped", "step", "mean_step", "waited", "mean_waited", "waited_spread"), 0.0)
-    box = None if phase is None else Snapshot(**fields, phase=phase, steps=steps, **times)
-    return Sight(rank, box, "T" if stopped else "S", still, stopped)
+    box = None if phase is None else Snapshot(**fields, phase=phase, steps=steps, has_stepped=steps > 0, **times)
+    return Sight(rank, box, "T" if stopped else "S", still, stopped, asleep, told, moves)
 
 
-@pytest.mark.parametrize(
-    ("sights", "expected"),
-    [
-        ([sight(0, "bucket wait", 11), sight(1, "forward", 12)], (1,)),
-        ([sight(0, "bucket wait", 8), sight(1, "forward", 9)], ()),
-        ([sight(0, "bucket wait", 11), sight(1, "forward", 1)], ()),
-        ([sight(0, "bucket wait", 11), sight(1, "loop", 12)], (1,)),
-        ([sight(0, "loop", 50), sight(1, "loop", 50)], ()),
-        ([sight(0, "loop", 150), sight(1, "loop", 150)], (0, 1)),
-        ([sight(0, "collective", 50), sight(1, "checkpoint", 50)], ()),
-        ([sight(0, "collective", 150), sight(1, "checkpoint", 150)], (1,)),
-        ([sight(0, "bucket wait", 50, steps=0), sight(1, "forward", 50, steps=0)], ()),
-        ([sight(0, "bucket wait", 11), sight(1, "wait", 12, stopped=12)], (1,)),
-        ([sight(0, "bucket wait", 11), sight(1, "collective", 12)], (0, 1)),
-        ([sight(0, None, 900), sight(1, None, 900)], ()),
-        ([sight(0, None, 900), sight(1, None, 900, stopped=11)], (1,)),
-    ],
-)
+def stack(*frames: str) -> str:
+    """What a rank tells: a thread that waits, and the main one with `frames`, the innermost first."""
+    lines = [f'  File "{place}", line 1 in {name}\n' for place, _, name in (each.rpartition(" in ") for each in frames)]
+    other = f'Thread 0x01 (most recent call first):\n  File "{STDLIB}/threading.py", line 1 in wait\n\n'
+    return "".join([other, "Current thread 0x02 (most recent call first):\n", *lines])
+
+
+STDLIB, OURS, TORCH = sysconfig.get_path("stdlib"), Path(black_box.__file__).parent, "/x/site-packages/torch"
+C10D = f"{TORCH}/distributed/distributed_c10d.py"
+SCRIPT = stack("/home/me/train.py in augment", "/home/me/train.py in <module>")
+GATHERS = stack(f"{C10D} in all_gather", f"{TORCH}/distributed/c10d_logger.py in wrapper", "/home/me/train.py in main")
+SAVES = stack(f"{C10D} in all_gather", f"{OURS}/rank_consensus.py in gather", f"{OURS}/checkpoint/saving.py in collect")
+WRITES = stack(f"{OURS}/checkpoint/writer.py in write", "/home/me/train.py in main")
+STATE = stack("/home/me/train.py in state_dict", f"{OURS}/checkpoint/capture.py in own", "/home/me/train.py in main")
+BACKWARD = stack(f"{TORCH}/autograd/graph.py in _engine_run_backward", "/home/me/train.py in main")
+HOOK = stack("/home/me/train.py in hook", f"{OURS}/ddp/transport/comm_hook.py in wait", "/home/me/train.py in main")
+THREAD = stack(f"{STDLIB}/threading.py in join", "/home/me/train.py in main", f"{OURS}/launch/program.py in run")
+
+HANGS: dict[str, tuple[list[Sight], tuple[int, ...]]] = {
+    "one is waited for": ([sight(0, "bucket wait", 11), sight(1, "forward", 12)], (1,)),
+    "not for long": ([sight(0, "bucket wait", 8), sight(1, "forward", 9)], ()),
+    "and has just moved": ([sight(0, "bucket wait", 11), sight(1, "forward", 1)], ()),
+    "in its own code": ([sight(0, "bucket wait", 11), sight(1, "loop", 12)], (1,)),
+    "in its own code, for longer than it is waited for": ([sight(0, "bucket wait", 2), sight(1, "loop", 50)], ()),
+    "nobody waits": ([sight(0, "loop", 50), sight(1, "loop", 50)], ()),
+    "nobody waits, for very long": ([sight(0, "loop", 150), sight(1, "loop", 150)], (0, 1)),
+    "steps that leave no mark": ([sight(0, "loop", 150, moves=True), sight(1, "loop", 150, moves=True)], ()),
+    "one may be writing": ([sight(0, "collective", 50), sight(1, "checkpoint", 50)], ()),
+    "one writes": ([sight(0, "collective", 50), sight(1, "checkpoint", 50, WRITES)], ()),
+    "one writes for very long": ([sight(0, "collective", 150), sight(1, "checkpoint", 150, WRITES)], (1,)),
+    "a state_dict": ([sight(0, "collective", 11), sight(1, "checkpoint", 11, STATE)], (1,)),
+    "a wait in a save": ([sight(0, "loop", 12, SCRIPT), sight(1, "checkpoint", 11, SAVES, asleep=11)], (0,)),
+    "the first step": ([sight(0, "bucket wait", 50, steps=0), sight(1, "forward", 50, steps=0)], ()),
+    "the first step, for very long": ([sight(0, "wait", 150, steps=0), sight(1, "loop", 150, steps=0)], (1,)),
+    "stopped": ([sight(0, "bucket wait", 11), sight(1, "wait", 12, stopped=12)], (1,)),
+    "each waits for another": ([sight(0, "bucket wait", 11), sight(1, "collective", 12)], (0, 1)),
+    "each waits for another, by its stack": (
+        [sight(0, "checkpoint", 11, SAVES, asleep=11), sight(1, "loop", 12, GATHERS, asleep=12)],
+        (0, 1),
+    ),
+    "collectives that they are often in": (
+        [sight(0, "loop", 150, GATHERS, asleep=1), sight(1, "loop", 150, BACKWARD, asleep=1)],
+        (),
+    ),
+    "no boxes": ([sight(0, None, 900), sight(1, None, 900)], ()),
+    "no boxes, and one is stopped": ([sight(0, None, 900), sight(1, None, 900, stopped=11)], (1,)),
+    "one has no box": ([sight(0, "collective", 150, steps=0), sight(1, None, 150, SCRIPT)], (1,)),
+    "torch's wrapper waits": ([sight(0, "loop", 11, BACKWARD, asleep=11), sight(1, "loop", 12, SCRIPT)], (1,)),
+    "torch's wrapper computes": ([sight(0, "loop", 11, BACKWARD, asleep=1), sight(1, "loop", 12, SCRIPT)], ()),
+    "our wrapper does not wait there": ([sight(0, "backward", 11, BACKWARD, asleep=11), sight(1, "wait", 12)], (0,)),
+    "a collective of the script": ([sight(0, "loop", 11, GATHERS, asleep=11), sight(1, "loop", 12, SCRIPT)], (1,)),
+    "a collective that it is often in": ([sight(0, "loop", 11, GATHERS, asleep=1), sight(1, "loop", 12, SCRIPT)], ()),
+    "a hook that hangs": ([sight(0, "bucket wait", 11), sight(1, "bucket wait", 12, HOOK)], (1,)),
+    "training in a thread": ([sight(0, "bucket wait", 11, THREAD), sight(1, "forward", 12, THREAD)], (1,)),
+}
+
+
+@pytest.mark.parametrize(("sights", "expected"), HANGS.values(), ids=HANGS)
 def test_the_rank_that_hangs_is_the_one_the_others_wait_for(sights: list[Sight], expected: tuple[int, ...]) -> None:
     assert hanging(sights, 10) == expected
 
 
-def test_the_call_a_rank_waits_in_is_the_outermost_one_of_torch_distributed() -> None:
-    told = """Thread 0x01 (most recent call first):
-  File "/x/threading.py", line 1 in wait
+def test_the_call_a_rank_waits_in_is_the_outermost_of_torch_distributed(tmp_path: Path) -> None:
+    begun = tmp_path / "train.py"
+    begun.write_text("handle.wait()\n")
+    ours = stack(f"{OURS}/comm/shm/engine.py in _block", f"{OURS}/comm/c10d/process_group.py in allreduce")
+    calls = {
+        GATHERS: "all_gather",
+        SAVES: "all_gather",
+        BACKWARD: "Tensor.backward",
+        ours: "wait",
+        ours + f'  File "{C10D}", line 3 in all_reduce\n': "all_reduce",
+        stack(f"{begun} in main"): "wait",
+        stack(f"{STDLIB}/threading.py in wait", f"{begun} in main"): "",
+        stack(f"{STDLIB}/threading.py in wait", f"{C10D} in barrier"): "barrier",
+        stack(f"{TORCH}/distributed/checkpoint/filesystem.py in write"): "",
+        SCRIPT: "",
+        STATE: "",
+        "": "",
+    }
+    assert {told: waiting_call(told) for told in calls} == calls
 
-Current thread 0x02 (most recent call first):
-  File "/x/torch/distributed/distributed_c10d.py", line 3 in all_reduce
-  File "/x/torch/distributed/c10d_logger.py", line 2 in wrapper
-  File "train.py", line 4 in <module>
+
+SAVES_ALONE = """
+import os, sys, time, torch, paceline
+wrapper = torch.nn.parallel.DistributedDataParallel if sys.argv[1] == "torch" else paceline.DistributedDataParallel
+world = paceline.init(sys.argv[2])
+torch.manual_seed(3)
+model = wrapper(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = paceline.Checkpointer("saved")
+checkpointer.register("model", model)
+checkpointer.register("optimizer", optimizer)
+step = checkpointer.restore() if checkpointer.steps() else 0
+while step < 4:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 2 and world.rank == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        time.sleep(600)
+    if step == 2 and sys.argv[3] == "save":
+        checkpointer.save(step + 1)
+    step = checkpointer.step()
+checkpointer.close()
 """
-    assert waiting_call(told) == "all_reduce"
-    assert waiting_call(told.replace("/x/torch/distributed/distributed_c10d", "mine")) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["save", "backward"])
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+@pytest.mark.parametrize("wrapper", ["paceline", "torch"])
+def test_the_rank_in_its_own_code_is_named_and_not_those_that_wait(
+    tmp_path: Path, wrapper: str, backend: str, where: str
+) -> None:
+    # It took ten times as long, and one that waited was killed.
+    arguments = (script(tmp_path, SAVES_ALONE), wrapper, backend, where)
+    options = ("--nproc", "3", "--hang-timeout", "3", "--report", "report.json")
+    done = paceline(tmp_path, "run", *options, *arguments, fork="all")
+    assert done.returncode == 0, done.stderr
+    (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
+    assert (failure["first"]["rank"], failure["first"]["kind"], failure["first"]["step"]) == (0, "hang", 3)
+    seconds = re.search(r"rank 0 hangs: no progress for (\d+) s", done.stderr)
+    assert seconds is not None
+    assert 3 <= int(seconds[1]) < 30, "ten times the timeout"
+    assert "rank 1 hangs" not in done.stderr
+    assert "rank 2 hangs" not in done.stderr
+
+
+@pytest.mark.slow
+def test_steps_that_leave_no_mark_are_no_hang(tmp_path: Path) -> None:
+    # torch's wrapper, and a Checkpointer that marks epochs of more than ten times the timeout.
+    epochs = SAVES_ALONE.replace(
+        "    model(", "    for _ in range(2000 if step == 1 else 1):\n        time.sleep(0.004)\n        model("
+    ).replace("time.sleep(600)", "pass")
+    epochs = re.sub(r"(?m)^    (optimizer\..*)$", r"        \1", epochs)
+    arguments = (script(tmp_path, epochs), "torch", "gloo", "none")
+    done = paceline(tmp_path, "run", "--nproc", "2", "--hang-timeout", "0.5", *arguments, fork="all")
+    assert (done.returncode, done.stderr) == (0, "")

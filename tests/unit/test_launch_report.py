@@ -135,3 +135,39 @@ def test_a_half_written_record_is_none_and_a_full_disk_hides_no_error(tmp_path: 
         path.write_text(text)
         assert record.read(str(path)) is None
     record.write(os.path.join(str(tmp_path), "no", "folder"), record.of(ValueError("x")))
+
+
+TURNS = """
+import os, sys, torch, paceline
+wrapper = torch.nn.parallel.DistributedDataParallel if sys.argv[1] == "torch" else paceline.DistributedDataParallel
+world = paceline.init()
+torch.manual_seed(3)
+models = [wrapper(torch.nn.Linear(2, 1)) for _ in range(2)]
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+checkpointer = paceline.Checkpointer("saved")
+for name, part in zip("abcd", [*models, *optimizers]):
+    checkpointer.register(name, part)
+step = checkpointer.restore() if checkpointer.steps() else 0
+strike = {"0": 3, "1": 8, "2": 15}.get(os.environ["TORCHELASTIC_RESTART_COUNT"])
+while step < 16:
+    for model, optimizer in zip(models, optimizers):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if step + 1 == strike and world.rank == 1:
+        raise ValueError(f"in step {strike}")
+    step = checkpointer.step()
+checkpointer.close()
+"""
+
+
+@pytest.mark.parametrize("wrapper", ["paceline", "torch"])
+def test_the_step_is_the_jobs_after_restarts_with_two_optimizers_in_a_turn(tmp_path: Path, wrapper: str) -> None:
+    # It was counted from 1 in each start, and twice a turn; with torch's wrapper it was always 1.
+    done = paceline(
+        tmp_path, "run", "--nproc", "2", "--report", "report.json", script(tmp_path, TURNS), wrapper, fork="all"
+    )
+    assert done.returncode == 0, done.stderr
+    failures = json.loads((tmp_path / "report.json").read_text())["failures"]
+    assert [failure["first"]["step"] for failure in failures] == [3, 8, 15]
+    assert "in step 15, in the script's own code" in done.stderr

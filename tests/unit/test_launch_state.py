@@ -18,7 +18,7 @@ from paceline.launch.state import NOT_BEGUN, State, doings, state_of
 
 
 def snapshot(phase: str, since: float, bucket: int | None = None, raised: Raised | None = None) -> Snapshot:
-    return Snapshot(7, 1, 4, "host", phase, since, bucket, 40, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, raised)
+    return Snapshot(7, 1, 4, "host", phase, since, bucket, 40, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, raised, 40, True)
 
 
 LEFT_FORWARD = snapshot("loop", 9.0, raised=Raised("forward", None, 8.5, 9.0))
@@ -43,6 +43,7 @@ def test_the_state_is_that_of_the_moment(box: Snapshot | None, moment: float, ra
 MOMENTS = {
     State(40, "backward", 0.3): "in step 41, backward, for 0.3 s",
     State(0, "bucket wait", 12.34, 2): "in step 1, bucket wait 2, for 12.3 s",
+    State(None, "forward", 0.0012): "in no known step, forward, for 1.2 ms",
     State(3, "loop", 0.0521): "in step 4, in the script's own code, for 52 ms",
     State(3, "forward", 0.0012): "in step 4, forward, for 1.2 ms",
     State(3, "collective", 1234.5): "in step 4, collective, for 1,234 s",

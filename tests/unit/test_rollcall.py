@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,10 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline
-from paceline import rollcall
+from paceline import meeting, rollcall
 from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.errors import CommunicationError, PacelineError, UsageError, WorldError
 from paceline.launch.store import LOOPBACK, loopback_store
+from paceline.torch_internals.c10d import PrefixStore
 from paceline.world import TIMEOUT, World, current, init
 from ranks import Ranks, _context, run_ranks
 
@@ -229,6 +231,28 @@ def test_a_rank_that_never_joins_is_named_whoever_serves_the_store(backend: str,
     for rank, said in enumerate(told):
         assert said.startswith(f"CommunicationError rank {rank}: rank 2 did not come to make the process group"), said
         assert "within 3 s" in said
+
+
+def test_an_answer_that_comes_when_the_time_is_over_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's time ends a moment later than that of rank 1, which it has counted as answered by then."""
+    monkeypatch.setattr(meeting, "GRACE_S", 60)
+    store = dist.HashStore()
+    asked = PrefixStore("meeting/", store)
+    told: list[str] = []
+
+    def ask() -> None:
+        with pytest.raises(CommunicationError) as caught:
+            meeting.meet(store, 1, 3, timedelta(milliseconds=1))
+        told.append(str(caught.value))
+
+    rank = threading.Thread(target=ask)
+    rank.start()
+    asked.wait(["asked/1/1"], timedelta(seconds=60))
+    asked.add("answered/1", 1)
+    time.sleep(0.2)  # rank 1's time is over
+    asked.set("answer/1/1", "1 missing 2")
+    rank.join(60)
+    assert [line.partition(" within")[0] for line in told] == ["rank 1: rank 2 did not come to make the process group"]
 
 
 def test_a_store_that_rank_0_does_not_serve_is_said_so() -> None:

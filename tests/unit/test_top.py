@@ -125,7 +125,7 @@ def test_of_several_jobs_one_has_to_be_named_and_none_is_said_so(tmp_path: Path)
 
 def stand(rank: int, waiting: float, **changes: Any) -> Standing:
     """A rank with steps of 100 ms, of which it waits so many."""
-    usual = Standing(rank, RUNNING, 10 + rank, "host", 50, "forward", None, 0.01, 0.1, 0.1, waiting / 1e3, 0.001)
+    usual = Standing(rank, RUNNING, 10 + rank, "host", 50, "forward", None, 0.01, 0.1, 0.1, waiting / 1e3, 0.001, 50)
     return replace(usual, **changes)
 
 
@@ -156,7 +156,7 @@ def test_waits_that_change_from_step_to_step_need_a_larger_difference() -> None:
     assert find_straggler(uneven) is None
 
 
-@pytest.mark.parametrize("changes", [{"step": 3}, {"waiting_seconds": None}, {"state": STARTING}, {"state": ENDED}])
+@pytest.mark.parametrize("changes", [{"timed": 3}, {"waiting_seconds": None}, {"state": STARTING}, {"state": ENDED}])
 def test_nobody_is_called_slow_before_all_ranks_have_stepped(changes: dict[str, Any]) -> None:
     assert find_straggler([stand(0, 40), stand(1, 2, **changes)]) is None
 

@@ -26,6 +26,7 @@ from paceline.checkpoint.turn import Turn
 from paceline.errors import CheckpointError
 from paceline.failpoints import strike
 from paceline.step_records import StepRecord
+from paceline.tracing import black_box
 from paceline.unwrapping import Accumulates, joins
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,8 @@ class Boundary:
     def go_on_from(self, step: int) -> None:
         """Take `step` for the number of steps done; everything registered is as of its end."""
         self.step, self._frozen = step, None
+        if (box := black_box()) is not None:
+            box.go_on_from(step)
         self._turn.end()
         for copies in self._shards.values():
             copies.start_over()
@@ -158,6 +161,8 @@ class Boundary:
         elif self._record is not None:
             self._record.complete(self.step)
         self._turn.end()
+        if (box := black_box()) is not None:
+            box.mark(self.step)
         strike("boundary")
         return is_step
 
@@ -205,6 +210,8 @@ class Boundary:
         if os.getpid() != self._process:
             return
         is_first = not self._turn.has_begun
+        if not self._is_armed and not is_first and (box := black_box()) is not None:
+            box.lose_count()
         if is_first:
             strike("prepared")
         watched = self._look()

@@ -221,7 +221,9 @@ def remarks(ends: Sequence[End]) -> list[str]:
 def _doing(end: End) -> str:
     """Return what the rank was doing, for a line of :func:`doings`."""
     assert end.state is not None
-    return f"left after step {end.state.completed}" if end.has_left else end.state.doing
+    if not end.has_left:
+        return end.state.doing
+    return "left" if end.state.completed is None else f"left after step {end.state.completed}"
 
 
 def _complaint(failed: Sequence[End]) -> End:

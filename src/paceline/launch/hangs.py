@@ -1,8 +1,11 @@
 """Finds ranks that make no progress: those that the others wait for, and those that somebody has stopped.
 
-Progress is any change in a rank's black box. A rank in the first step may compile, one that saves may have much to
-write, and what one rank does in the script's own code while nobody waits for it may be an evaluation: they have
-:data:`PATIENCE` times as long. A rank without a box has no phases, so only that it was stopped can be told.
+Progress is any change in a rank's black box. A rank that waits for others says so there, or its stack does: it is in
+the code of a collective, and its main thread has slept all the time. The ranks that hang are those that do not wait.
+Once a rank has been still for the timeout, all are asked for their stacks, and again every half of it.
+
+A rank in the first step of a start may compile, one that saves may have much to write, and what ranks do in the
+script's own code while nobody waits for them may be an evaluation: they have :data:`PATIENCE` times as long.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ PATIENCE = 10
 """Times the timeout."""
 BETWEEN_S = 0.2
 """Between two looks."""
+TO_ANSWER = 4
+"""Times that a thread which sleeps is run to write its stacks, at most."""
 LONGEST_S = 1.0
 """Counted for two looks: a launcher that was stopped together with its ranks must not take that for a hang."""
 
@@ -40,18 +45,43 @@ class Sight:
     """Seconds for which its box has not changed."""
     stopped: float
     """Seconds for which its process was stopped."""
+    asleep: float = 0.0
+    """Seconds for which its main thread has not run."""
+    told: str = ""
+    """Its stacks; empty if it has not told them."""
+    moves: bool = False
+    """Whether they have changed since its box did."""
 
     @property
-    def waits(self) -> bool:
-        """Whether it waits for other ranks."""
-        return self.box is not None and self.box.phase in WAITING and self.process != "T"
+    def waited(self) -> float | None:
+        """Seconds for which it has waited for other ranks; None if it does not wait for them."""
+        if self.process == "T":
+            return None
+        if self.box is not None and self.box.phase in WAITING:
+            return None if told_stacks.is_in_script(self.told) else self.still
+        call = told_stacks.waiting_call(self.told)
+        # Our wrapper would say so if it waited in backward, and torch's does not.
+        is_ours = call == told_stacks.BACKWARD and self.box is not None and self.box.phase == "backward"
+        return min(self.still, self.asleep) if call and not is_ours else None
 
     def is_still(self, timeout: float, is_missed: bool) -> bool:
         """Return whether it has made no progress for too long; `is_missed` says that others wait for it."""
-        if self.box is None:
+        return self.still >= (PATIENCE if self._may_be_long(is_missed) else 1) * timeout
+
+    def _may_be_long(self, is_missed: bool) -> bool:
+        if self.box is None or not self.box.has_stepped:
+            return True
+        if self.waited is not None:
             return False
-        is_long = self.box.steps == 0 or self.box.phase == "checkpoint" or (self.box.phase == "loop" and not is_missed)
-        return self.still >= (PATIENCE if is_long else 1) * timeout
+        if self.box.phase == "loop":
+            return not is_missed
+        return self.box.phase == "checkpoint" and not told_stacks.is_in_script(self.told)
+
+    def hangs(self, timeout: float, is_missed: bool) -> bool:
+        """Return whether it hangs by itself: without a wait for others, or a sign of life."""
+        if self.waited is not None or not self.is_still(timeout, is_missed):
+            return False
+        return is_missed or not (self.box is None or (self.box.phase == "loop" and self.moves))
 
 
 @dataclass(frozen=True)
@@ -80,7 +110,7 @@ class Hang:
         return [*lines, *(f"rank {rank} hangs: {self.details[rank]}" for rank in self.ranks)]
 
     def _call(self, rank: int) -> str:
-        call = waiting_call(self.stacks.get(rank, ""))
+        call = told_stacks.waiting_call(self.stacks.get(rank, ""))
         return f", in {call}()" if call else ""
 
 
@@ -88,29 +118,13 @@ def hanging(sights: Sequence[Sight], timeout: float) -> tuple[int, ...]:
     """Return the ranks that hang: stopped ones, else those that others wait for, else all if all are still."""
     if stopped := tuple(each.rank for each in sights if each.stopped >= timeout):
         return stopped
-    is_missed = any(each.waits for each in sights)
-    if still := tuple(each.rank for each in sights if not each.waits and each.is_still(timeout, is_missed)):
+    waited = [each.waited for each in sights]
+    is_missed = any(seconds is not None and seconds >= timeout for seconds in waited)
+    if still := tuple(each.rank for each in sights if each.hangs(timeout, is_missed)):
         return still
-    if sights and all(each.waits and each.is_still(timeout, is_missed) for each in sights):
+    if is_missed and all(seconds is not None and seconds >= timeout for seconds in waited):
         return tuple(each.rank for each in sights)
     return ()
-
-
-def without_waiting(ranks: tuple[int, ...], told: Mapping[int, str]) -> tuple[int, ...]:
-    """Return those of the hanging `ranks` that are in no collective by their stacks, unless all are."""
-    rest = tuple(rank for rank in ranks if not waiting_call(told.get(rank, "")))
-    return rest or ranks
-
-
-def waiting_call(told: str) -> str:
-    """Return the function of torch.distributed in which a rank with these stacks waits; empty if it is in none."""
-    call = ""
-    for frame in told_stacks.main_thread(told):  # the outermost of torch's own frames is what the script has called
-        if "torch/distributed/" not in frame and "paceline/rollcall" not in frame:
-            return call
-        name = frame.rpartition(" in ")[2]
-        call = call if name in ("wrapper", "_wait") else name
-    return call
 
 
 class HangWatch:
@@ -130,12 +144,20 @@ class HangWatch:
         """Forget the ranks of the start before."""
         self._stacks: dict[int, str] = {}
         """Those that ranks have told."""
+        self._due = 0.0
+        """When the ranks are asked for them again, if one is still."""
+        self._before: dict[int, list[str]] = {}
+        """The stacks of their main threads when they were last asked, while one has been still."""
+        self._moved: set[int] = set()
+        """Ranks whose stacks have changed since their boxes did."""
         self._looked = 0.0
         """When the ranks were last looked at."""
         self._still: dict[int, tuple[Snapshot | None, float]] = {}
         """The box of each rank, and for how long it has been so."""
         self._stopped: dict[int, float] = {}
         """For how long each rank's process has been stopped."""
+        self._asleep: dict[int, tuple[int, float]] = {}
+        """How often each rank's main thread may have run, and for how long it has not run more often."""
         self._reported: set[int] = set()
         """Ranks that were told in a hang, and have hung since."""
         self._killed: dict[int, str] = {}
@@ -154,20 +176,27 @@ class HangWatch:
         passed = min(now - self._looked, LONGEST_S) if self._looked else 0.0
         self._looked = now
         sights = [self._see(rank, pid, passed) for rank, pid in processes.items()]
+        if not any(max(each.still, each.stopped) >= self._timeout for each in sights):
+            self._due = 0.0
+            self._reported.clear()
+            self._before.clear()
+            return
+        if now < self._due:
+            return
+        self._due = now + self._timeout / 2
+        sights = self._ask(sights, processes)
         ranks = hanging(sights, self._timeout)
         self._reported &= set(ranks)
         if not set(ranks) - self._reported:
             return
+        told = {each.rank: each.told for each in sights if each.told}
         by_rank = {each.rank: each for each in sights}
         stopped = [rank for rank in ranks if by_rank[rank].stopped]
-        told = told_stacks.ask(self._folder, {rank: pid for rank, pid in processes.items() if rank not in stopped})
-        if not stopped:
-            ranks = without_waiting(ranks, told)
-        elif self._kills:
+        if stopped and self._kills:
             told |= _stacks_of_stopped(self._folder, stopped, processes)
+            self._stacks |= told
         self._reported |= set(ranks)
         hang = Hang(ranks, {rank: _detail(by_rank[rank], told.get(rank, "")) for rank in ranks}, told)
-        self._stacks |= told
         say("\n".join(hang.lines(sights)))
         if self._kills:
             self._kill(hang, processes)
@@ -204,9 +233,28 @@ class HangWatch:
         before, still = self._still.get(rank, (None, 0.0))
         still = still + passed if box == before else 0.0
         self._still[rank] = box, still
-        process = process_state(pid)
+        process, runs = process_state(pid), told_stacks.runs_of(pid)
         self._stopped[rank] = self._stopped.get(rank, 0.0) + passed if process == "T" else 0.0
-        return Sight(rank, box, process, still, self._stopped[rank])
+        allowed, asleep = self._asleep.get(rank, (runs, 0.0))
+        self._asleep[rank] = (allowed, asleep + passed) if runs <= allowed else (runs, 0.0)
+        return Sight(rank, box, process, still, self._stopped[rank], self._asleep[rank][1])
+
+    def _ask(self, sights: Sequence[Sight], processes: Mapping[int, int]) -> list[Sight]:
+        """Return `sights` with the stacks of those that are not stopped."""
+        assert self._folder is not None
+        assert self._timeout is not None
+        told = told_stacks.ask(self._folder, {each.rank: processes[each.rank] for each in sights if not each.stopped})
+        for each in sights:
+            allowed, asleep = self._asleep[each.rank]
+            self._asleep[each.rank] = allowed + TO_ANSWER, asleep
+            before, now = self._before.get(each.rank), told_stacks.main_thread(told.get(each.rank, ""))
+            if each.still < self._timeout:
+                self._moved.discard(each.rank)
+            elif before and before != now:
+                self._moved.add(each.rank)
+            self._before[each.rank] = now
+        self._stacks |= told
+        return [replace(each, told=told.get(each.rank, ""), moves=each.rank in self._moved) for each in sights]
 
 
 def _stacks_of_stopped(folder: Path, stopped: Sequence[int], processes: Mapping[int, int]) -> dict[int, str]:

@@ -15,8 +15,8 @@
         others      the other ranks that were known to end, in order
 
 Every rank has ``rank``, ``host``, ``kind``, ``exit_code`` or ``signal``, ``out_of_memory``, ``exception`` with ``type``
-and ``message``, ``traceback``, ``step`` (the one under way, from 1), ``phase``, ``phase_seconds``, ``bucket``, ``hang``
-and ``stacks``; null where there is no such thing. ``kind`` says how it ended: ``exception``, ``signal`` or ``exit
+and ``message``, ``traceback``, ``step`` (the job's, from 1), ``phase``, ``phase_seconds``, ``bucket``, ``hang`` and
+``stacks``; null where there is no such thing. ``kind`` says how it ended: ``exception``, ``signal`` or ``exit
 code`` by itself, ``hang`` by the launcher because it made no progress, ``consequence`` by one of these because of
 another rank, ``left`` without an error, ``absent`` when it kept the others waiting, and ``stopped`` by the launcher.
 """

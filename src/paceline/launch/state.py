@@ -25,8 +25,8 @@ _DOING = {
 class State:
     """The step and the phase of a rank at one moment."""
 
-    completed: int
-    """Steps."""
+    completed: int | None
+    """The job's last completed step; None where nobody has told it."""
     phase: str | None = None
     """One of :data:`paceline.black_box.PHASES`; None before the first."""
     seconds: float = 0.0
@@ -35,9 +35,13 @@ class State:
     """The bucket that it waited for."""
 
     @property
-    def step(self) -> int:
-        """The number of the step under way; the first is 1."""
-        return self.completed + 1
+    def step(self) -> int | None:
+        """The number of the job's step under way; the first is 1."""
+        return None if self.completed is None else self.completed + 1
+
+    @property
+    def _step(self) -> str:
+        return "no known step" if self.step is None else f"step {self.step}"
 
     @property
     def moment(self) -> str:
@@ -46,17 +50,17 @@ class State:
             return "before its first step"
         phase = _DOING["loop"] if self.phase == "loop" else self.phase
         bucket = "" if self.bucket is None else f" {self.bucket}"
-        return f"in step {self.step}, {phase}{bucket}, for {_seconds(self.seconds)}"
+        return f"in {self._step}, {phase}{bucket}, for {_seconds(self.seconds)}"
 
     @property
     def doing(self) -> str:
         """Text for the other ranks, the same for those that do the same."""
         if self.phase is None:
             return "had not begun the first step"
-        return f"{_DOING.get(self.phase, f'in {self.phase}')} in step {self.step}"
+        return f"{_DOING.get(self.phase, f'in {self.phase}')} in {self._step}"
 
 
-NOT_BEGUN = State(0)
+NOT_BEGUN = State(None)
 
 
 def state_of(snapshot: Snapshot | None, moment: float, raised: bool = True) -> State:
@@ -71,8 +75,8 @@ def state_of(snapshot: Snapshot | None, moment: float, raised: bool = True) -> S
         return NOT_BEGUN
     origin = snapshot.raised
     if raised and origin is not None and moment - origin.until <= UNWINDING_S:
-        return State(snapshot.steps, origin.phase, max(origin.until - origin.since, 0.0), origin.bucket)
-    return State(snapshot.steps, snapshot.phase, max(moment - snapshot.since, 0.0), snapshot.bucket)
+        return State(snapshot.completed, origin.phase, max(origin.until - origin.since, 0.0), origin.bucket)
+    return State(snapshot.completed, snapshot.phase, max(moment - snapshot.since, 0.0), snapshot.bucket)
 
 
 def doings(ranks: Iterable[tuple[int, str]]) -> list[str]:

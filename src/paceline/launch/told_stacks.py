@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import ctypes
+import linecache
 import os
+import re
 import signal
+import sysconfig
 import time
 from collections.abc import Mapping
+from itertools import dropwhile
 from pathlib import Path
 
-from paceline.black_box import handles
+from paceline import black_box
 from paceline.launch.stacks import number, path_of
 
 ANSWER_S = 1.0
 """How long a rank may take to write its stacks."""
+BACKWARD = "Tensor.backward"
+"""What a rank of torch's own wrapper waits in."""
+_FOLDER, _STDLIB = (
+    re.escape(f"{folder}/") for folder in (Path(black_box.__file__).parent, sysconfig.get_path("stdlib"))
+)
+_PACKAGE, _LAUNCHES, _STANDARD = (re.compile(folder) for folder in (_FOLDER, f"{_FOLDER}launch/", _STDLIB))
+_WAITS = re.compile(
+    rf"/torch/distributed/(?!checkpoint/|elastic/)|/torch/nn/parallel/distributed\.py|{_FOLDER}(comm/|rollcall\.py)"
+)
+"""Code in which a rank waits for others."""
+_ENGINE = re.compile(r"/torch/autograd/graph\.py.* in _engine_run_backward$")
+"""torch's engine, at whose end its own wrapper waits."""
+_LIBRARY = re.compile(rf'{_FOLDER}|{_STDLIB}|/(site|dist)-packages/|"<')
+_PLACE = re.compile(r'File "(.*)", line (\d+) in ')
 
 
 def ask(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dict[int, str]:
@@ -28,7 +46,7 @@ def ask(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dic
     for rank, pid in processes.items():
         path = path_of(folder, rank)
         try:
-            if handles(pid, number()):
+            if black_box.handles(pid, number()):
                 os.truncate(path, 0)
                 _signal_main_thread(pid, number())
                 if resume:
@@ -71,6 +89,54 @@ def main_thread(stacks: str) -> list[str]:
     """Return the frames of the thread that wrote `stacks`, which is the main one, the innermost first."""
     _, _, after = stacks.partition("Current thread ")
     return [line.strip() for line in after.split("\n\n")[0].splitlines()[1:]]
+
+
+def waiting_call(stacks: str) -> str:
+    """Return the function in which a rank with these `stacks` waits for others, as its script calls it; or nothing."""
+    frames = main_thread(stacks)
+    if not frames:
+        return ""
+    if _ENGINE.search(frames[0]):
+        return BACKWARD
+    if _calls_wait(frames[0]):
+        return "wait"
+    call = ""
+    for frame in dropwhile(_STANDARD.search, frames):  # the outermost is what the script has called
+        if not _WAITS.search(frame):
+            break
+        name = frame.rpartition(" in ")[2] if "/torch/" in frame else "wait"
+        call = call if call and name in ("wrapper", "wait", "_wait") else name
+    return call
+
+
+def is_in_script(stacks: str) -> bool:
+    """Return whether a rank with these `stacks` is in code of the script that Paceline or torch.distributed has called.
+
+    Such are hooks, and the ``state_dict`` of what is saved.
+    """
+    is_script = False
+    for frame in main_thread(stacks):
+        if _WAITS.search(frame) or (_PACKAGE.search(frame) and not _LAUNCHES.search(frame)):
+            return is_script
+        is_script = is_script or not _LIBRARY.search(frame)
+    return False
+
+
+def runs_of(pid: int) -> int:
+    """Return how often the main thread of a process has been taken off its processor, or has left it; -1 if unknown."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return -1
+    return sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches:" in line)
+
+
+def _calls_wait(frame: str) -> bool:
+    """Return whether the script waits there for a collective that it has begun before, or for a future."""
+    place = _PLACE.search(frame)
+    if place is None or _LIBRARY.search(frame):
+        return False
+    return re.search(r"\.wait\(", linecache.getline(place[1], int(place[2]))) is not None
 
 
 def _read(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from io import BytesIO
@@ -12,7 +11,6 @@ import torch
 
 from paceline.black_box import path_of, read_box
 from paceline.errors import PacelineError, UsageError
-from paceline.launch.state import state_of
 from paceline.notebook.cell_text import Start
 from paceline.notebook.conversation import Conversation, Outcome
 from paceline.notebook.problems import CellFailed, problem, replaced
@@ -108,7 +106,7 @@ class Session:
             boxes = self._processes.boxes
             with suppress(OSError, ValueError):
                 if boxes is not None and (box := read_box(path_of(boxes.path, rank))) is not None:
-                    doing += f", after step {state_of(box, time.monotonic()).completed}"
+                    doing += "" if box.completed is None else f", after step {box.completed}"
             gpu = "" if self.start.gpu_ids is None else f", GPU {self.start.gpu_ids[rank]}"
             lines.append(f"rank {rank} | process {process.pid}{gpu} | {doing if end is None else f'died ({end})'}")
         return lines

@@ -30,8 +30,8 @@ class Standing:
     ``unreadable``: its box is damaged, or another version's."""
     pid: int | None = None
     host: str | None = None
-    step: int = 0
-    """How many steps it has completed."""
+    step: int | None = None
+    """The job's last completed step; None where nobody has told it."""
     phase: str | None = None
     bucket: int | None = None
     """The bucket that it waits for."""
@@ -44,6 +44,8 @@ class Standing:
     """Of a step, moving average."""
     waiting_spread: float | None = None
     """Standard deviation of a single step's."""
+    timed: int = 0
+    """How many steps the averages are of."""
 
     @property
     def waiting_share(self) -> float | None:
@@ -78,7 +80,7 @@ def standing_of(snapshot: Snapshot, state: str, now: float) -> Standing:
         state,
         snapshot.pid,
         snapshot.host,
-        snapshot.steps,
+        snapshot.completed,
         snapshot.phase,
         snapshot.bucket,
         max(now - snapshot.since, 0.0) if state == RUNNING else None,
@@ -86,6 +88,7 @@ def standing_of(snapshot: Snapshot, state: str, now: float) -> Standing:
         snapshot.step if has_stepped else None,
         snapshot.mean_waited if has_means else None,
         snapshot.waited_spread if has_means else None,
+        snapshot.steps,
     )
 
 
@@ -108,7 +111,7 @@ def _stuck(standings: Sequence[Standing]) -> Straggler | None:
 
 def _slow(standings: Sequence[Standing]) -> Straggler | None:
     """Return the rank that waits least in the average step, if the others wait clearly more."""
-    if any(standing.step < LEAST_STEPS or standing.waiting_seconds is None for standing in standings):
+    if any(standing.timed < LEAST_STEPS or standing.waiting_seconds is None for standing in standings):
         return None
     least = min(standings, key=lambda standing: standing.waiting_seconds or 0.0)
     others = [standing for standing in standings if standing is not least]

@@ -41,7 +41,7 @@ def _cells(standing: Standing) -> list[str | Text]:
     share = standing.waiting_share
     return [
         str(standing.rank),
-        f"{standing.step:,}",
+        NOTHING if standing.step is None else f"{standing.step:,}",
         phase_of(standing),
         _or_nothing(standing.phase_seconds),
         _or_nothing(standing.step_seconds),

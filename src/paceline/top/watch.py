@@ -51,9 +51,10 @@ def watching() -> Iterator[None]:
 
 def line_of(standings: list[Standing]) -> str:
     """Return the view in one line: how far the slowest rank is, the step's time, and what stands out."""
-    steps = min(standing.step for standing in standings)
+    steps = [standing.step for standing in standings if standing.step is not None]
+    reached = [f"step {min(steps):,}"] if steps and len(steps) == len(standings) else []
     times = [standing.step_seconds for standing in standings if standing.step_seconds is not None]
-    parts = [f"step {steps:,}", *([f"{duration(max(times))} a step"] if times else []), describe(standings)]
+    parts = [*reached, *([f"{duration(max(times))} a step"] if times else []), describe(standings)]
     return "; ".join(part for part in parts if part)
 
 

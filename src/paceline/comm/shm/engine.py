@@ -37,6 +37,7 @@ from paceline.comm.shm.introduction import Peer, world_rank
 from paceline.comm.shm.operation import Operation, is_computed, is_finished, mismatch
 from paceline.errors import CommunicationError
 from paceline.rollcall import report
+from paceline.tracing import waiting
 
 _SPINS = 20
 _NAP_S = 1.0
@@ -155,14 +156,18 @@ class Engine:
         with _Unbroken(self):
             self.signals.listen()
             self._advance()
-            while not is_over(operation):
+            while spins and not is_over(operation):
                 self._expect_whole()
-                if spins:
-                    spins -= 1
-                    self.signals.listen()
-                else:
-                    left = self._block(operation, left)
+                spins -= 1
+                self.signals.listen()
                 self._advance()
+            if is_over(operation):
+                return
+            with waiting():
+                while not is_over(operation):
+                    self._expect_whole()
+                    left = self._block(operation, left)
+                    self._advance()
 
     def interrupted(self, error: BaseException) -> None:
         """Mark the group as broken by `error`, if nothing else has broken it before."""

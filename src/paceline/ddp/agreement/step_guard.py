@@ -57,7 +57,7 @@ class StepGuard:
             # raised never came to its end; it is over when the next gradients are there.
             if self._outermost is None or self._outermost[1] != self._ledger.synchronizations:
                 self._outermost = (id(optimizer), self._ledger.synchronizations)
-                self._stepped = self._recorder.open(OPTIMIZER)
+                self._stepped = self._recorder.open(OPTIMIZER, id(self))
 
     def expect_whole(self, caller: str, synchronizations_before: int | None = None) -> None:
         """Refuse gradients that hold something which was not averaged over the ranks, or not divided by its weight.
