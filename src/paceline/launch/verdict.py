@@ -40,7 +40,7 @@ class Cause:
     is_kill: bool = False
     """Whether the first rank was killed."""
     step: int | None = None
-    """How many steps it had completed by its black box; None if no rank uses one."""
+    """The job's last step that it had completed, by its black box; None if nobody has told that."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class Failure:
     def is_untrained(self) -> bool:
         """Whether the ranks are known, or may be taken, to have completed no step.
 
-        Steps are known where a Checkpointer marks them. Paceline's wrapper counts those of optimizers, which a loop
-        need not have. Of other scripts it is known only whether there is an optimizer.
+        Steps are known where a Checkpointer marks them. Black boxes count those of optimizers, which a loop need not
+        have. Of other scripts it is known only whether there is an optimizer.
         """
         if self.has_trained:
             return False
