@@ -1,7 +1,7 @@
 """The folders of running jobs, in which launchers keep the black boxes of their ranks.
 
 A launcher makes ``paceline-job-<random>/`` in the first of some places that has room, memory before disk, and tells its
-ranks the path; :data:`PARENT` in the environment names the only place. It has, open to this user alone:
+ranks the path; :data:`PARENT` in the environment names a place before all others. It has, open to this user alone:
 
     job.json    the launcher, its command, and the processes of the ranks
     rank-<n>    the black box of each rank of this host, see :mod:`paceline.black_box`
@@ -75,17 +75,20 @@ class JobFolder:
         places = _places()
         for folder in [folder for place in places for folder in _folders(place)]:
             _remove_if_stale(folder)
+        others = [place for place in _usual_places() if place not in places]
+        rooms = (_ROOM * (nproc + 1), 0)
         problems: list[str] = []
-        for room in (_ROOM * (nproc + 1), 0):
-            for place in places:
-                try:
-                    _expect_room(place, room)
-                    self._make(place)
-                except OSError as error:
-                    problems.append(f"{place}: {error.strerror or error}")
-                else:
-                    self.remark = "" if place == places[0] else f"{self.path} ({problems[0]})"
-                    return
+        for place, room in [(place, room) for group in (places, others) for room in rooms for place in group]:
+            try:
+                if place == _cache():
+                    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _expect_room(place, room)
+                self._make(place)
+            except OSError as error:
+                problems.append(f"{place}: {error.strerror or error}")
+            else:
+                self.remark = "" if place == places[0] else f"{self.path} ({problems[0]})"
+                return
         raise OSError("; ".join(dict.fromkeys(problems)))
 
     def _make(self, place: Path) -> None:
@@ -155,10 +158,20 @@ def read_note(folder: Path) -> JobNote | None:
 
 
 def _places() -> list[Path]:
-    """Return where folders of jobs may be: in memory, in the user's own memory, on disk."""
+    """Return where folders of jobs are looked for, and made first."""
     named = os.environ.get(PARENT)
-    usual = ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), "/tmp", "/var/tmp")
-    return list(dict.fromkeys(Path(place).absolute() for place in ([named] if named else usual) if place))
+    return [Path(named).absolute()] if named else _usual_places()
+
+
+def _usual_places() -> list[Path]:
+    """Return where folders of jobs may be: in memory, in the user's own memory, on disk, and on that of the home."""
+    usual = ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR"), os.environ.get("TMPDIR"), "/tmp", "/var/tmp", _cache())
+    return list(dict.fromkeys(Path(place).absolute() for place in usual if place))
+
+
+def _cache() -> Path:
+    """Return this package's folder in the user's cache, which need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")).absolute() / "paceline"
 
 
 def _folders(place: Path) -> list[Path]:

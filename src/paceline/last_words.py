@@ -1,4 +1,4 @@
-"""Functions that a rank calls last when an error ends it, to save what would be lost."""
+"""The last things that a rank does when an error ends it: it saves what would be lost, and says what was wrong."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
+
+from paceline.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,37 @@ def _notice() -> None:
     _process, shown = os.getpid(), sys.excepthook
 
     def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        shown(kind, error, trace)
-        if not issubclass(kind, KeyboardInterrupt):
-            say_last_words(error)
+        try:
+            shown(kind, error, trace)
+        finally:
+            if not issubclass(kind, KeyboardInterrupt):
+                say_last_words(error)
 
     sys.excepthook = note
+
+
+def show_mistakes_in_one_line() -> None:
+    """Have a mistake that ends this process shown in one line, with exit code 2, as our launcher shows it.
+
+    Where somebody else shows errors (the launcher, IPython, a hook of the user's) that stays as it is.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    is_asked_for_more = hasattr(sys, "ps1") or sys.flags.inspect  # Python does not end here, but takes more lines
+    if is_asked_for_more or not isinstance(error, UsageError) or not _is_own(error):
+        sys.__excepthook__(kind, error, trace)
+        return
+    # Not on sys.stderr: torch's hook around this one collects what is written there, and shows it only if this returns.
+    print(f"error: {error.with_line()}", file=sys.__stderr__)
+    raise SystemExit(2)
+
+
+def _is_own(error: BaseException) -> bool:
+    """Return whether `error` is no consequence of another rank's failure."""
+    chain = [error]
+    while (origin := chain[-1].__cause__ or chain[-1].__context__) is not None and origin not in chain:
+        chain.append(origin)
+    return all(getattr(each, "blamed", None) is None for each in chain)

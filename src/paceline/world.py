@@ -25,6 +25,7 @@ from paceline.communicators import aborting, destroy_all
 from paceline.errors import PacelineError, WorldError
 from paceline.failpoints import strike
 from paceline.gpus import choose_gpu, expect_own_gpu, gpu_name
+from paceline.last_words import show_mistakes_in_one_line
 from paceline.meeting import meet
 from paceline.rendezvous import world_stores
 from paceline.rollcall import called_by_all, collective, failed_to_connect
@@ -151,7 +152,9 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     Reads torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``,
     ``MASTER_ADDR``, ``MASTER_PORT``), and sets it where srun or mpirun started several processes, see
     :mod:`paceline.schedulers`. Without any of it, this process is the only rank. May be called again: a process group
-    that exists, ours or the script's own, is used as it is.
+    that exists, ours or the script's own, is used as it is. From then on a :class:`~paceline.errors.UsageError` that
+    ends a script without our launcher is shown in one line, with exit code 2, unless the script has a
+    ``sys.excepthook``.
 
     Args:
         backend: ``"paceline"``, ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group``
@@ -166,6 +169,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
             or out of range, the backend is not available, or the existing process group has another one than the one
             asked for.
     """
+    show_mistakes_in_one_line()
     patience = _patience(timeout, os.environ)
     if dist.is_initialized():
         _expect_backend(backend)

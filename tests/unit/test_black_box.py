@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import struct
@@ -31,6 +32,7 @@ from paceline.black_box import (
 )
 from paceline.box_writer import BUCKET_WAIT, BlackBox, open_box
 from paceline.job_folders import PARENT, JobFolder, read_note, running_jobs
+from paceline.launch.job import black_boxes
 from paceline.tracing import Recorder
 
 
@@ -462,6 +464,40 @@ def test_the_next_place_is_taken_where_the_first_cannot_be_used(
         places.pop()
         with JobFolder("run", "train.py", 2) as folder:
             assert (folder.path.parent, folder.remark) == (places[0], ""), "better than none"
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("last", ["memory", "cache", "nowhere"])
+def test_a_place_that_is_named_comes_first_and_the_users_cache_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], named: bool, last: str
+) -> None:
+    # A full place of the user's choice switched all restarts off, and so did full disks beside that of the home.
+    homes = {"memory": tmp_path / "memory", "cache": tmp_path / "cache" / "paceline"}
+    homes["memory"].mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(homes["memory"]))
+    monkeypatch.delenv(PARENT, raising=False)
+    if named:
+        monkeypatch.setenv(PARENT, "/chosen")
+
+    def expect_room(place: Path, size: int) -> None:
+        if place != homes.get(last):
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(job_folders, "_expect_room", expect_room)
+    folder = black_boxes("run", ["train.py"], 2)
+    said = capfd.readouterr().err
+    first = "/chosen" if named else "/dev/shm"
+    if last == "nowhere":
+        assert folder is None
+        assert said.startswith("note: restarts from the last step, --hang-timeout and paceline top are off, as ")
+        assert f"({first}: full; " in said
+        assert f"{homes['cache']}: full); make room there, or name another place in PACELINE_JOBS" in said
+        return
+    assert folder is not None
+    with folder:
+        assert folder.path.parent == homes[last]
+        assert said == f"note: the job's folder, for what its ranks rescue, is {folder.path} ({first}: full)\n"
 
 
 def test_the_numbers_of_phases_are_their_places() -> None:

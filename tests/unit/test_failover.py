@@ -34,7 +34,8 @@ from paceline.checkpoint.stop_requests import StopRequests
 from paceline.checkpoint.turn import Turn
 from paceline.errors import CommunicationError, UsageError
 from paceline.failpoints import VARIABLE, Order
-from paceline.launch.restarts import Cause, Restarts
+from paceline.launch.restarts import Restarts
+from paceline.launch.verdict import Cause
 from paceline.step_records import BEFORE, RESCUE, STEPS, StepRecord, key_of, record_path, step_name
 from paceline.world import World
 from processes import paceline

@@ -85,6 +85,15 @@ def test_a_job_whose_memory_is_too_small_restarts_from_disk_and_says_so(tmp_path
     assert [path.name for path in small.iterdir()] == ["ballast"]
 
 
+def test_a_full_place_of_the_users_choice_does_not_switch_restarts_off(tmp_path: Path, small: Path) -> None:
+    with (small / "ballast").open("ab") as ballast:
+        ballast.write(bytes(2**16))
+    code, out, err = train(tmp_path, {PARENT: str(small)}, kill=7)
+    assert (code, out) == (0, ["begins at 0 0 None", "begins at 7 0 memory"]), err
+    assert f" ({small}: No space left on device)" in err
+    assert [path.name for path in small.iterdir()] == ["ballast"]
+
+
 @pytest.mark.slow
 def test_memory_that_fills_up_on_the_way_sends_the_last_step_to_disk(tmp_path: Path, small: Path) -> None:
     # The message was that nobody could save the step.

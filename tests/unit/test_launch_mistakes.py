@@ -28,7 +28,11 @@ while step < 6:
     if step == 3 and how == "extra" and world.rank == 0:
         raise MissingExtra("tensorboard", "tensorboard", "writing files")
     if step == 3 and how == "error" and world.rank == 1:
+        raise ValueError(f"the labels are wrong, says {{os.getpid()}} of {{object()}}")
+    if step == 0 and how == "first" and world.rank == 1:
         raise ValueError("the labels are wrong")
+    if step == 0 and how == "busy" and world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise OSError("the address is in use")
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -37,14 +41,21 @@ print("done", step)
 """
 
 
-def test_too_low_a_limit_of_open_files_is_one_line(tmp_path: Path) -> None:
-    # It was a traceback from the middle of starting a process.
-    command = f"ulimit -n 20; exec {sys.executable} -m paceline run --nproc 2 {script(tmp_path, 'print(1)')}"
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        # It was a traceback from the middle of starting a process.
+        ("-n 20", "a process may open 20 files here, and 2 ranks need about 28; raise the limit first: ulimit -n 1024"),
+        # The ranks waited for ever in the lock of the file in which they meet.
+        ("-f 1", "a file may have 1,024 bytes here, and the ranks need some of up to 1,048,576; raise the limit first: "
+         "ulimit -f unlimited"),
+    ],
+)  # fmt: skip
+def test_too_low_a_limit_is_one_line(tmp_path: Path, limit: str, told: str) -> None:
+    command = f"ulimit {limit}; exec {sys.executable} -m paceline run --nproc 2 {script(tmp_path, 'print(1)')}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        "error: a process may open 20 files here, and 2 ranks need about 28; raise the limit first: ulimit -n 1024"
-    ]
+    assert done.stderr.splitlines() == [f"error: {told}"]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +63,9 @@ def test_too_low_a_limit_of_open_files_is_one_line(tmp_path: Path) -> None:
     [
         ("usage", 2, 1, "error: lr=7 is not a thing; give another ("),
         ("extra", 2, 1, "error: writing files needs the package 'tensorboard'"),
-        ("error", 1, 2, "error: rank 1 failed first (exit code 1: ValueError: the labels are wrong)"),
+        ("error", 1, 2, "error: rank 1 failed first (exit code 1: ValueError: the labels are wrong, says "),
+        ("first", 2, 1, "error: rank 1 failed first (exit code 1: ValueError: the labels are wrong)"),
+        ("busy", 0, 2, "rank 1 failed first (exit code 1: OSError: the address is in use)"),
         ("killed", 0, 2, "rank 1 failed first (signal SIGKILL"),
     ],
 )
@@ -63,8 +76,40 @@ def test_mistakes_end_the_job_and_early_kills_do_not(
     assert done.returncode == code, done.stderr
     assert done.stderr.count("starting all ranks again") == starts - 1
     assert done.stderr.splitlines()[-1].startswith(last), done.stderr
-    assert ("Traceback" in done.stderr) is (how == "error")
+    assert ("Traceback" in done.stderr) is (how in ("error", "first", "busy"))
     if how in ("usage", "extra"):
         assert "script.py, line " in done.stderr
     if how == "error":
         assert "the same error in the same place ended the start before" in done.stderr
+    if how == "first":
+        assert "an exception before the first step is the script's own: the ranks are not started again" in done.stderr
+
+
+TORCH_LOOP = """
+import os, sys, torch, torch.distributed as dist
+if sys.argv[1] == "at once":
+    raise ValueError("no such setting")
+dist.init_process_group("gloo")
+if sys.argv[1] == "without data":
+    raise KeyError("labels")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    if step == 3 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise ValueError("the labels are wrong")
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("when", "code", "starts"), [("at once", 2, 1), ("without data", 2, 1), ("in step 4", 0, 2)])
+def test_a_script_whose_steps_nobody_counts_is_started_again_once_it_has_an_optimizer(
+    tmp_path: Path, when: str, code: int, starts: int
+) -> None:
+    done = paceline(
+        tmp_path, "run", "--nproc", "2", "--max-restarts", "2", script(tmp_path, TORCH_LOOP), when, fork="all"
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("starting all ranks again") == starts - 1
+    assert ("the ranks are not started again" in done.stderr) is (starts == 1)

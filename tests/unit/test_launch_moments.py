@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from paceline.job_folders import PARENT
 from processes import Running, paceline, script
 
 TRAIN = """
@@ -143,9 +142,9 @@ def test_a_sample_that_cannot_be_loaded_fails_while_data_is_waited_for(tmp_path:
     assert ") in step 3, data wait, for " in done.stderr.splitlines()[-1]
 
 
-def test_without_a_place_for_boxes_the_report_is_about_the_end_alone(tmp_path: Path) -> None:
+def test_of_ranks_that_use_no_box_the_report_is_about_the_end_alone(tmp_path: Path) -> None:
     name = script(tmp_path, "import sys; sys.exit(3)")
-    done = paceline(tmp_path, "run", "--report", "report.json", name, **{PARENT: "/nowhere"})
+    done = paceline(tmp_path, "run", "--report", "report.json", name)
     assert done.stderr.splitlines()[-1] == "error: rank 0 failed first (exit code 3)"
     (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
     assert (failure["first"]["kind"], failure["first"]["step"], failure["others"]) == ("exit code", None, [])

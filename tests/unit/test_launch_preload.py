@@ -157,7 +157,7 @@ def test_a_torch_that_cannot_be_imported_is_the_scripts_error(tmp_path: Path) ->
     (tmp_path / "torch").mkdir()
     script(tmp_path, "raise ImportError('half installed')", "torch/__init__.py")
     done = paceline(tmp_path, "run", script(tmp_path, "import sys\nprint('begun')\nimport torch"))
-    assert (done.returncode, done.stdout) == (1, "begun\n")
+    assert (done.returncode, done.stdout) == (2, "begun\n")
     first, *_, last = done.stderr.splitlines()
     assert first == (
         "note: every rank imports torch itself, because torch cannot be imported here (ImportError: half installed)"

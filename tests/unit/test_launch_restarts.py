@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from paceline.launch.failure import End, cause
-from paceline.launch.record import Record
-from paceline.launch.restarts import EARLY_S, LIMIT, Cause, Restarts
+from paceline.launch.failure import End, cause, identity
+from paceline.launch.record import Record, may_pass
+from paceline.launch.restarts import Restarts
 from paceline.launch.state import State
+from paceline.launch.verdict import EARLY_S, LIMIT, Cause, Failure, Past, Reached, Verdict, verdict
 from paceline.step_records import BEFORE, RESCUE, SPARE, STEPS, StepRecord, job_folder, record_path, records_in
 
 KEY = "0123456789abcdef"
@@ -84,7 +86,7 @@ def test_the_same_error_at_the_same_step_is_not_retried(tmp_path: Path) -> None:
         decided.append(restarts.decide(ended_by) is not None)
         restarts.begin()
     assert decided == [True, True, True, True, True, False]
-    assert restarts.is_repeated
+    assert str(restarts.refusal).startswith("the same error in the same place ended the start before: the ranks are ")
     restarts = Restarts(None, 9)  # a script without steps, started again as the user said
     assert [restarts.decide(mistake) is not None for _ in range(3)] == [True, False, False]
     assert [Restarts(None, 9).decide(Cause()) is not None for _ in range(3)] == [True] * 3  # killed, say
@@ -92,23 +94,176 @@ def test_the_same_error_at_the_same_step_is_not_retried(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_killed_before_its_first_step_is_started_again(tmp_path: Path) -> None:
     restarts = Restarts(tmp_path, None)
-    assert restarts.decide(Cause(is_early_kill=True)) == "starting all ranks again (restart 1 of 3)"
+    assert restarts.decide(Cause(is_kill=True)) == "starting all ranks again (restart 1 of 3)"
     restarts._began -= EARLY_S
-    assert restarts.decide(Cause(is_early_kill=True)) is None
+    assert restarts.decide(Cause(is_kill=True)) is None
+
+
+WRONG, FULL, KILLED, LEFT = Cause("ValueError"), Cause("OSError", may_pass=True), Cause(is_kill=True), Cause()
+BARE = Cause("ValueError", has_optimizer=False)
+NEW, MADE = Reached("a", 0, 0, has_begun=True), Reached("a", 0, 0)
+FIVE, SIX = Reached("a", 0, 5, has_begun=True), Reached("a", 5, 6, has_begun=True)
+DONE = Reached("a", 0, 5, has_begun=True, has_ended=True)
+LONG = 2 * EARLY_S
+NOTHING, AFTER_FIVE = Past(), Past({"a": 5}, has_trained=True)
+
+
+@pytest.mark.parametrize(
+    ("failure", "past", "limit", "expected"),
+    [
+        # An error of a rank before any step of the job.
+        (Failure(WRONG, [NEW]), NOTHING, None, Verdict.MISTAKE),
+        (Failure(WRONG, [NEW], LONG), NOTHING, 9, Verdict.MISTAKE),  # a Checkpointer knows for sure
+        (Failure(WRONG, [MADE]), NOTHING, None, Verdict.MISTAKE),
+        (Failure(WRONG, [MADE], LONG), NOTHING, None, Verdict.RESTART),  # it may only save(), with torch's wrapper
+        (Failure(Cause("E", step=0)), NOTHING, 9, Verdict.MISTAKE),
+        (Failure(Cause("E", step=0), (), LONG), NOTHING, 9, Verdict.RESTART),  # a loop without an optimizer
+        (Failure(Cause("E", step=4)), NOTHING, 9, Verdict.RESTART),
+        (Failure(Cause("E", step=4), [NEW]), NOTHING, 9, Verdict.RESTART),
+        (Failure(BARE), NOTHING, None, Verdict.MISTAKE),
+        (Failure(BARE, (), LONG), NOTHING, 9, Verdict.RESTART),  # its training may have ended
+        (Failure(WRONG), NOTHING, 9, Verdict.RESTART),  # torch's wrapper alone: nobody knows
+        (Failure(WRONG), NOTHING, None, Verdict.OVER),
+        (Failure(WRONG, [FIVE]), NOTHING, None, Verdict.RESTART),
+        (Failure(WRONG, [Reached("a", 5, 5, has_begun=True)]), NOTHING, None, Verdict.RESTART),  # it was resumed
+        (Failure(WRONG, [NEW]), AFTER_FIVE, None, Verdict.RESTART),  # nothing was saved, but steps were made
+        (Failure(BARE), Past().with_one_more(Failure(Cause(is_kill=True, step=2))), 9, Verdict.RESTART),
+        (Failure(FULL, [NEW]), NOTHING, None, Verdict.RESTART),
+        (Failure(FULL), NOTHING, 9, Verdict.RESTART),
+        (Failure(LEFT, [NEW]), NOTHING, None, Verdict.RESTART),  # because of another rank, or sys.exit
+        # A rank that is killed then.
+        (Failure(KILLED), NOTHING, None, Verdict.RESTART),
+        (Failure(KILLED), NOTHING, 0, Verdict.IN_VAIN),
+        (Failure(KILLED, (), LONG), NOTHING, None, Verdict.OVER),
+        (Failure(KILLED, (), LONG), NOTHING, 2, Verdict.RESTART),
+        (Failure(Cause(is_kill=True, step=3)), NOTHING, None, Verdict.OVER),
+        (Failure(KILLED, [NEW], LONG), NOTHING, None, Verdict.RESTART),
+        # The same error again.
+        (Failure(WRONG, [FIVE]), Past({"a": 5}, 0, ("ValueError", ("a", 5))), None, Verdict.REPEATED),
+        (Failure(FULL, [FIVE]), Past({"a": 5}, 0, ("OSError", ("a", 5))), 9, Verdict.REPEATED),
+        (Failure(WRONG, [SIX]), Past({"a": 5}, 0, ("ValueError", ("a", 5))), None, Verdict.RESTART),
+        (Failure(WRONG), Past({}, 1, ("ValueError", None)), 9, Verdict.REPEATED),
+        (Failure(FULL), Past({}, 1, Failure(FULL).error), 9, Verdict.RESTART),  # perhaps many steps later
+        (Failure(Cause("E", step=7)), Past({}, 1, ("E", 7)), 9, Verdict.REPEATED),
+        (Failure(Cause("E", step=8)), Past({}, 1, ("E", 7)), 9, Verdict.RESTART),
+        (Failure(LEFT), Past({}, 1, None), 9, Verdict.RESTART),
+        # Starts that gain nothing.
+        (Failure(LEFT, [FIVE]), Past({"a": 5}, LIMIT), None, Verdict.IN_VAIN),
+        (Failure(LEFT, [SIX]), Past({"a": 5}, LIMIT), None, Verdict.RESTART),
+        (Failure(LEFT, [SIX]), Past({"a": 5}, 0), 0, Verdict.IN_VAIN),
+        (Failure(LEFT), AFTER_FIVE, None, Verdict.RESTART),  # it did not come to its Checkpointer again
+        (Failure(LEFT, [DONE]), NOTHING, None, Verdict.OVER),
+        (Failure(LEFT, [DONE]), NOTHING, 1, Verdict.RESTART),
+    ],
+)
+def test_what_follows_from_a_failure(failure: Failure, past: Past, limit: int | None, expected: Verdict) -> None:
+    assert verdict(failure, past, limit) is expected
+
+
+@pytest.mark.parametrize(("limit", "made", "said"), [(None, True, True), (None, False, False), (2, False, True)])
+def test_why_there_is_no_restart_is_said_only_if_there_could_be_one(
+    tmp_path: Path, limit: int | None, made: bool, said: bool
+) -> None:
+    restarts = Restarts(tmp_path, limit)
+    if made:
+        start(tmp_path, [0, 0])
+    assert restarts.decide(BARE) is None
+    told = "an exception before the first step is the script's own: the ranks are not started again"
+    assert restarts.refusal == (told if said else None)
+
+
+def traceback_of(message: str, line: int = 7, kind: str = "RuntimeError") -> Record:
+    text = f"{kind}: {message}"
+    trace = f'Traceback (most recent call last):\n  File "script.py", line {line}, in <module>\n    work(7)\n{text}\n'
+    return Record(text, trace, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("message", "again"),
+    [
+        # Each of these was retried to the limit.
+        ("<Table object at 0x7f3a12cd> has no row", "<Table object at 0x7fb0d0e0> has no row"),
+        ("127.0.0.1:40512 did not answer", "127.0.0.1:33001 did not answer"),
+        ("worker (pid 811) is late", "worker (pid 20944) is late"),
+        ("nothing since 2026-11-23 14:05:01.25", "nothing since 2026-11-23T15:10:59"),
+        ("tried to allocate 1.95 GiB, 980.00 MiB free", "tried to allocate 2.00 GiB, 1.02 GiB free"),
+        ("took 900 ms", "took 1.1 s"),
+        ("loss is 3.5e-05", "loss is -0.2"),
+        ("run 1b9d6bcd-bbfd-4b2d-9b5d-ab8dfbbd4bed", "run 7c1e9f00-dead-beef-cafe-aaaaaaaaaaaa"),
+        ("no file /tmp/tmpabcdefgh/x", "no file /tmp/tmpq_rstuvw/x"),
+        ("missing keys {'head', 'body'}", "missing keys {'body', 'head'}"),
+        ("shard 3e1f\nof 4", "shard 77ab\nof 12"),
+    ],
+)
+def test_an_error_whose_message_differs_in_numbers_alone_is_the_same(message: str, again: str) -> None:
+    assert identity(traceback_of(message)) == identity(traceback_of(again))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        traceback_of("the column 'b' is missing"),
+        traceback_of("the column 'a' is missing", line=8),
+        traceback_of("the column 'a' is missing", kind="Error2"),
+        traceback_of("the column 'a' is missing", kind="Error3"),
+    ],
+)
+def test_errors_of_another_class_place_or_wording_differ(other: Record) -> None:
+    same = [traceback_of("the column 'a' is missing"), traceback_of("the column 'a' is missing", kind="Error1")]
+    assert identity(other) not in map(identity, same)
+
+
+class OutOfMemoryError(RuntimeError):
+    """Called as torch's."""
+
+
+def raised_from(error: Exception, origin: BaseException) -> Exception:
+    error.__cause__ = origin
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("x"), False),
+        (KeyError("x"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (FileNotFoundError(2, "no such file"), False),
+        (PermissionError(13, "denied"), False),
+        (ImportError("no module"), False),
+        (OSError(errno.EADDRINUSE, "address in use"), True),
+        (OSError(errno.EIO, "input/output error"), True),
+        (ConnectionResetError(), True),
+        (TimeoutError(), True),
+        (MemoryError(), True),
+        (OutOfMemoryError("tried to allocate"), True),
+        (RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"), True),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), True),
+        (raised_from(RuntimeError("no data"), ConnectionRefusedError()), True),
+        (raised_from(RuntimeError("no data"), KeyError("x")), False),
+    ],
+)
+def test_an_error_of_the_host_a_device_or_the_network_may_pass(error: Exception, expected: bool) -> None:
+    assert may_pass(error) is expected
 
 
 RAISED = Record("ValueError: x", "script.py, line 7", 5.0)
+PASSING = Record("OSError: x", "script.py, line 7", 5.0, may_pass=True)
 LOST = Record("CommunicationError: rank 0 ended", "script.py, line 9", 4.0, blamed=(0,))
 
 
 @pytest.mark.parametrize(
     ("ends", "expected"),
     [
-        ([End(0, 1, 6.0, record=RAISED)], Cause("ValueError: x\nscript.py, line 7")),
-        ([End(1, 1, 5.0, record=LOST), End(0, 1, 6.0, record=RAISED)], Cause("ValueError: x\nscript.py, line 7")),
-        ([End(0, -9, 6.0), End(1, 1, 6.1, record=LOST)], Cause(None, True)),
-        ([End(0, -9, 6.0, state=State(0)), End(1, -15, 6.1, stopped=True, state=State(0))], Cause(None, True)),
-        ([End(0, -9, 6.0, state=State(0)), End(1, -15, 6.1, stopped=True, state=State(1))], Cause()),
+        ([End(0, 1, 6.0, record=RAISED)], Cause(identity(RAISED))),
+        ([End(0, 1, 6.0, record=PASSING)], Cause(identity(PASSING), may_pass=True)),
+        ([End(1, 1, 5.0, record=LOST), End(0, 1, 6.0, record=RAISED)], Cause(identity(RAISED))),
+        ([End(0, -9, 6.0), End(1, 1, 6.1, record=LOST)], Cause(is_kill=True)),
+        ([End(0, -9, 6.0, state=State(0)), End(1, -15, 6.1, stopped=True)], Cause(is_kill=True, step=0)),
+        ([End(0, -9, 6.0, state=State(3)), End(1, -15, 6.1, True, state=State(4))], Cause(is_kill=True, step=3)),
+        ([End(0, 1, 6.0, record=RAISED, state=State(0))], Cause(identity(RAISED), step=0)),
+        ([End(0, 1, 6.0, record=replace(RAISED, has_optimizer=False))], Cause(identity(RAISED), has_optimizer=False)),
+        ([End(1, 1, 5.0, record=LOST)], Cause()),
         ([End(0, 3, 6.0)], Cause()),
         ([], Cause()),
     ],

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from paceline.checkpoint import storage
 from paceline.checkpoint.rescue import DESTINATION
 from paceline.checkpoint.run_folder import newest_rescued
 from paceline.checkpoint.storage import Storage, reason
-from paceline.errors import UsageError
+from paceline.errors import PacelineError
 
 
 def keep(folder: Path) -> tuple[str, bool] | None:
@@ -27,24 +28,52 @@ def keep(folder: Path) -> tuple[str, bool] | None:
         return None
     path, manifest = found
     destination = Path((folder / DESTINATION).read_text())
-    if any(step >= manifest.step for step in storage.steps_in(destination)):
-        return None
+    if folder.parent.parent in destination.parents:  # that of a Trainer without one: it ends with the job's folder
+        remedy = "give it one: checkpoint_dir=, or --checkpoint-dir of a recipe"
+        return (
+            f"the last completed step, {manifest.step}, is lost, as the training has no checkpoint folder; {remedy}"
+        ), False
     try:
-        store = Storage(destination)
-        draft = store.start(manifest.step, sum(file.stat().st_size for file in path.iterdir()))
-        try:
-            for file in path.iterdir():
-                with open(file, "rb") as content:
-                    storage.write_file(draft / file.name, iter(lambda: content.read(2**22), b""))
-            final = store.commit(draft, manifest.step)
-        except BaseException:
-            store.abandon(draft)
-            raise
-    except (OSError, UsageError) as error:
-        why = reason(error) if isinstance(error, OSError) else error
-        kept = Path(shutil.copytree(path, Path.home() / f"rescued-{folder.name}-{path.name}"))
-        return f"step {manifest.step} cannot be saved to {destination} ({why}); it is kept in {kept}", False
+        if any(step >= manifest.step for step in storage.steps_in(destination)):
+            return None
+        final = _copy(path, manifest.step, Storage(destination))
+    except (OSError, PacelineError) as error:
+        why = f"step {manifest.step} cannot be saved to {destination} ({_reason(error)})"
+        return f"{why}; {_put_elsewhere(path, folder.name)}", False
     return f"the last completed step, {manifest.step}, is saved to {final}", True
+
+
+def _copy(path: Path, step: int, store: Storage) -> Path:
+    """Copy the checkpoint `path` into `store`; returns where it is."""
+    draft = store.start(step, sum(file.stat().st_size for file in path.iterdir()))
+    try:
+        for file in path.iterdir():
+            with open(file, "rb") as content:
+                storage.write_file(draft / file.name, iter(lambda: content.read(2**22), b""))
+        return store.commit(draft, step)
+    except BaseException:
+        store.abandon(draft)
+        raise
+
+
+def _put_elsewhere(path: Path, key: str) -> str:
+    """Copy the checkpoint `path` to the user's home; returns words for where it is."""
+    try:
+        kept = Path(tempfile.mkdtemp(prefix=f"rescued-{key}-", dir=Path.home()))
+        try:
+            shutil.copytree(path, kept / path.name)
+        except BaseException:
+            shutil.rmtree(kept, ignore_errors=True)
+            raise
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        return f"it is lost, as it cannot be copied to the home folder either ({_reason(error)})"
+    return f"it is kept in {kept / path.name}"
+
+
+def _reason(error: Exception) -> object:
+    if isinstance(error, shutil.Error):  # of copytree: a list of files with what was wrong
+        return error.args[0][0][2]
+    return reason(error) if isinstance(error, OSError) else error
 
 
 if __name__ == "__main__":

@@ -111,6 +111,8 @@ class Rescue:
                 store.prune(step, Keep(1, None, "max"))
                 return
             except (OSError, UsageError) as error:
+                if memory.parent.parent in self._contents.folder.parents:  # a Trainer's that has no other folder
+                    raise
                 reason = error.strerror if isinstance(error, OSError) else error
                 print(
                     f"note: no room in memory for step {step} ({reason}); it goes to {self._contents.folder}",

@@ -170,8 +170,8 @@ class Agent(LocalElasticAgent):
         # A user's mistake would be made again.
         restart = None if failure.usage(ends) is not None else self._restarts.decide(failure.cause(ends))
         self._remaining_restarts = 0 if restart is None else 1
-        if self._restarts.is_repeated:
-            self._say("the same error in the same place ended the start before: the ranks are not started again")
+        if self._restarts.refusal is not None:
+            self._say(self._restarts.refusal)
         if restart is not None:
             text = "\n".join([*failure.details(ends), failure.headline(ends)])
             self._say(f"{text}; {restart}")

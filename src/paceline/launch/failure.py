@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.launch.record import Record
-from paceline.launch.restarts import Cause
 from paceline.launch.state import State, doings
+from paceline.launch.verdict import Cause
 from paceline.rollcall import named_ranks
 
 MAYBE, LOST_A_PEER = 1, 2
+_FRAME = re.compile(r'\s*File ".*')
+_VARIES = re.compile(
+    r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|\btmp\w{8}\b"  # names made at random
+    r"|[-+]?\w*\d\w*(?:[.,:+-]+\w*\d\w*)*(?: ?(?:[KMGTP]i?B|B|bytes|[mnu]?s)\b)?"
+)
+"""Parts of a message that may differ though the error is the same: addresses, ports, processes, times, sizes."""
 NOTICE_S = 0.05  # the launcher notices an end later than it happens; ranks tell theirs at once
 
 
@@ -117,9 +124,22 @@ def cause(ends: Sequence[End]) -> Cause:
     if first is None:
         return Cause()
     told = first.record
-    error = f"{told.message}\n{told.trace}" if told is not None and told.blamed is None else None
-    steps = [end.state.completed for end in ends if end.state is not None]
-    return Cause(error, first.code == -signal.SIGKILL and not any(steps))
+    step, is_kill = None if first.state is None else first.state.completed, first.code == -signal.SIGKILL
+    if told is None or told.blamed is not None:
+        return Cause(is_kill=is_kill, step=step)
+    return Cause(identity(told), told.may_pass, told.has_optimizer, is_kill, step)
+
+
+def identity(record: Record) -> str:
+    """Return a text that is the same for errors of one class, from one place, with one message.
+
+    Numbers in the message do not count, nor does the order of its words: sets have another one in each process.
+    """
+    lines = record.trace.splitlines()
+    place = [line for line in lines if _FRAME.match(line)]
+    words = [line for line in (record.message, *lines) if not _FRAME.match(line)]
+    message = sorted(re.findall(r"\w+", _VARIES.sub(" ", "\n".join(words))))
+    return "\n".join([record.message.partition(":")[0], *place, " ".join(message)])
 
 
 def headline(ends: Sequence[End]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -32,6 +31,7 @@ from paceline.launch.restarts import Restarts
 from paceline.launch.room import expect_files, expect_room
 from paceline.launch.signals import FORWARDED, Caught, Stopped
 from paceline.launch.supervision import TIMEOUT_S, Supervision
+from paceline.launch.verdict import Verdict
 from paceline.supported import is_command_line, warn_if_untested
 from paceline.world import TIMEOUT
 
@@ -100,9 +100,9 @@ def launch(job: Job) -> int:
     """Start the ranks and wait for them. On stderr: notes, restarts, and at the end who failed first.
 
     Returns:
-        0 if every rank succeeded, 2 if a rank reported a :class:`UsageError` through ``rank_main``, 130 after
-        Ctrl-C, 128 + n after another signal n, unless the job's supervision names another code for one whose ranks
-        saved their last step then, else 1.
+        0 if every rank succeeded, 2 if a rank reported a :class:`UsageError` or raised an error before the first step
+        that is no fault of the host's, 130 after Ctrl-C, 128 + n after another signal n, unless the job's supervision
+        names another code for one whose ranks saved their last step then, else 1.
 
     Raises:
         UsageError: if the report cannot be written, before anything is started.
@@ -165,7 +165,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         return 0 if lost is None else 1
     mistake = failure.usage(ends)
     say(f"error: {mistake}" if mistake is not None else failure.report(ends))
-    return 2 if mistake is not None else 1
+    return 2 if mistake is not None or restarts.verdict is Verdict.MISTAKE else 1
 
 
 def hang_watch(job: Job, boxes: JobFolder | None) -> HangWatch:
@@ -194,10 +194,9 @@ def black_boxes(name: str, command: Sequence[str], nproc: int) -> JobFolder | No
     try:
         folder = JobFolder(name, title_of(command), nproc)
     except OSError as error:
-        remedy = f"make room there, or name another place in {PARENT}"
         say(
             "note: restarts from the last step, --hang-timeout and paceline top are off, as there is no place for the "
-            f"job's folder ({error}); {'raise ulimit -f' if os.strerror(errno.EFBIG) in str(error) else remedy}"
+            f"job's folder ({error}); make room there, or name another place in {PARENT}"
         )
         return None
     if folder.remark:

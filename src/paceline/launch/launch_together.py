@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from paceline.launch.job import Job, farewell, run
+from paceline.launch.room import expect_files
 from paceline.launch.signals import Caught, Stopped
 
 
@@ -21,7 +22,12 @@ def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) 
 
     Returns:
         The exit code as of :func:`~paceline.launch.job.launch`, and the name of the job that failed first, if one did.
+
+    Raises:
+        UsageError: if the limits of this host are too low for a job.
     """
+    for job in jobs.values():
+        expect_files(job.nproc)
     failed: list[tuple[int, str]] = []
     errors: list[BaseException] = []
 

@@ -7,12 +7,14 @@ note is torchelastic's error file, so that torchrun and ``@record`` understand i
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import re
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -30,6 +32,10 @@ PEER_LOST = re.compile(
     r"|remote process exited|timed out waiting \d+ ?ms|caused pair closure|connectFullMesh",
     re.IGNORECASE,
 )
+_WRONG_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+_PASSING = ("OutOfMemoryError", "AcceleratorError", "DistError")
+"""torch's classes for devices and collectives, by name, as importing torch takes seconds."""
+_PASSING_TEXT = re.compile(r"CUDA error|out of memory|DataLoader worker")
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,8 @@ class Record:
     """The error of a rank: ``ValueError: …``, the whole traceback, and when, in seconds since the epoch.
 
     ``usage`` says that it is a UsageError, of which only the message is shown. ``blamed`` is None unless the error is a
-    consequence of another rank's failure; then it holds those ranks, as far as they are known.
+    consequence of another rank's failure; then it holds those ranks, as far as they are known. ``may_pass`` is that of
+    :func:`may_pass`. ``has_optimizer`` is False if the rank is known to have held none, so that it has hardly trained.
     """
 
     message: str
@@ -45,6 +52,8 @@ class Record:
     at: float
     usage: bool = False
     blamed: tuple[int, ...] | None = None
+    may_pass: bool = False
+    has_optimizer: bool = True
 
 
 def write(path: str, record: Record) -> None:
@@ -57,6 +66,8 @@ def write(path: str, record: Record) -> None:
         "at": record.at,
         "usage": record.usage,
         "blamed": record.blamed,
+        "may_pass": record.may_pass,
+        "has_optimizer": record.has_optimizer,
     }
     _write(path, note)
 
@@ -75,12 +86,15 @@ def read(path: str) -> Record | None:
     try:
         message = note["message"]
         if isinstance(message, str):  # what C++ and other writers leave
-            return Record(message, message, float(note.get("at", note.get("timestamp", 0))), blamed=blamed_by(message))
+            at = float(note.get("at", note.get("timestamp", 0)))
+            return Record(message, message, at, blamed=blamed_by(message), may_pass=True)
         more = message["extraInfo"]
         at = float(note.get("at", more["timestamp"]))
         blamed = note["blamed"] if "blamed" in note else blamed_by(message["message"])
-        usage = bool(note.get("usage", False))
-        return Record(message["message"], more["py_callstack"], at, usage, None if blamed is None else tuple(blamed))
+        usage, passing = bool(note.get("usage", False)), bool(note.get("may_pass", True))
+        blamed = None if blamed is None else tuple(blamed)
+        trains = bool(note.get("has_optimizer", True))
+        return Record(message["message"], more["py_callstack"], at, usage, blamed, passing, trains)
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -107,7 +121,8 @@ def of(error: BaseException, usage: bool = False) -> Record:
     usage = usage and blamed is None
     text = str(error) if usage else f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return Record(text, trace, time.time(), usage, blamed)
+    at, passing = time.time(), may_pass(error)
+    return Record(text, trace, at, usage, blamed, passing, passing or _has_optimizer())
 
 
 def of_script(error: BaseException) -> Record:
@@ -117,10 +132,7 @@ def of_script(error: BaseException) -> Record:
     """
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
     record = of(error, usage="paceline.errors.UsageError" in kinds)
-    library = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    frames = traceback.extract_tb(error.__traceback__) if record.usage else []
-    lines = [f"{frame.filename}, line {frame.lineno}" for frame in frames if not frame.filename.startswith(library)]
-    return replace(record, message=f"{record.message} ({lines[-1]})") if lines else record
+    return replace(record, message=error.with_line()) if record.usage else record  # type: ignore[attr-defined]
 
 
 def consequence(error: BaseException | None) -> tuple[int, ...] | None:
@@ -128,19 +140,47 @@ def consequence(error: BaseException | None) -> tuple[int, ...] | None:
 
     An error that was raised from another one, or while another one was handled, is a consequence if that one is.
     """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        blamed = getattr(error, "blamed", None)
+    for each in _chain(error):
+        blamed = getattr(each, "blamed", None)
         if isinstance(blamed, tuple):
             return blamed
         # torch's classes for sockets and stores: they fail when a rank does not come, or the one that serves is gone.
-        if type(error).__name__ in ("DistNetworkError", "DistStoreError"):
+        if type(each).__name__ in ("DistNetworkError", "DistStoreError"):
             return ()
-        if type(error).__name__ in ("RuntimeError", "DistBackendError") and blamed_by(str(error)) is not None:
+        if type(each).__name__ in ("RuntimeError", "DistBackendError") and blamed_by(str(each)) is not None:
             return ()
-        error = error.__cause__ or error.__context__
     return None
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether `error` comes from the host, a device or the network, so that the next start may be spared it.
+
+    These are errors of the system, but for paths that are wrong, want of memory, and what devices, collectives and
+    killed workers of a DataLoader cause; and what was raised from one of them.
+    """
+    return any(
+        (isinstance(each, OSError) and not isinstance(each, _WRONG_PATHS))
+        or isinstance(each, MemoryError)
+        or any(kind.__name__ in _PASSING for kind in type(each).__mro__)
+        or (isinstance(each, RuntimeError) and _PASSING_TEXT.search(str(each)) is not None)
+        for each in _chain(error)
+    )
+
+
+def _has_optimizer() -> bool:
+    """Return whether this process holds an optimizer of torch's, as scripts that train do, whatever wraps the model."""
+    torch = sys.modules.get("torch")
+    optimizer = getattr(getattr(torch, "optim", None), "Optimizer", None)
+    return optimizer is not None and any(issubclass(type(each), optimizer) for each in gc.get_objects())
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield `error`, and what it was raised from, or while that was handled."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def blamed_by(message: str) -> tuple[int, ...] | None:

@@ -1,8 +1,7 @@
-"""Whether ranks are started again after a failure, and from where they go on.
+"""The restarts of a job: what the ranks have told about their steps, what follows from that, and what is rescued.
 
-Restarts are counted only while nothing is gained: a start that completes a step that none had completed before sets the
-count back. Progress is told by the ranks' step records, see :mod:`paceline.step_records`; ranks without them
-are started again as often as the user said, and not at all by default.
+Progress is told by the ranks' step records, see :mod:`paceline.step_records`; ranks without them are started again as
+often as the user said, and not at all by default. :mod:`paceline.launch.verdict` decides.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.launch.signals import sheltered
+from paceline.launch.verdict import LIMIT, Cause, Failure, Past, Reached, Verdict, verdict
 from paceline.step_records import (
     BEFORE,
     RESCUE,
@@ -28,69 +27,12 @@ from paceline.step_records import (
     spare_page,
 )
 
-LIMIT = 3
-"""Starts without progress, by default."""
-EARLY_S = 120.0
-"""A start that is killed so soon, before a step is known of, has lost nothing."""
 RESCUE_S = 5.0
 """How long the ranks that are left may take, beyond two steps, to notice the failure and save their last step."""
 TOLD_S = 5.0
 """How long they may take once they are told, as they are by then."""
 WRITING_S = 300.0
 """The same, once one of them is writing."""
-
-
-@dataclass(frozen=True)
-class Cause:
-    """The cause of a failed start, as far as it says whether the next one would end in the same way.
-
-    ``error`` is the first rank's own exception with its traceback, None if it ended otherwise. ``is_early_kill`` says
-    that it was killed before any rank had completed a step.
-    """
-
-    error: str | None = None
-    is_early_kill: bool = False
-
-
-@dataclass(frozen=True)
-class Reached:
-    """How far a start of the ranks came with one checkpoint folder."""
-
-    key: str
-    """Of the folder."""
-    restored: int
-    """The step that it went on from."""
-    completed: int
-    """The last step that a rank completed; that which it went on from if there is none."""
-    redone: int
-    source: str | None
-    rescued: int | None
-    """The newest step in memory."""
-    on_disk: int | None
-    """The newest step in the checkpoint folder."""
-    has_ended: bool
-    """Whether all ranks had come to the end of their training."""
-    pace: float
-    """Seconds that the last step took."""
-    is_unsaved: bool
-    """Whether steps were to be saved on disk, and none was, by no start."""
-    is_alone: bool
-    """Whether a rank has stepped without the others, so that none can save the last step for all."""
-
-    @property
-    def is_rescued(self) -> bool:
-        """Whether the last step is where the next start finds it."""
-        return self.completed in (self.rescued, self.on_disk)
-
-    @property
-    def goes_on(self) -> str:
-        """Words for where the next start goes on from: what its ranks find, by the same folders."""
-        found, on_disk = max(self.rescued or 0, self.on_disk or 0), self.on_disk or 0
-        if not self.completed:
-            return ""
-        place = "on disk" if found == on_disk else "in memory"
-        where = f" from step {found}, which is {place}" if found else " from the beginning"
-        return where if found >= self.completed else f"{where}, as nobody could save step {self.completed}"
 
 
 class Restarts:
@@ -106,16 +48,12 @@ class Restarts:
         self._folder, self._limit = folder, limit
         self.count = 0
         """How often all ranks were started again."""
-        self._in_vain = 0
-        """Restarts since a start made progress."""
         self._began = time.monotonic()
         """When the ranks were last started."""
-        self.is_repeated = False
-        """Whether the last start ended with the same error, in the same place and step, as the one before."""
-        self._error: tuple[object, ...] | None = None
-        """The error that ended the last start, with the steps completed until then; None if there was none."""
-        self._best: dict[str, int] = {}
-        """The last step that any start has completed, by the key of the checkpoint folder."""
+        self._past = Past()
+        """The starts that have failed."""
+        self.verdict: Verdict | None = None
+        """On the last start that failed; None if none did."""
 
     @property
     def limit(self) -> int:
@@ -154,36 +92,29 @@ class Restarts:
             for path in before.glob("*/rank-*.*"):  # copies of states, whatever was to rescue of them is rescued
                 path.unlink()
 
-    def decide(self, cause: Cause) -> str | None:
-        """Return words for the restart that comes now, after a failure; None if there is none.
+    @property
+    def refusal(self) -> str | None:
+        """Words for why there is no restart though there could be one; None if there is one, or could be none."""
+        if self.verdict not in (Verdict.MISTAKE, Verdict.REPEATED):
+            return None
+        could_be = self.limit and (self._limit is not None or bool(self._past.best))
+        return f"{self.verdict.value}: the ranks are not started again" if could_be else None
 
-        There is none after the same error in the same place at the same step as in the start before: it is a mistake,
-        which would be made again.
-        """
-        reached = self.reached()
-        # A start that did not come to a Checkpointer's making says nothing; one before it may have. A rank that was
-        # killed before any step has cost nothing.
-        is_early = cause.is_early_kill and time.monotonic() - self._began < EARLY_S
-        is_over = all(each.has_ended for each in reached) if reached else not (self._best or is_early)
-        error = None if cause.error is None else (cause.error, *sorted((each.key, each.completed) for each in reached))
-        self.is_repeated = error is not None and error == self._error
-        if self.is_repeated:
-            return None
-        self._error = error
-        if is_over and (self._limit is None or any(each.is_unsaved for each in reached)):
-            return None
-        is_progress = any(each.completed > self._best.get(each.key, 0) for each in reached)
-        self._best |= {each.key: max(each.completed, self._best.get(each.key, 0)) for each in reached}
-        self._in_vain = 0 if is_progress else self._in_vain + 1
-        if self._in_vain > self.limit or not self.limit:
+    def decide(self, cause: Cause) -> str | None:
+        """Return words for the restart that comes now, after a failure; None if there is none."""
+        failure = Failure(cause, self.reached(), time.monotonic() - self._began)
+        self.verdict = verdict(failure, self._past, self._limit)
+        self._past = self._past.with_one_more(failure)
+        if self.verdict is not Verdict.RESTART:
             return None
         self.count += 1
+        reached, in_vain = failure.reached, self._past.in_vain
         where = max(reached, key=lambda each: each.completed).goes_on if reached else ""
         number = f"restart {self.count}"
-        if self.count == self._in_vain:
+        if self.count == in_vain:
             number += f" of {self.limit}"
-        elif self._in_vain:
-            number += f", {self._in_vain} of {self.limit} without progress"
+        elif in_vain:
+            number += f", {in_vain} of {self.limit} without progress"
         return f"starting all ranks again{where} ({number})"
 
     def wait_for_rescue(
@@ -242,19 +173,19 @@ class Restarts:
 
 def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
     restored = max(record.restored for record in records)
-    completed = max(restored, *(record.completed for record in records))
     return Reached(
         key,
         restored,
-        completed,
-        max(record.redone for record in records),
-        next((record.source for record in records if record.source), None),
-        newest_step(folder / RESCUE / key),
-        newest_step(records[0].folder),
-        all(record.has_ended for record in records),
-        max(record.pace for record in records),
-        any(record.is_unsaved for record in records),
-        any(record.is_alone for record in records),
+        max(restored, *(record.completed for record in records)),
+        redone=max(record.redone for record in records),
+        source=next((record.source for record in records if record.source), None),
+        rescued=newest_step(folder / RESCUE / key),
+        on_disk=newest_step(records[0].folder),
+        has_begun=any(record.completed >= 0 for record in records),
+        has_ended=all(record.has_ended for record in records),
+        pace=max(record.pace for record in records),
+        is_unsaved=any(record.is_unsaved for record in records),
+        is_alone=any(record.is_alone for record in records),
     )
 
 

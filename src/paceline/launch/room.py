@@ -14,6 +14,10 @@ itself, 12 MiB if it is forked; but 264 MiB while the digits recipe trains, fork
 FILES, RANK_FILES = 20, 4
 """Open files that the launcher needs, and those that it needs more for each rank; a rank needs fewer."""
 
+FILE_BYTES = 2**20
+"""Largest file that launcher and ranks may have to write, but for checkpoints: black boxes, records, and the memory
+file in which ranks meet, whose C++ code waits for ever where it cannot write."""
+
 
 def expect_room(count: int) -> None:
     """Refuse more ranks than the memory that is available can hold, before they push everything else out of it.
@@ -34,11 +38,17 @@ def expect_room(count: int) -> None:
 
 
 def expect_files(count: int) -> None:
-    """Refuse ranks whose launcher may not open as many files as it has to.
+    """Refuse ranks whose launcher may not open as many files as it has to, or write none of the size that is needed.
 
     Raises:
         UsageError: with the limit, what is needed, and how the limit is raised.
     """
+    longest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if longest != resource.RLIM_INFINITY and longest < FILE_BYTES:
+        raise UsageError(
+            f"a file may have {longest:,} bytes here, and the ranks need some of up to {FILE_BYTES:,}; raise the limit "
+            "first: ulimit -f unlimited"
+        )
     limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + RANK_FILES * count
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise UsageError(

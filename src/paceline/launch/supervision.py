@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.launch.restarts import LIMIT
+from paceline.launch.verdict import LIMIT
 
 ACTIONS = ("restart", "report")
 TIMEOUT_S = 600
