@@ -49,12 +49,15 @@ def interrupted_in_a_message(world: World) -> list[tuple[str, int]]:
         signal.raise_signal(signal.SIGINT)
         received.append(kernel.recv())
 
-    signal.signal(signal.SIGINT, serving._interrupt)
-    reader = threading.Thread(target=read)
-    reader.start()
-    with pytest.raises(KeyboardInterrupt):
-        channel.send("display", b"x" * size)
-    reader.join(60)
+    before = signal.signal(signal.SIGINT, serving._interrupt)  # of a rank that runs other tests, too
+    try:
+        reader = threading.Thread(target=read)
+        reader.start()
+        with pytest.raises(KeyboardInterrupt):
+            channel.send("display", b"x" * size)
+        reader.join(60)
+    finally:
+        signal.signal(signal.SIGINT, before)
     return [(kind, len(content)) for kind, content in received]
 
 

@@ -890,6 +890,8 @@ NOT_OF_TORCH = {
     "_hypothesis_internal_use_settings": "hypothesis",
     **dict.fromkeys(("_tmp_path_factory", "_excinfo", "_remove_plugin", "_request"), "pytest"),
     "_warn_no_data": "coverage",
+    "_warn_preimported_source": "coverage",
+    "_warn_unimported_source": "coverage",
     "_get_exc_info": "IPython",
     "_C": "a part of names of torch, which are looked at as a whole",
     "_utils": "a part of names of torch, which are looked at as a whole",

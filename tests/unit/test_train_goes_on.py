@@ -146,9 +146,10 @@ def sigint(world: World, how: str) -> list[Any]:
     """Send this rank, which is a process of its own, SIGINT, once or twice; what came of it."""
     heard: list[int] = []
     if how == "own handler":
-        signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+        before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
         with Interrupts(on=True):
             os.kill(os.getpid(), signal.SIGINT)
+        signal.signal(signal.SIGINT, before)  # of a rank that runs other tests, too
         return heard
     with pytest.raises(KeyboardInterrupt) as caught:
         interrupt_within(OSError() if how == "then an error" else None)
