@@ -5,11 +5,15 @@ Help, completion and refusals need none; what runs or reads something imports it
 
 from __future__ import annotations
 
+import sys
 from typing import NoReturn
 
 
 def main() -> NoReturn:
     """Entry point of ``paceline``."""
-    from paceline.cli import main as run
-
+    try:
+        from paceline.cli import main as run
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     run()

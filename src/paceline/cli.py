@@ -14,14 +14,13 @@ import typer
 from paceline import __version__
 from paceline.bench.bench_command import bench
 from paceline.checkpoint_commands import checkpoint
-from paceline.commands import Commands, Verbatim, or_near
+from paceline.commands import INTERRUPTED, Commands, Verbatim, load_torch, or_near
 from paceline.compare.modes import MODES
 from paceline.errors import UsageError
 from paceline.explain.explain_command import EXAMPLES, explain
 from paceline.launch.supervision import FORCE_HELP
 from paceline.memory_estimate import estimate_command
 from paceline.recipe_commands import (
-    INTERRUPTED,
     RECIPES,
     AroundRecipe,
     Recipes,
@@ -88,6 +87,7 @@ def run(context: typer.Context) -> None:
     if asks_for_help(context.args):
         help_parser().print_help()
         return
+    load_torch()
     from paceline.launch.options import start
 
     raise typer.Exit(start(context.args))
@@ -115,6 +115,7 @@ def compare(
     What follows the name goes to the recipe or the script: paceline compare --nproc 2 digits --batch-size 64.
     Options of the comparison come before a script's name, and anywhere with a recipe.
     """
+    load_torch()
     from paceline.compare.compare_command import Comparison, Target
     from paceline.compare.compare_command import compare as run_comparison
     from paceline.launch.job import resolve_nproc, say
@@ -169,6 +170,7 @@ def profile(
     paceline profile analyze FILE.csv finds slow ranks in a table with the columns step, rank and seconds.
     paceline profile report FOLDER writes the results again, such as from the records of several hosts.
     """
+    load_torch()
     from paceline.profiler import profile_command
 
     if compare is not None:

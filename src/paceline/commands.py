@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from paceline.errors import UsageError
@@ -15,6 +18,19 @@ def or_near(name: str, known: Iterable[str]) -> str:
     """Return «; did you mean --nproc?», if one of the `known` names is close to `name`."""
     near = get_close_matches(name.partition("=")[0], list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
+def load_torch() -> None:
+    """Import torch, which takes seconds and can lose a Ctrl-C; that is raised when it is done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        import torch  # noqa: F401
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Commands(TyperGroup):
@@ -34,6 +50,14 @@ class Commands(TyperGroup):
             remedy = or_near(args[0], known) or f"; known {self.noun}s: {', '.join(known)}"
             raise UsageError(f"unknown {self.noun} {args[0]!r}{remedy}")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; Ctrl-C ends it in one line, where typer would say nothing."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
 
 
 class Verbatim(TyperCommand):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from paceline.commands import Commands
+from paceline.commands import INTERRUPTED, Commands, load_torch
 from paceline.errors import UsageError
 from paceline.launch import pinning
 from paceline.launch.program import start_program
@@ -30,8 +30,8 @@ from paceline.launch.supervision import (
     Supervision,
 )
 from paceline.recipes import configs
+from paceline.step_records import newest_step
 
-INTERRUPTED = 130
 TIMEOUT_HELP = "How long a collective waits for a rank; 600, which is 10 minutes, by default."
 
 PROFILE_HELP = "Record every rank's steps, and write a report of where the time goes there."
@@ -190,6 +190,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     Raises:
         UsageError: for a mistake in `options`, before any rank is started.
     """
+    load_torch()
     from paceline.launch.job import resolve_nproc, say, timeout_environment
     from paceline.profiler.profile_command import ProfileSettings, rank_program, show_results
 
@@ -213,7 +214,7 @@ def start_recipe(recipe: str, options: dict[str, Any]) -> int:
     if settings is not None:
         show_results(Path(settings.folder), failed=code != 0)
     folder = options.get("checkpoint_dir")
-    if code == INTERRUPTED and folder:
+    if code == INTERRUPTED and folder and newest_step(Path(folder)) is not None:
         say(f"the checkpoints in {folder} are kept; to continue, give the same command with --resume")
     return code
 

@@ -208,10 +208,18 @@ def test_train_tells_the_ranks_how_long_a_collective_waits(
 
 
 def test_ctrl_c_says_how_to_continue(
-    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    started: list[launching.Job],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(launching, "launch", lambda job: 130)
-    assert run(monkeypatch, "train", "digits", "--nproc", "1", "--checkpoint-dir", "points") == 130
+    points = tmp_path / "points"
+    arguments = ("train", "digits", "--nproc", "1", "--checkpoint-dir", str(points))
+    assert run(monkeypatch, *arguments) == 130
+    assert capsys.readouterr().err == "", "there is nothing to continue"
+    (points / "step-00000012").mkdir(parents=True)
+    assert run(monkeypatch, *arguments) == 130
     assert "points are kept; to continue" in capsys.readouterr().err
     assert run(monkeypatch, "train", "digits", "--nproc", "1") == 130
     assert capsys.readouterr().err == ""
@@ -320,6 +328,21 @@ def test_help_version_and_completion_import_no_torch() -> None:
         command, input=json.dumps(asked), env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     assert {words: [0, False, True] for words in map(" ".join, asked)} == json.loads(done.stdout)
+
+
+SWALLOWS = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+
+
+@pytest.mark.parametrize("arguments", [["run", "script.py"], ["train", "digits"], ["profile", "x"], ["compare", "x"]])
+def test_a_ctrl_c_that_the_import_of_torch_swallows_ends_the_command_in_one_line(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    # torch imports numpy in a place where it clears every exception; the command went on.
+    (tmp_path / "torch.py").write_text(SWALLOWS)
+    code = f"import sys\nsys.argv[1:] = {arguments!r}\nimport paceline_command\npaceline_command.main()"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_the_installed_command_imports_no_torch_itself() -> None:
