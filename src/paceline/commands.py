@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -51,13 +52,25 @@ class Commands(TyperGroup):
             raise UsageError(f"unknown {self.noun} {args[0]!r}{remedy}")
         return super().resolve_command(ctx, args)
 
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        """Read the arguments."""
+        with _interrupted_in_one_line():
+            return super().make_context(*arguments, **options)
+
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; Ctrl-C ends it in one line, where typer would say nothing."""
-        try:
+        """Run the command."""
+        with _interrupted_in_one_line():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def _interrupted_in_one_line() -> Iterator[None]:
+    """Say that Ctrl-C ended the block, of which typer says nothing."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 class Verbatim(TyperCommand):
