@@ -101,6 +101,46 @@ def test_fit_after_ctrl_c_at_any_moment_ends_with_the_bits_of_an_undisturbed_run
     assert [moment for moment, same in equal.items() if not same] == []
 
 
+def interrupted_at_its_edges(world: World, folder: str) -> dict[str, bool]:
+    whole = Cell(f"{folder}/whole")
+    whole.trainer.fit()
+    equal = {}
+    for call in ("restore", "wait", "close"):
+        for async_save in (False, True):
+            name, config = f"{folder}/{call}-{async_save}", {"async_save": async_save}
+            first = Cell(name, "loss", 8, config=config)
+            first.fit_in_vain()
+            first.trainer.close()
+            cell = Cell(name, config={**config, "resume": True})
+            strike_within(cell.trainer._checkpointer, call)
+            cell.fit_in_vain()
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            cell.trainer.fit()
+            equal[f"{call}, async_save={async_save}"] = (
+                cell.bits()[:2] == whole.bits()[:2] and cell.log() == whole.log()
+            )
+    return equal
+
+
+def strike_within(checkpointer: Any, call: str) -> None:
+    """Have the next `call` send this rank Ctrl-C, before it does its work."""
+    original = getattr(checkpointer, call)
+
+    def struck(*arguments: Any, **options: Any) -> Any:
+        delattr(checkpointer, call)
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*arguments, **options)
+
+    setattr(checkpointer, call, struck)
+
+
+def test_fit_goes_on_after_ctrl_c_in_the_restore_the_last_save_and_the_end(pools: Pools, tmp_path: Path) -> None:
+    # After one in the restore it said "this Trainer was closed at step 0".
+    [equal] = pools.run(1, interrupted_at_its_edges, str(tmp_path))
+    assert len(equal) == 6
+    assert [moment for moment, same in equal.items() if not same] == []
+
+
 def failed(world: World) -> list[Any]:
     cell = Cell(where="loss", hit=4, error=ArithmeticError)
     cell.fit_in_vain()

@@ -6,16 +6,18 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
+from paceline import rank_consensus
+
 
 class Interrupts:
-    """A context manager that delays a Ctrl-C until :meth:`step_ended`; a second Ctrl-C raises at once.
+    """A context manager that delays a Ctrl-C until :meth:`step_ended`, or its end; a second Ctrl-C raises at once.
 
-    It does nothing where other code handles SIGINT, in threads, and unless `on`: each of several ranks would end after
-    another step, and their launcher ends them all anyway.
+    It does nothing where other code handles SIGINT, in threads, and unless `on`, by default in a process without other
+    ranks: each of several would end after another step, and their launcher ends them all anyway.
     """
 
-    def __init__(self, *, on: bool) -> None:
-        self._on = on
+    def __init__(self, *, on: bool | None = None) -> None:
+        self._on = rank_consensus.is_alone() if on is None else on
         self._pending = False  # a Ctrl-C came and was not raised yet
         self._installed = False  # SIGINT is ours
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline import rank_consensus
 from paceline.checkpoint import Checkpointer
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
@@ -140,10 +139,10 @@ class Trainer:
     def fit(self) -> Result:
         """Train to the end of the last epoch, from the newest checkpoint if the config says so.
 
-        Ctrl-C ends it after the step in progress, a second Ctrl-C at once. (This is for one process; the launcher ends
-        several.) After that, or after an error, call it again to continue behind the last optimizer step: batches that
-        no step followed are taken again. An evaluation that was due, also at the checkpoint that was resumed from, is
-        done first. The Trainer keeps the checkpoint folder until training ends, or :meth:`close`.
+        Ctrl-C ends it after the step, save or restore in progress, a second one at once. (This is for one process; the
+        launcher ends several.) After that, or after an error, call it again to continue behind the last optimizer step:
+        batches that no step followed are taken again, and an evaluation that was due, also at the checkpoint that was
+        resumed from, is done first. The Trainer keeps the checkpoint folder until training ends, or :meth:`close`.
 
         A checkpoint that cannot be written does not end the training: rank 0 warns, and the next save tries again
         (:attr:`Result.failed_saves`). A job that has written none ends with exit code 1.
@@ -160,17 +159,19 @@ class Trainer:
                 "its newest checkpoint"
             )
         if self._checkpointer is not None and not self._resumed:
-            self._resume(self._checkpointer)
+            with Interrupts():
+                self._resume(self._checkpointer)
         self._train_and_log()
-        if self._saver is not None and not self._closed:
-            self._saver.due.finish(self._saver, is_last=True)
-        self.close()
+        with Interrupts():
+            if self._saver is not None and not self._closed:
+                self._saver.due.finish(self._saver, is_last=True)
+            self.close()
         return self.result
 
     def _resume(self, checkpointer: Checkpointer) -> None:
         try:
             step = go_on(checkpointer, self.config)
-        except BaseException:
+        except Exception:  # after a Ctrl-C it can be tried again
             self.close()
             raise
         if step is not None:
@@ -182,7 +183,8 @@ class Trainer:
         """Release the checkpoint folder; :meth:`fit` trains no more. Harmless when already closed."""
         self._closed = True
         if self._checkpointer is not None:
-            self._checkpointer.close()
+            with Interrupts():
+                self._checkpointer.close()
 
     def _train_and_log(self) -> None:
         log = open_loggers(self.config, self.loggers, self.result.steps, self._epoch_is_over)
@@ -232,7 +234,7 @@ class Trainer:
             self._average.restart()
         batches = accumulate(self.model, self.loader, self.config.accumulate)
         try:
-            with Interrupts(on=rank_consensus.is_alone()) as interrupts, closing(batches):
+            with Interrupts() as interrupts, closing(batches):
                 for batch in batches:
                     self._micro_batch(batch)
                     if not self.model.do_sync:
