@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.checkpoint import Checkpointer, background, checkpointer, restoring, run_folder
+from paceline.checkpoint.due_saves import DueSaves
+from paceline.checkpoint.interrupts import Interrupts
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
 from paceline.rng import rng_state, set_seed
 from paceline.train import Evaluation, TrainConfig, Trainer
-from paceline.train.interrupts import Interrupts
 from paceline.world import World
 from trainings import Points, Run, digest, net, random_squared_error, squared
 from twins import Pools
@@ -101,46 +105,6 @@ def test_fit_after_ctrl_c_at_any_moment_ends_with_the_bits_of_an_undisturbed_run
     assert [moment for moment, same in equal.items() if not same] == []
 
 
-def interrupted_at_its_edges(world: World, folder: str) -> dict[str, bool]:
-    whole = Cell(f"{folder}/whole")
-    whole.trainer.fit()
-    equal = {}
-    for call in ("restore", "wait", "close"):
-        for async_save in (False, True):
-            name, config = f"{folder}/{call}-{async_save}", {"async_save": async_save}
-            first = Cell(name, "loss", 8, config=config)
-            first.fit_in_vain()
-            first.trainer.close()
-            cell = Cell(name, config={**config, "resume": True})
-            strike_within(cell.trainer._checkpointer, call)
-            cell.fit_in_vain()
-            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            cell.trainer.fit()
-            equal[f"{call}, async_save={async_save}"] = (
-                cell.bits()[:2] == whole.bits()[:2] and cell.log() == whole.log()
-            )
-    return equal
-
-
-def strike_within(checkpointer: Any, call: str) -> None:
-    """Have the next `call` send this rank Ctrl-C, before it does its work."""
-    original = getattr(checkpointer, call)
-
-    def struck(*arguments: Any, **options: Any) -> Any:
-        delattr(checkpointer, call)
-        os.kill(os.getpid(), signal.SIGINT)
-        return original(*arguments, **options)
-
-    setattr(checkpointer, call, struck)
-
-
-def test_fit_goes_on_after_ctrl_c_in_the_restore_the_last_save_and_the_end(pools: Pools, tmp_path: Path) -> None:
-    # After one in the restore it said "this Trainer was closed at step 0".
-    [equal] = pools.run(1, interrupted_at_its_edges, str(tmp_path))
-    assert len(equal) == 6
-    assert [moment for moment, same in equal.items() if not same] == []
-
-
 def failed(world: World) -> list[Any]:
     cell = Cell(where="loss", hit=4, error=ArithmeticError)
     cell.fit_in_vain()
@@ -186,10 +150,10 @@ def sigint(world: World, how: str) -> list[Any]:
     """Send this rank, which is a process of its own, SIGINT, once or twice; what came of it."""
     heard: list[int] = []
     if how == "own handler":
-        before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-        with Interrupts(on=True):
+        signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+        with Interrupts():
             os.kill(os.getpid(), signal.SIGINT)
-        signal.signal(signal.SIGINT, before)  # of a rank that runs other tests, too
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the process has other tests to run
         return heard
     with pytest.raises(KeyboardInterrupt) as caught:
         interrupt_within(OSError() if how == "then an error" else None)
@@ -198,7 +162,7 @@ def sigint(world: World, how: str) -> list[Any]:
 
 def interrupt_within(then: Exception | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with Interrupts(on=True) as interrupts:
+    with Interrupts() as interrupts:
         os.kill(os.getpid(), signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) == interrupts._note, "the first waits"
         if then is not None:
@@ -217,3 +181,86 @@ def interrupt_within(then: Exception | None) -> None:
 )
 def test_what_ctrl_c_does(pools: Pools, how: str, expected: list[Any]) -> None:
     assert pools.run(1, sigint, how) == [expected]
+
+
+def struck(owner: Any, name: str, hit: int, times: int, function: Callable[[], Any]) -> None:
+    """Call `function`, which a Ctrl-C ends that comes, so many times, as the `hit`-th call of `name` begins."""
+    real, calls = getattr(owner, name), 0
+
+    def strike(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        for _ in range(times if calls == hit else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments, **named)
+
+    with patch.object(owner, name, strike), pytest.raises(KeyboardInterrupt):
+        function()
+    assert calls >= hit
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+FIT = {
+    "restore": (restoring, "_load", 2),
+    "first save": (DueSaves, "save", 1),
+    "last save": (DueSaves, "finish", 7),
+    "close": (checkpointer.Checkpointer, "close", 1),
+    "close of the folder": (run_folder.RunFolder, "close", 1),
+}
+"""Where a Ctrl-C comes in fit(): a function, and which of its calls."""
+
+
+def fit_is_struck(world: World, folder: str) -> dict[str, list[bool]]:
+    config = {"checkpoint_every": 1, "async_save": True}
+    whole = Cell(f"{folder}/whole", config=config)
+    whole.trainer.fit()
+    found = {}
+    for moment, strike in FIT.items():
+        place = f"{folder}/{moment}"
+        if moment == "restore":
+            begun = Cell(place, "loss", 5, config=config)
+            begun.fit_in_vain()
+            begun.trainer.close()
+        cell = Cell(place, config={**config, "resume": moment == "restore"})
+        struck(*strike, 1, cell.trainer.fit)
+        cell.trainer.fit()
+        resumed = Cell(place, config={**config, "resume": True}).trainer.fit()
+        found[moment] = [cell.bits()[:4] == whole.bits()[:4], cell.log() == whole.log(), resumed.resumed_from_step == 6]
+    return found
+
+
+def test_fit_goes_on_after_ctrl_c_while_it_restores_saves_or_closes(pools: Pools, tmp_path: Path) -> None:
+    # At the start the Trainer was closed, and said that a new one must be made.
+    [found] = pools.run(1, fit_is_struck, str(tmp_path))
+    assert found == {moment: [True, True, True] for moment in FIT}
+
+
+def checkpointer_is_struck(world: World, folder: str) -> list[Any]:
+    steps: list[Any] = []
+    layer = nn.Linear(2, 2)
+    checkpoints = Checkpointer(folder, async_save=True)
+    checkpoints.register("layer", layer)
+    weights = layer.weight.detach().clone()
+    struck(background.BackgroundWriter, "save", 1, 1, lambda: checkpoints.save(1))
+    checkpoints.save(2)
+    struck(background.BackgroundWriter, "join", 1, 2, checkpoints.wait)
+    checkpoints.save(3)  # an assertion failed, as nobody had waited for the one before
+    nn.init.zeros_(layer.weight)
+    struck(restoring, "_load", 1, 1, checkpoints.restore)
+    steps.append(torch.equal(layer.weight, weights))
+    checkpoints.save(4)
+    struck(background.BackgroundWriter, "close", 1, 2, checkpoints.close)
+    with pytest.raises(UsageError, match="another run is using"):  # not released before all is written
+        Checkpointer(folder)
+    checkpoints.close()
+    with Checkpointer(folder) as again:
+        return [*steps, again.steps(), again.latest()]
+
+
+def test_a_checkpointer_is_whole_after_ctrl_c_while_it_saves_waits_restores_or_closes(
+    pools: Pools, tmp_path: Path
+) -> None:
+    [(restored, steps, latest)] = pools.run(1, checkpointer_is_struck, str(tmp_path / "run"))
+    assert restored
+    assert steps == [2, 3, 4]
+    assert latest == tmp_path / "run" / "step-00000004"

@@ -19,6 +19,7 @@ from paceline import rank_consensus
 from paceline.checkpoint import capture, codec, notes, restoring, sample_ledger
 from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.due_saves import DueSaves
+from paceline.checkpoint.interrupts import uninterrupted
 from paceline.checkpoint.notes import Keep
 from paceline.checkpoint.recovery import History, Recovery
 from paceline.checkpoint.registered import Registered
@@ -167,6 +168,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """Restarts of this run, and steps that were computed again."""
         return self._recovery.history()
 
+    @uninterrupted()
     @called_by_all("Checkpointer.save()")
     def save(self, step: int, metadata: Mapping[str, Any] | None = None, protect: bool = False) -> Path:
         """Save every registered object as the checkpoint of `step`; it is durable when this returns.
@@ -207,6 +209,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             self.due.written()
         return Path(path)
 
+    @uninterrupted()
     @called_by_all("Checkpointer.wait()")
     def wait(self) -> None:
         """Wait until the save in the background, if there is one, is durable.
@@ -251,6 +254,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         node = rank_consensus.decide(self._world(), lambda: Encoder().encode(dict(self._run_folder.metadata(step))))
         return dict(codec.decode(node, {}))
 
+    @uninterrupted()
     @called_by_all("Checkpointer.restore()")
     def restore(self, step: int | None = None, allow_changed_settings: bool = False) -> int:
         """Load the newest whole checkpoint, or that of `step`, into the registered objects; return its step.
@@ -291,6 +295,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._recovery.go_on_from(saved.step, "memory" if saved.path.parent == self._recovery.memory else "disk")
         return saved.step
 
+    @uninterrupted()
     def close(self) -> None:
         """Release the folder for other runs, at the end of training. Harmless when already closed.
 
@@ -321,7 +326,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """Wait on every rank for the save in the background, if there is one, and raise its error there."""
         in_flight, self._in_flight = self._in_flight, False
         if in_flight:
-            rank_consensus.decide(world, lambda: self._run_folder.writer.finish())
+            try:
+                rank_consensus.decide(world, lambda: self._run_folder.writer.finish())
+            except KeyboardInterrupt:
+                self._in_flight = True  # the next call waits for it
+                raise
             self.due.written()
 
     @property

@@ -148,5 +148,9 @@ class RunFolder:
         """Wait until nothing is being written, and release the folder for other runs."""
         try:
             self.writer.close()
-        finally:
+        except KeyboardInterrupt:  # a save may still be written, into a folder that is not for others yet
+            raise
+        except BaseException:
             self._storage.close()
+            raise
+        self._storage.close()

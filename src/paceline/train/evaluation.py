@@ -37,12 +37,15 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str, float]:
+def evaluate(
+    model: DistributedDataParallel, evaluation: Evaluation, after_batch: Callable[[], None] | None = None
+) -> dict[str, float]:
     """Return the mean of each metric over all samples of the evaluation's loader; the same on every rank. Collective.
 
     With ``evaluation.derive``, return what that makes of the means. The module runs without its wrapper, in eval mode,
     with rank 0's running statistics. It may draw random numbers: the generators are restored afterwards, so training
-    continues with the same numbers with and without an evaluation.
+    continues with the same numbers with and without an evaluation. ``after_batch`` is called after each batch, and may
+    end the evaluation by an exception.
 
     Raises:
         DesyncError: if ranks differ in the evaluation's data.
@@ -68,6 +71,8 @@ def evaluate(model: DistributedDataParallel, evaluation: Evaluation) -> dict[str
             totals += torch.tensor(
                 [*(float(sums[name]) for name in evaluation.names), float(count)], dtype=torch.float64
             )
+            if after_batch is not None:
+                after_batch()
     finally:
         set_rng_state(generators)
         for part, training in modes.items():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint import Checkpointer
+from paceline.checkpoint.interrupts import Interrupts
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
 from paceline.errors import UsageError
@@ -20,7 +21,6 @@ from paceline.train.averages import LossAverage
 from paceline.train.evaluation import Evaluation, evaluate, evaluated, expect_evaluation
 from paceline.train.folder import go_on, open_folder, open_memory
 from paceline.train.identity import ChangedDataLoader, DataIdentity, Settings
-from paceline.train.interrupts import Interrupts
 from paceline.train.learning_rate import (
     expect_length,
     expect_unscheduled,
@@ -107,6 +107,7 @@ class Trainer:
         self._average = LossAverage(model)
         self._window: list[tuple[Tensor, float]] = []  # losses and weights since the last step
         self._closed = self._resumed = False
+        self._interrupts = Interrupts()  # of the latest fit()
         model.watch(loader.progress)
         model.check_finite = model.check_finite or config.check_finite
         opened = self._checkpointer = self._open_checkpoints()
@@ -139,10 +140,11 @@ class Trainer:
     def fit(self) -> Result:
         """Train to the end of the last epoch, from the newest checkpoint if the config says so.
 
-        Ctrl-C ends it after the step, save or restore in progress, a second one at once. (This is for one process; the
-        launcher ends several.) After that, or after an error, call it again to continue behind the last optimizer step:
-        batches that no step followed are taken again, and an evaluation that was due, also at the checkpoint that was
-        resumed from, is done first. The Trainer keeps the checkpoint folder until training ends, or :meth:`close`.
+        Ctrl-C ends it after the step, the batch of an evaluation, the restore or the save in progress, a second Ctrl-C
+        at once. (This is for one process; the launcher ends several.) After that, or after an error, call it again to
+        continue behind the last optimizer step: batches that no step followed are taken again. An evaluation that was
+        due, also at the checkpoint that was resumed from, is done first. The Trainer keeps the checkpoint folder until
+        training ends, or :meth:`close`.
 
         A checkpoint that cannot be written does not end the training: rank 0 warns, and the next save tries again
         (:attr:`Result.failed_saves`). A job that has written none ends with exit code 1.
@@ -158,11 +160,10 @@ class Trainer:
                 f"this Trainer was closed at step {self.result.steps}; make a new one, with resume=True to go on from "
                 "its newest checkpoint"
             )
-        if self._checkpointer is not None and not self._resumed:
-            with Interrupts():
+        with Interrupts() as self._interrupts:
+            if self._checkpointer is not None and not self._resumed:
                 self._resume(self._checkpointer)
-        self._train_and_log()
-        with Interrupts():
+            self._train_and_log()
             if self._saver is not None and not self._closed:
                 self._saver.due.finish(self._saver, is_last=True)
             self.close()
@@ -171,7 +172,7 @@ class Trainer:
     def _resume(self, checkpointer: Checkpointer) -> None:
         try:
             step = go_on(checkpointer, self.config)
-        except Exception:  # after a Ctrl-C it can be tried again
+        except BaseException:
             self.close()
             raise
         if step is not None:
@@ -183,8 +184,7 @@ class Trainer:
         """Release the checkpoint folder; :meth:`fit` trains no more. Harmless when already closed."""
         self._closed = True
         if self._checkpointer is not None:
-            with Interrupts():
-                self._checkpointer.close()
+            self._checkpointer.close()
 
     def _train_and_log(self) -> None:
         log = open_loggers(self.config, self.loggers, self.result.steps, self._epoch_is_over)
@@ -203,6 +203,7 @@ class Trainer:
         if self._average.line_at < self.result.steps and self._is_line_due:  # this rank's last start did not come to it
             self._log_line(log)
         while True:
+            self._interrupts.check()
             if self._epoch_is_over:
                 self._end_epoch(log, display)
             if self._sampler.epoch >= self.config.epochs:
@@ -210,7 +211,7 @@ class Trainer:
             expect_length(self._lengths, self._sampler.epoch, self._sampler.length)
             self._train_epoch(log, display)
         if self.evaluation is not None and not self.result.metrics:
-            self.result.metrics = evaluate(self.model, self.evaluation)
+            self.result.metrics = evaluate(self.model, self.evaluation, self._interrupts.check)
         self.model.sync_buffers()
 
     @property
@@ -220,7 +221,7 @@ class Trainer:
 
     def _end_epoch(self, log: Loggers, display: ProgressDisplay) -> None:
         if self.evaluation is not None:
-            self.result.metrics = evaluate(self.model, self.evaluation)
+            self.result.metrics = evaluate(self.model, self.evaluation, self._interrupts.check)
             log.write(self.result.steps, evaluated(self.result.metrics))
         values = {"train/loss": self._average.epoch(), "lr": self._lr} | evaluated(self.result.metrics)
         display.epoch_ended(self._sampler.epoch, self.config.epochs, values)
@@ -234,7 +235,7 @@ class Trainer:
             self._average.restart()
         batches = accumulate(self.model, self.loader, self.config.accumulate)
         try:
-            with Interrupts() as interrupts, closing(batches):
+            with closing(batches):
                 for batch in batches:
                     self._micro_batch(batch)
                     if not self.model.do_sync:
@@ -246,7 +247,7 @@ class Trainer:
                     self._save_if_due()
                     if self.loader.at_last:
                         break  # not to the loader's own end, which is the next epoch's start
-                    interrupts.step_ended()
+                    self._interrupts.check()
         finally:
             self._window.clear()
             if self._sampler.position != self._stepped:

@@ -1,28 +1,29 @@
-"""Delays Ctrl-C during training until the end of a step, so that ``fit()`` can continue exactly there."""
+"""Delays Ctrl-C in a lone process until nothing is half done: a step, a save, a restore."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from paceline import rank_consensus
 
 
 class Interrupts:
-    """A context manager that delays a Ctrl-C until :meth:`step_ended`, or its end; a second Ctrl-C raises at once.
+    """A context manager that delays a Ctrl-C until :meth:`check` or its end; a second Ctrl-C raises at once.
 
-    It does nothing where other code handles SIGINT, in threads, and unless `on`, by default in a process without other
-    ranks: each of several would end after another step, and their launcher ends them all anyway.
+    It does nothing inside another one, where other code handles SIGINT, in threads, and in a rank of a job: each would
+    end after another step, and their launcher ends them all anyway.
     """
 
-    def __init__(self, *, on: bool | None = None) -> None:
-        self._on = rank_consensus.is_alone() if on is None else on
-        self._pending = False  # a Ctrl-C came and was not raised yet
+    def __init__(self) -> None:
+        self._pending = False  # a Ctrl-C came during the block
         self._installed = False  # SIGINT is ours
 
-    def step_ended(self) -> None:
-        """Raise ``KeyboardInterrupt`` if a Ctrl-C came during the step."""
+    def check(self) -> None:
+        """Raise ``KeyboardInterrupt`` if a Ctrl-C has come. Call it where the work can be continued."""
         if self._pending:
             raise KeyboardInterrupt
 
@@ -33,7 +34,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         in_main_thread = threading.current_thread() is threading.main_thread()
-        if self._on and in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        is_unhandled = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if is_unhandled and rank_consensus.is_alone():
             signal.signal(signal.SIGINT, self._note)
             self._installed = True
         return self
@@ -47,3 +49,10 @@ class Interrupts:
         if self._pending and not isinstance(error, KeyboardInterrupt):
             # An error, too, may be the Ctrl-C's: a terminal sends it to the DataLoader's workers as well.
             raise KeyboardInterrupt from error
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Delay a Ctrl-C until the block, or the function that this decorates, has ended; see :class:`Interrupts`."""
+    with Interrupts():
+        yield
