@@ -10,15 +10,15 @@ from typing import Any
 # The tests are of CPU ranks, of which there are more than GPUs; scripts/gpu_check.py checks these.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-# A shell that runs tests in the background, or nohup, has these ignored, and everything below would inherit that.
-for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-    if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, default)
-
 import pytest
 from hypothesis import settings
 
 from twins import Pools
+
+# A shell that runs tests in the background, or nohup, has these ignored, and everything below would inherit that.
+for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, default)
 
 # How long an example takes depends on how busy the machine is, which no test may.
 settings.register_profile("paceline", deadline=None)
