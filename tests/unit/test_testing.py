@@ -927,6 +927,39 @@ def test_coverage_sees_what_ranks_run(pytester: pytest.Pytester) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", ["source = src", "source_dirs = src", "include = src/*", "source = src\nrelative_files = true"]
+)
+def test_coverage_has_the_same_paths_on_ranks_whatever_folder_a_test_is_in(
+    pytester: pytest.Pytester, config: str
+) -> None:
+    """A rank took relative paths for those below its own folder: all its lines were missing, often most of a report."""
+    coverage = pytest.importorskip("coverage")
+    pytester.mkdir("src").joinpath("judged.py").write_text("def f(rank):\n    if rank:\n        return 1\n    return 0\n")
+    pytester.path.joinpath("rc.ini").write_text(f"[run]\n{config}\n")
+    body = """
+sys.path.insert(0, os.path.abspath("src"))
+import judged
+
+@pytest.mark.ranks(2)
+def test_it(world, tmp_path, monkeypatch):
+    assert os.getcwd() == str(tmp_path)
+    assert judged.f(world.rank) == world.rank
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+"""
+    pytester.makepyfile(test_it=HEAD + body)
+    command = ("-m", "coverage", "run", "--rcfile=rc.ini", "-m", "pytest", *OPTIONS, "test_it.py")
+    pytester.run(sys.executable, *command).assert_outcomes(passed=1)
+    data = coverage.CoverageData(basename=str(pytester.path / ".coverage"))
+    data.read()
+    [file] = [name for name in data.measured_files() if name.endswith("judged.py")]
+    assert sorted(data.lines(file)) == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
 def test_coverage_of_a_rank_that_runs_nothing_of_the_source_is_no_failure(pytester: pytest.Pytester) -> None:
     """Its warning ended the rank, where warnings are errors."""
     pytest.importorskip("coverage")
