@@ -531,8 +531,20 @@ def test_drifted(world):
 @pytest.mark.ranks(2, backend="gloo")
 def test_from_torch(world):
     dist.all_reduce(torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.MAX)
+
+ADVICE = "it has ended; look there, and start again from the last checkpoint"  # a traceback shows no line of here
+
+@pytest.mark.ranks(1)
+def test_cleanup_fails_too(world):
+    try:
+        raise paceline.errors.CommunicationError(ADVICE)
+    finally:
+        try:
+            {}["absent"]
+        except KeyError:
+            raise OSError("of the cleanup")
 """,
-        failed=3,
+        failed=4,
     )
     for advice in ("start again", "last checkpoint"):
         assert advice not in printed
@@ -935,7 +947,9 @@ def test_coverage_has_the_same_paths_on_ranks_whatever_folder_a_test_is_in(
 ) -> None:
     """A rank took relative paths for those below its own folder: all its lines were missing, often most of a report."""
     coverage = pytest.importorskip("coverage")
-    pytester.mkdir("src").joinpath("judged.py").write_text("def f(rank):\n    if rank:\n        return 1\n    return 0\n")
+    pytester.mkdir("src").joinpath("judged.py").write_text(
+        "def f(rank):\n    if rank:\n        return 1\n    return 0\n"
+    )
     pytester.path.joinpath("rc.ini").write_text(f"[run]\n{config}\n")
     body = """
 sys.path.insert(0, os.path.abspath("src"))

@@ -239,10 +239,15 @@ def _outcome_of(item: Any, error: BaseException | None, connected: Connected) ->
 
 
 def _leave_out_hints(error: BaseException) -> None:
-    """Remove from messages what helps a training and no test."""
-    for each in (error, error.__cause__, error.__context__):
+    """Remove from messages what helps a training and no test, also from those of the errors that `error` came from."""
+    waiting, seen = [error], set()
+    while waiting:
+        each = waiting.pop()
+        seen.add(id(each))
         if isinstance(each, PacelineError):
             each.args = tuple(HINT.sub("", part) if isinstance(part, str) else part for part in each.args)
+        related = (each.__cause__, each.__context__, *getattr(each, "exceptions", ()))  # the last are a group's
+        waiting += [one for one in related if isinstance(one, BaseException) and id(one) not in seen]
 
 
 def _keep_users_frames(config: pytest.Config, error: BaseException) -> str:
