@@ -531,8 +531,20 @@ def test_drifted(world):
 @pytest.mark.ranks(2, backend="gloo")
 def test_from_torch(world):
     dist.all_reduce(torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.MAX)
+
+ADVICE = "it has ended; look there, and start again from the last checkpoint"  # a traceback shows no line of here
+
+@pytest.mark.ranks(1)
+def test_cleanup_fails_too(world):
+    try:
+        raise paceline.errors.CommunicationError(ADVICE)
+    finally:
+        try:
+            {}["absent"]
+        except KeyError:
+            raise OSError("of the cleanup")
 """,
-        failed=3,
+        failed=4,
     )
     for advice in ("start again", "last checkpoint"):
         assert advice not in printed
@@ -924,6 +936,41 @@ def test_coverage_sees_what_ranks_run(pytester: pytest.Pytester) -> None:
     [file] = data.measured_files()
     arcs = {arc for arc in data.arcs(file) if min(arc) > 0}
     assert arcs == {(2, 3), (2, 4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", ["source = src", "source_dirs = src", "include = src/*", "source = src\nrelative_files = true"]
+)
+def test_coverage_has_the_same_paths_on_ranks_whatever_folder_a_test_is_in(
+    pytester: pytest.Pytester, config: str
+) -> None:
+    """A rank took relative paths for those below its own folder: all its lines were missing, often most of a report."""
+    coverage = pytest.importorskip("coverage")
+    pytester.mkdir("src").joinpath("judged.py").write_text(
+        "def f(rank):\n    if rank:\n        return 1\n    return 0\n"
+    )
+    pytester.path.joinpath("rc.ini").write_text(f"[run]\n{config}\n")
+    body = """
+sys.path.insert(0, os.path.abspath("src"))
+import judged
+
+@pytest.mark.ranks(2)
+def test_it(world, tmp_path, monkeypatch):
+    assert os.getcwd() == str(tmp_path)
+    assert judged.f(world.rank) == world.rank
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+"""
+    pytester.makepyfile(test_it=HEAD + body)
+    command = ("-m", "coverage", "run", "--rcfile=rc.ini", "-m", "pytest", *OPTIONS, "test_it.py")
+    pytester.run(sys.executable, *command).assert_outcomes(passed=1)
+    data = coverage.CoverageData(basename=str(pytester.path / ".coverage"))
+    data.read()
+    [file] = [name for name in data.measured_files() if name.endswith("judged.py")]
+    assert sorted(data.lines(file)) == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,12 +28,27 @@ def measured(folder: Path, rank: int) -> Iterator[None]:
     own.set_option("run:patch", [])
     # A rank need not run any of the source; that is no warning, which an option of pytest may make an error.
     own._warn_no_data = own._warn_unimported_source = own._warn_preimported_source = False
-    own.start()
+    with _where_paths_begin():
+        own.start()  # which resolves relative paths
     try:
         yield
     finally:
         own.stop()
         own.save()
+
+
+@contextmanager
+def _where_paths_begin() -> Iterator[None]:
+    """Be in the folder that relative paths of the measured sources are of; the test may have gone to another."""
+    from coverage.files import relative_directory
+
+    here = os.open(".", os.O_RDONLY)  # its name may be gone
+    try:
+        os.chdir(relative_directory())
+        yield
+    finally:
+        os.fchdir(here)
+        os.close(here)
 
 
 def harvest(folder: Path) -> None:

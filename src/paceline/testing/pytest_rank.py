@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import pickle
-import re
 import sys
 import time
-import traceback
 import unittest
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -23,23 +19,20 @@ import torch.distributed as dist
 from _pytest.outcomes import XFailed
 
 import paceline.world
-from paceline.errors import CommunicationError, PacelineError
+from paceline.errors import CommunicationError
 from paceline.testing import captured_output, coverage_of_ranks, hypothesis_tests
 from paceline.testing.deferred_fixtures import DEFERRED, run_new_finalizers
 from paceline.testing.faults import Faults
 from paceline.testing.forked_rank import Connected, environment
 from paceline.testing.loaded_modules import loaded_since
 from paceline.testing.marks import RanksMark
-from paceline.testing.rank_outcomes import Outcome, is_users
+from paceline.testing.rank_outcomes import Outcome
 from paceline.testing.recorded_collectives import Places, Recorder, replace
+from paceline.testing.users_frames import first_line, keep_users_frames, leave_out_hints
 
 LEAST_PATIENCE_S = 30.0  # of collectives, and for the ranks to come together
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
 """In torch's errors of collectives that failed because of another rank."""
-HINT = re.compile(
-    "[;,](?: and)? start again from the last checkpoint(?!, and)|start again from the last checkpoint, and "
-)
-"""In our own errors, for those who train."""
 
 
 def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, places: Places, connected: Connected) -> Outcome:
@@ -56,7 +49,7 @@ def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, places: Pl
     outcome = _outcome_of(item, error, connected)
     for report in reports:  # of subtests
         if report.failed and outcome.kind == "passed":
-            outcome = Outcome("failed", _first_line(report.longreprtext), _kept(report.longrepr))
+            outcome = Outcome("failed", first_line(report.longreprtext), _kept(report.longrepr))
     outcome.sections = captured_output.read(item.config) + _log(item.config)
     outcome.warnings = [_warning(record) for record in records]
     outcome.properties = [(name, _kept(value)) for name, value in item.user_properties[properties:]]
@@ -222,13 +215,13 @@ def _outcome_of(item: Any, error: BaseException | None, connected: Connected) ->
         return Outcome("xfailed", str(error))
     if isinstance(error, pytest.exit.Exception):
         return Outcome("exit", str(error), returncode=error.returncode)
-    _leave_out_hints(error)
-    library = _keep_users_frames(item.config, error)
+    leave_out_hints(error)
+    library = keep_users_frames(item.config, error)
     info = pytest.ExceptionInfo.from_exception(error)
     report = item.repr_failure(info)
     if library and hasattr(report, "addsection"):
         report.addsection("raised by a library, the innermost frame first", library, "-")
-    message = _first_line(_crash_message(report) or info.exconly())
+    message = first_line(_crash_message(report) or info.exconly())
     if item.config.getoption("usepdb", False) and connected.ask("may I debug?"):
         try:
             _debug(item, info)
@@ -236,46 +229,6 @@ def _outcome_of(item: Any, error: BaseException | None, connected: Connected) ->
             return Outcome("exit", str(quitting), returncode=quitting.returncode)
     consequence = isinstance(error, CommunicationError) or any(text in str(error) for text in CONSEQUENCES)
     return Outcome("failed", message, _kept(report), _pickled(error), consequence)
-
-
-def _leave_out_hints(error: BaseException) -> None:
-    """Remove from messages what helps a training and no test."""
-    for each in (error, error.__cause__, error.__context__):
-        if isinstance(each, PacelineError):
-            each.args = tuple(HINT.sub("", part) if isinstance(part, str) else part for part in each.args)
-
-
-def _keep_users_frames(config: pytest.Config, error: BaseException) -> str:
-    """Leave the user's own frames alone in `error`; return the others in short, if one of these raised it."""
-    entries = [*_entries(error)]
-    own, options = [entry for entry in entries if is_users(entry.tb_frame.f_code.co_filename)], config.option
-    if not own or own[-1] is entries[-1] or options.usepdb or options.fulltrace or options.tbstyle == "native":
-        return ""
-    lines = _library_frames(error)
-    if isinstance(error, PacelineError):  # it says what it came from
-        if error.__cause__ is not None:
-            lines += [_first_line(f"{type(error.__cause__).__name__}: {error.__cause__}")]
-            lines += _library_frames(error.__cause__)
-        error.__cause__, error.__suppress_context__ = None, True
-    kept = None
-    for entry in reversed(own):
-        kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    error.__traceback__ = kept
-    return "\n".join(lines)
-
-
-def _entries(error: BaseException) -> Iterator[TracebackType]:
-    entry = error.__traceback__
-    while entry is not None:
-        yield entry
-        entry = entry.tb_next
-
-
-def _library_frames(error: BaseException) -> list[str]:
-    """Return the frames below the user's innermost one, the innermost first."""
-    frames = traceback.extract_tb(error.__traceback__)
-    inner = itertools.takewhile(lambda frame: not is_users(frame.filename), reversed(frames))
-    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in inner]
 
 
 def _debug(item: Any, info: pytest.ExceptionInfo[BaseException]) -> None:
@@ -290,10 +243,6 @@ def _debug(item: Any, info: pytest.ExceptionInfo[BaseException]) -> None:
 def _crash_message(report: Any) -> str:
     crash = getattr(report, "reprcrash", None)
     return crash.message if crash is not None else ""
-
-
-def _first_line(text: str) -> str:
-    return next((line for line in text.splitlines() if line.strip()), "")
 
 
 def _kept(value: Any) -> Any:
