@@ -115,6 +115,7 @@ NOTHING, AFTER_FIVE = Past(), Past({"a": 5}, has_trained=True)
         (Failure(WRONG, [NEW]), NOTHING, None, Verdict.MISTAKE),
         (Failure(WRONG, [NEW], LONG), NOTHING, 9, Verdict.MISTAKE),  # a Checkpointer knows for sure
         (Failure(WRONG, [MADE]), NOTHING, None, Verdict.MISTAKE),
+        (Failure(WRONG, [replace(MADE, has_saved=True)]), NOTHING, None, Verdict.RESTART),  # it only saves
         (Failure(WRONG, [MADE], LONG), NOTHING, None, Verdict.RESTART),  # it may only save(), with torch's wrapper
         (Failure(Cause("E", step=0)), NOTHING, 9, Verdict.MISTAKE),
         (Failure(Cause("E", step=0), (), LONG), NOTHING, 9, Verdict.RESTART),  # a loop without an optimizer

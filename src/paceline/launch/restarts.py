@@ -182,6 +182,7 @@ def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
         rescued=newest_step(folder / RESCUE / key),
         on_disk=newest_step(records[0].folder),
         has_begun=any(record.completed >= 0 for record in records),
+        has_saved=any(record.is_durable for record in records),
         has_ended=all(record.has_ended for record in records),
         pace=max(record.pace for record in records),
         is_unsaved=any(record.is_unsaved for record in records),

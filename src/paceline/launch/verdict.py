@@ -61,6 +61,8 @@ class Reached:
     """The newest step in the checkpoint folder."""
     has_begun: bool = False
     """Whether a rank has marked where it begins, or a step: then all steps are known."""
+    has_saved: bool = False
+    """Whether this or an earlier start of the job has saved a step there."""
     has_ended: bool = False
     """Whether all ranks had come to the end of their training."""
     pace: float = 0.0
@@ -116,7 +118,7 @@ class Failure:
     @property
     def has_trained(self) -> bool:
         """Whether the ranks are known to have completed a step, or to have gone on from one."""
-        return any(self.completed.values()) or bool(self.cause.step)
+        return any(each.completed or each.has_saved for each in self.reached) or bool(self.cause.step)
 
     @property
     def is_untrained(self) -> bool:
