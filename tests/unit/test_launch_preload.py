@@ -34,7 +34,7 @@ if __name__ == "__main__":
         main=sorted(vars(sys.modules["__main__"])),
         name=[__name__, __file__, __package__, type(__loader__).__name__], cwd=here, umask=os.umask(0o22),
         command=open("/proc/self/cmdline").read(), open=sorted(set(os.listdir("/proc/self/fd")) - {"3"}),
-        signals=[str(signal.getsignal(each)) for each in sorted(signal.valid_signals())],
+        signals=[str(signal.getsignal(each)).partition(" at 0x")[0] for each in sorted(signal.valid_signals())],
         kernel=[line for line in open("/proc/self/status")
                 if line.startswith(("Sig", "Shd")) and "SigQ" not in line],
         limits=[resource.getrlimit(each) for each in range(10)], cores=sorted(os.sched_getaffinity(0)),
