@@ -137,7 +137,7 @@ def profile(
         str | None,
         typer.Argument(
             metavar="RECIPE|SCRIPT",
-            help="A recipe, or a script that uses DistributedDataParallel. Or: analyze FILE.csv; report FOLDER.",
+            help="A recipe, or a script that uses DistributedDataParallel. Or: report FOLDER.",
         ),
     ] = None,
     nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")] = "auto",
@@ -167,7 +167,6 @@ def profile(
     What follows the name goes to the recipe or the script: paceline profile --nproc 2 train.py --epochs 3.
     Options of the profile come before a script's name, and anywhere with a recipe.
 
-    paceline profile analyze FILE.csv finds slow ranks in a table with the columns step, rank and seconds.
     paceline profile report FOLDER writes the results again, such as from the records of several hosts.
     """
     load_torch()

@@ -31,7 +31,7 @@ NOT_RUN = {
     r"paceline train mrpc --nproc 2( --bf16.*| --balance)?$": "fetches from the hub: test_mrpc_cli.py",
     r"paceline train (mrpc|lm|mnist) .*": "takes minutes: the recipes' own tests run them, shorter",
     r"paceline estimate-memory HuggingFaceTB": "fetches from the hub: test_memory_estimate.py",
-    r"paceline profile (--compare|report|analyze)": "needs files of earlier runs: test_profiler_programs.py",
+    r"paceline profile (--compare|report)": "needs files of earlier runs: test_profiler_programs.py",
     r"paceline bench collectives": "takes a minute: test_bench.py",
     r"paceline compare ": "takes a minute: test_compare.py",
 }

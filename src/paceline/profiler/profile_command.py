@@ -140,16 +140,5 @@ def _report(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _analyze(arguments: Sequence[str]) -> int:
-    from paceline.profiler.analyze_csv import run_analyze
-
-    files = [argument for argument in arguments if argument != "--json"]
-    if len(files) != 1 or files[0].startswith("-"):
-        raise UsageError(
-            "paceline profile analyze takes one CSV file with the columns step, rank and seconds, and --json"
-        )
-    return run_analyze(files[0], as_json="--json" in arguments)
-
-
-TOOLS: dict[str, Callable[[Sequence[str]], int]] = {"analyze": _analyze, "report": _report}
+TOOLS: dict[str, Callable[[Sequence[str]], int]] = {"report": _report}
 """Words in the place of a program."""
