@@ -128,10 +128,6 @@ def reduces(world: World, cases: list[Any]) -> None:
             if kind == "all_reduce":
                 work = dist.all_reduce(mine, op, group, asynchronous)
                 result = [mine]
-            elif kind == "reduce":
-                root = seed % world.size
-                work = dist.reduce(mine, root, op, group, asynchronous)
-                result = [mine] if world.rank == root else []
             elif kind == "reduce_scatter":
                 result = [torch.empty_like(mine)]
                 work = dist.reduce_scatter(result[0], everyone, op, group, asynchronous)
@@ -151,7 +147,7 @@ counts = st.one_of(
     st.sampled_from([STAGE_BYTES // 8 + d for d in (-1, 0, 1)] + [STAGE_BYTES // 2 + 1]),
 )
 # Gloo's reduce_scatter knows fewer dtypes and reductions than all_reduce does.
-kinds = st.sampled_from(["all_reduce", "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"])
+kinds = st.sampled_from(["all_reduce", "all_reduce", "reduce_scatter", "reduce_scatter_tensor"])
 
 
 @pytest.mark.slow
@@ -181,7 +177,6 @@ def moves(world: World, cases: list[Any]) -> None:
             kept, unit = (dtype, 1) if group is None else (torch.uint8, dtype.itemsize)
             length = count * unit
             mine = shaped(values(seed, rank, count, dtype).view(kept), layout)
-            many = [shaped(values(seed + 50 * i, rank, count, dtype).view(kept), layout) for i in range(n)]
             empty = [torch.zeros_like(mine, requires_grad=False) for _ in range(n)]
             whole = torch.zeros(n * length, dtype=kept)
             if kind == "broadcast":
@@ -194,38 +189,9 @@ def moves(world: World, cases: list[Any]) -> None:
             elif kind == "all_gather_in_place":
                 part = whole[rank * length : (rank + 1) * length].copy_(mine.detach().reshape(-1))
                 work, result = all_gather_into(whole, part, group, asynchronous), [whole]
-            elif kind == "all_to_all":
-                work, result = all_to_all(empty, many, group, asynchronous), empty
-            elif kind == "all_to_all_single":
-                given = torch.cat([one.detach().reshape(-1) for one in many])
-                work, result = dist.all_to_all_single(whole, given, group=group, async_op=asynchronous), [whole]
-            elif kind == "all_to_all_uneven":
-                # rank r sends (r + i) % 3 elements to rank i, and so gets as many from it
-                takes = [(rank + i) % 3 * unit for i in range(n)]
-                given = values(seed, rank, sum(takes) // unit, dtype).view(kept)
-                whole = torch.zeros(sum(takes), dtype=kept)
-                work = dist.all_to_all_single(whole, given, takes, takes, group=group, async_op=asynchronous)
-                result = [whole]
-            elif kind == "gather":
-                work = dist.gather(mine, empty if rank == root else None, root, group, asynchronous)
-                result = empty if rank == root else []
-            else:
-                work = dist.scatter(empty[0], many if rank == root else None, root, group, asynchronous)
-                result = empty[:1]
             finish(way if group is None or way == "sync" else "async", work)  # not all of Gloo's have futures
             results.append([one.detach().reshape(-1).view(dtype) for one in result])
         same(*results, f"rank {rank} of {n}: {cases[seed]}")
-
-
-def all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any, asynchronous: bool) -> Any:
-    if group is not None:  # Gloo knows the other form only
-        flat = torch.zeros(len(outputs) * outputs[0].numel(), dtype=outputs[0].dtype)
-        given = torch.cat([one.detach().reshape(-1) for one in inputs])
-        work = dist.all_to_all_single(flat, given, group=group)
-        for output, part in zip(outputs, flat.chunk(len(outputs)), strict=True):
-            output.copy_(part.view_as(output))
-        return work if not asynchronous else dist.barrier(group, async_op=True)
-    return dist.all_to_all(outputs, inputs, group, asynchronous)
 
 
 MOVES = (
@@ -233,11 +199,6 @@ MOVES = (
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_in_place",
-    "all_to_all",
-    "all_to_all_single",
-    "all_to_all_uneven",
-    "gather",
-    "scatter",
 )
 
 

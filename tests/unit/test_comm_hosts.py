@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,14 +18,12 @@ from torch import Tensor, nn
 
 import paceline
 from forked import Forked
-from paceline.comm.multi_host import Hierarchy
 from paceline.comm.shm.collectives import Collectives
 from paceline.comm.topology import SPLIT, rows_of
 from paceline.world import World
 from ranks import Ranks, run_ranks
 
 ROOT = Path(__file__).parents[2]
-SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 @pytest.mark.parametrize(
@@ -59,86 +56,6 @@ def split(parts: int) -> Iterator[dist.ProcessGroup]:
         del os.environ[SPLIT]
 
 
-def operand(rank: int, count: int, dtype: torch.dtype) -> Tensor:
-    """The rank's own numbers; long ones are repeated, with a prime period that fits no chunk."""
-    period = min(count, 40_009)
-    made = torch.randn(period, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-    return (made * 8).to(dtype).repeat(-(-count // max(period, 1)))[:count]
-
-
-def exact_sum(size: int, hosts: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Ranks of a host in their order, then hosts in theirs."""
-    each = size // hosts
-    sums = []
-    for host in range(hosts):
-        total = operand(host * each, count, dtype)
-        for rank in range(host * each + 1, (host + 1) * each):
-            total = total + operand(rank, count, dtype)
-        sums.append(total)
-    result = sums[0]
-    for total in sums[1:]:
-        result = result + total
-    return result
-
-
-def reductions(world: World, hosts: int) -> None:
-    size = world.size
-    with split(hosts) as group:
-        assert isinstance(group._collectives, Hierarchy)  # type: ignore[attr-defined]
-        assert not group.native  # type: ignore[attr-defined]
-        for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.complex64):
-            for count in (0, 1, 3, 1000, 40_001):
-                tensor = operand(world.rank, count, dtype)
-                dist.all_reduce(tensor, group=group)
-                assert torch.equal(tensor, exact_sum(size, hosts, count, dtype)), (dtype, count)
-        large = operand(world.rank, 5_000_001, torch.float32)  # several chunks, the last with a tail
-        work = dist.all_reduce(large, AVG, group=group, async_op=True)
-        work.wait()
-        assert torch.equal(large, exact_sum(size, hosts, 5_000_001, torch.float32) * (1 / size))
-        highest = operand(world.rank, 77, torch.float32).view(7, 11).t()  # not contiguous
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-        wanted = torch.stack([operand(rank, 77, torch.float32).view(7, 11).t() for rank in range(size)])
-        assert torch.equal(highest, wanted.amax(0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "hosts"), [(4, 2), (6, 3)])
-def test_sums_over_hosts_are_in_the_order_of_ranks_then_hosts(size: int, hosts: int) -> None:
-    run_ranks(size, reductions, hosts, backend="gloo")
-
-
-def others(world: World) -> None:
-    size = world.size
-    warnings.simplefilter("ignore", FutureWarning)  # all_gather_into_tensor has a new name in torch 2.13
-    with split(2) as group:
-        for root in range(size):
-            for given in (operand(world.rank, 100, torch.float32), torch.tensor([world.rank == 1]), torch.empty(0)):
-                want = torch.tensor([root == 1]) if given.dtype is torch.bool else operand(root, 100, torch.float32)
-                dist.broadcast(given, root, group=group)
-                assert given.numel() == 0 or torch.equal(given, want)
-        gathered = [torch.empty(5) for _ in range(size)]
-        dist.all_gather(gathered, operand(world.rank, 5, torch.float32), group=group)
-        assert all(torch.equal(one, operand(rank, 5, torch.float32)) for rank, one in enumerate(gathered))
-        uneven = [torch.empty(rank) for rank in range(size)]
-        dist.all_gather(uneven, torch.full((world.rank,), float(world.rank)), group=group)
-        assert [one.tolist() for one in uneven] == [[float(rank)] * rank for rank in range(size)]
-        whole = torch.empty(3 * size)
-        dist.all_gather_into_tensor(whole, torch.full((3,), float(world.rank)), group=group)
-        assert torch.equal(whole, torch.arange(float(size)).repeat_interleave(3))
-        part = torch.empty(7)
-        dist.reduce_scatter_tensor(part, operand(world.rank, 7 * size, torch.float32), group=group)
-        total = exact_sum(size, 2, 7 * size, torch.float32)
-        assert torch.equal(part, total.view(size, 7)[world.rank])
-        dist.barrier(group=group)
-        values: list[Any] = [None] * size
-        dist.all_gather_object(values, {"rank": world.rank}, group=group)
-        assert values == [{"rank": rank} for rank in range(size)]
-
-
-def test_the_other_collectives_cross_hosts() -> None:
-    run_ranks(4, others, backend="gloo")
-
-
 def trained(world: World, hosts: int) -> Tensor:
     """Parameters after three steps of our DDP, whose channels take the split."""
     os.environ[SPLIT] = str(hosts)
@@ -150,7 +67,7 @@ def trained(world: World, hosts: int) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
         optimizer.zero_grad()
-        model(operand(10 * step + world.rank, 32, torch.float32).view(2, 16)).square().mean().backward()
+        model(torch.full((2, 16), 0.1 * (step + world.rank))).square().mean().backward()
         optimizer.step()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -177,9 +94,9 @@ def alone(world: World, hosts: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("size", "hosts", "why"),
-    [(2, 2, "each of the 2 ranks is on a host of its own"), (3, 2, "different numbers of ranks (2, 1)")],
+    [(2, 2, "the 2 ranks are on 2 hosts"), (3, 2, "the 3 ranks are on 2 hosts")],
 )
-def test_where_a_hierarchy_cannot_be_made_gloo_is_used_and_it_is_said_once(size: int, hosts: int, why: str) -> None:
+def test_on_several_hosts_gloo_is_used_and_it_is_said_once(size: int, hosts: int, why: str) -> None:
     said = run_ranks(size, alone, hosts, backend="gloo")
     assert len(said[0]) == 1
     assert why in said[0][0]
@@ -220,13 +137,12 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
 
 
 SCRIPT = """
-import sys, torch, torch.distributed as dist, paceline
+import sys, warnings, torch, torch.distributed as dist, paceline
 from torch import nn
-from paceline.comm.multi_host import Hierarchy
 
+warnings.filterwarnings("ignore", "the process group uses Gloo")
 with paceline.init("paceline", timeout=40) as world:
-    group = dist.group.WORLD
-    assert isinstance(group._collectives, Hierarchy) and not group.native
+    assert not dist.group.WORLD.native
     tensor = torch.arange(100_003.) * (world.rank + 1)
     dist.all_reduce(tensor)
     assert torch.equal(tensor, torch.arange(100_003.) * 10)
@@ -246,7 +162,7 @@ with paceline.init("paceline", timeout=40) as world:
     if "die" in sys.argv:
         try:
             dist.all_reduce(torch.ones(1000))
-        except paceline.errors.CommunicationError as error:
+        except RuntimeError as error:
             print(error)
             sys.exit(4)
     world.print("trained on", world.node, world.local_size)
@@ -307,10 +223,6 @@ def test_a_dead_rank_is_an_error_on_both_hosts(hosts: list[tuple[str, str]], tmp
     script.write_text(SCRIPT)
     results = ended(start(hosts, script, "die"), tmp_path)
     assert [code for code, _, _ in results] == [4, 4, 4, 3], results
-    assert "rank 3 (pid" in results[2][1]  # its neighbour
-    # On the other host: its like, and the one whose like is its neighbour, which came and failed, too.
-    for rank in (0, 1):
-        assert "between hosts failed, as rank 3 ended or did not come" in results[rank][1], results
 
 
 def test_one_host_stays_one_host_without_the_split() -> None:

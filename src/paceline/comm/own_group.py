@@ -9,6 +9,7 @@ collect them at different times, its own names for the user's groups would diffe
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -56,7 +57,9 @@ def open_own_group(
     destroy_released(ranks, group.rank(), place)
     on_cpu = ",".join(part for part in backend.split(",") if part not in NCCL)
     if on_cpu:
-        opened = open_group(group, ranks, on_cpu, store, name, timeout)
+        with warnings.catch_warnings():  # `group` has said so, or is of GPUs, whose user this is no news to
+            warnings.filterwarnings("ignore", message="the process group uses Gloo")
+            opened = open_group(group, ranks, on_cpu, store, name, timeout)
         forget_group(opened, name)
     else:
         opened = bare_group(place, group.rank(), group.size())

@@ -90,25 +90,27 @@ class Delegating(dist.ProcessGroup):
 
     def reduce(self, tensors: Any, *options: Any) -> Any:
         """Delegate, as :meth:`allreduce` does."""
-        return self._backend_for(tensors[0]).reduce(tensors, *options)
+        return self._backend_for_contiguous(tensors).reduce(tensors, *options)
 
     def gather(self, outputs: Any, tensors: Any, *options: Any) -> Any:
         """Delegate, as :meth:`allreduce` does."""
-        return self._backend_for(tensors[0]).gather(outputs, tensors, *options)
+        everyones = outputs[0] if outputs else ()
+        return self._backend_for_contiguous([*tensors, *everyones]).gather(outputs, tensors, *options)
 
     def scatter(self, outputs: Any, tensors: Any, *options: Any) -> Any:
         """Delegate, as :meth:`allreduce` does."""
-        return self._backend_for(outputs[0]).scatter(outputs, tensors, *options)
+        everyones = tensors[0] if tensors else ()
+        return self._backend_for_contiguous([*outputs, *everyones]).scatter(outputs, tensors, *options)
 
     def alltoall(self, outputs: Any, tensors: Any, *options: Any) -> Any:
         """Delegate, as :meth:`allreduce` does."""
-        return self._backend_for(tensors[0]).alltoall(outputs, tensors, *options)
+        return self._backend_for_contiguous([*tensors, *outputs]).alltoall(outputs, tensors, *options)
 
     def alltoall_base(  # type: ignore[override]
         self, output: Any, tensor: Any, *arguments: Any, **options: Any
     ) -> Any:
         """Delegate ``all_to_all_single``, as :meth:`allreduce` does."""
-        return self._backend_for(tensor).alltoall_base(output, tensor, *arguments, **options)
+        return self._backend_for_contiguous([tensor, output]).alltoall_base(output, tensor, *arguments, **options)
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
@@ -182,6 +184,20 @@ class Delegating(dist.ProcessGroup):
         """
         self._runner.drain()
         return self._get_backend(tensor.device)
+
+    def _backend_for_contiguous(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the backend for the device of `tensors`.
+
+        Raises:
+            UsageError: if one on the CPU is not contiguous: Gloo reads its neighbours in memory in its place, silently.
+        """
+        for tensor in tensors:
+            if tensor.device.type == "cpu" and not tensor.is_contiguous():
+                raise UsageError(
+                    f"rank {self.rank()}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} was "
+                    "given to a collective of Gloo, which takes contiguous ones; give tensor.contiguous()"
+                )
+        return self._backend_for(tensors[0])
 
     def shutdown(self) -> None:
         """Close the group, which is being destroyed. Does nothing in a forked child, which let go of it at the fork."""

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from paceline.comm.c10d.rooted import Exchanging
-from paceline.comm.multi_host import Hierarchy
+from paceline.comm.c10d.delegating import Delegating
 from paceline.comm.shm.collectives import Collectives
 from paceline.comm.shm.engine import Engine
 from paceline.comm.shm.header import Note
@@ -19,11 +18,11 @@ from paceline.torch_internals.compile import class_never_compiled
 
 
 @class_never_compiled
-class Launching(Exchanging):
+class Launching(Delegating):
     """A process group whose reductions can be launched in shared memory, where all ranks are on one host."""
 
     _engine: Engine | None
-    _collectives: Collectives | Hierarchy | None
+    _collectives: Collectives | None
     """The native collectives; None where there are none."""
     _why_gloo: str
     """Why there is no engine, if there is none."""
@@ -31,11 +30,6 @@ class Launching(Exchanging):
     @property
     def native(self) -> bool:
         """Whether all ranks are on one host and share memory, so that :meth:`launch_all_reduce` works."""
-        return isinstance(self._collectives, Collectives)
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether the ranks of a host share memory; those of other hosts are reached over Gloo."""
         return self._collectives is not None
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -61,14 +55,14 @@ class Launching(Exchanging):
 
         No thread works on it: :meth:`progress` carries it on, :meth:`wait_for` waits.
         """
-        return self._of_one_host().post_all_reduce(tensor, ReduceOp.SUM, None, note, factor)
+        return self._native.post_all_reduce(tensor, ReduceOp.SUM, None, note, factor)
 
     def launch_gather(self, tensor: Tensor, parts: Sequence[Sequence[slice]]) -> Operation:
         """Begin to copy `parts` of the other ranks' tensors, one list for each rank, into `tensor`, in place.
 
         :meth:`allocate` gave it on every rank. No thread works on it, as in :meth:`launch_all_reduce`.
         """
-        return self._of_one_host().post_gather(tensor, parts)
+        return self._native.post_gather(tensor, parts)
 
     def launch_reduce_scatter(
         self,
@@ -81,7 +75,7 @@ class Launching(Exchanging):
 
         :meth:`allocate` gave it on every rank. Otherwise as :meth:`launch_all_reduce`.
         """
-        return self._of_one_host().post_reduce_scatter(tensor, parts, note, factor)
+        return self._native.post_reduce_scatter(tensor, parts, note, factor)
 
     def progress(self) -> None:
         """Take launched operations as far as they go now, without waiting."""
@@ -97,14 +91,15 @@ class Launching(Exchanging):
         :meth:`allocate` gave `shown`, which is not to be written to until the operation is finished. No thread works on
         it, as in :meth:`launch_all_reduce`.
         """
-        return self._of_one_host().post_own_sum(shown, result)
+        return self._native.post_own_sum(shown, result)
 
     def wait_for_own(self, operation: Operation) -> None:
         """Wait until an operation that :meth:`launch_own_sum` began has its result on this rank."""
         self._whole_engine().agree(operation)
 
-    def _of_one_host(self) -> Collectives:
-        assert isinstance(self._collectives, Collectives), "only among ranks of one host; see native"
+    @property
+    def _native(self) -> Collectives:
+        assert self._collectives is not None, "only among ranks that share memory; see native"
         return self._collectives
 
     def _whole_engine(self) -> Engine:

@@ -1,4 +1,4 @@
-"""The ``"paceline"`` backend of torch.distributed: collectives through shared memory, and Gloo between hosts.
+"""The ``"paceline"`` backend of torch.distributed: collectives through shared memory among the ranks of a host.
 
 ``dist.init_process_group("paceline")`` after ``import paceline``. What training uses is native for CPU tensors; the
 rest goes to Gloo, CUDA tensors to NCCL. ``docs/backend.md`` has the table.
@@ -18,8 +18,7 @@ from paceline.comm.c10d.launching import Launching
 from paceline.comm.c10d.operands import Flat, options_of, reduction_of
 from paceline.comm.c10d.own_backend import NAME
 from paceline.comm.c10d.work import Handle, last_of
-from paceline.comm.multi_host import Hierarchy
-from paceline.comm.open_native import agree_on_rows, open_collectives
+from paceline.comm.open_native import agree_to_share, open_engine
 from paceline.comm.shm.collectives import Collectives
 from paceline.comm.shm.header import DTYPES
 from paceline.errors import UsageError
@@ -41,8 +40,8 @@ from paceline.torch_internals.compile import class_never_compiled
 class PacelineProcessGroup(Launching):
     """A process group whose CPU collectives run through shared memory among the ranks of a host.
 
-    What is not native here is delegated (:class:`~paceline.comm.c10d.delegating.Delegating`). Where shared memory
-    cannot be used, all of them are, and a warning says why.
+    What is not native here is delegated (:class:`~paceline.comm.c10d.delegating.Delegating`). Where the ranks are on
+    several hosts, or shared memory cannot be used, all of them are, and a warning says why.
     """
 
     def __init__(
@@ -51,12 +50,13 @@ class PacelineProcessGroup(Launching):
         """Connect the ranks; messages call rank r of the group ``names[r]``, by default r."""
         names, native_store = names or range(size), PrefixStore("paceline/", store)
         # Before Gloo, which names nobody when a rank does not come or lacks descriptors.
-        rows = agree_on_rows(native_store, rank, size, timeout, names)
+        shared = agree_to_share(native_store, rank, size, timeout, names)
         super().__init__(store, rank, size, timeout, names)
         self._engine = self._collectives = None
         self._why_gloo = "this group does not use shared memory; a warning said why"
-        if rows is not None:
-            self._engine, self._collectives = open_collectives(native_store, rank, rows, timeout, names)
+        if shared:
+            self._engine = open_engine(native_store, rank, size, timeout, names)
+            self._collectives = Collectives(self._engine)
 
     def getBackendName(self) -> str:
         """Return the backend's name, as torch asks for it."""
@@ -214,11 +214,6 @@ class PacelineProcessGroup(Launching):
             self._engine.close()
             self._engine = self._collectives = None
             self._why_gloo = "this process group was destroyed; make it again, and wrap the model again"
-
-    @property
-    def _native(self) -> Collectives | Hierarchy:
-        assert self._collectives is not None
-        return self._collectives
 
     def _is_native(self, tensors: Sequence[Tensor]) -> bool:
         for tensor in tensors:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from paceline.comm.arithmetic import code_of, reduce_into, share
+from paceline.comm.arithmetic import code_of, reduce_into
 from paceline.comm.shm.all_reduce import AllReduce
 from paceline.comm.shm.engine import Engine
 from paceline.comm.shm.header import Header, Kind, Note
 from paceline.comm.shm.operation import Operation
 from paceline.comm.shm.stage import Begun, Stage
-from paceline.errors import DesyncError
 
 
 class Collectives:
@@ -133,109 +131,6 @@ class Collectives:
             return self._header(Kind.reduce_scatter, staged, output, start, code_of(op)), compute
 
         self._stage.stream(output.numel(), max(1, self._stage.half(output.dtype).numel() // self.size), begin)
-
-    def reduce(self, tensor: Tensor, op: ReduceOp.RedOpType, root: int) -> None:
-        """Reduce `tensor` over all ranks, into that of the rank in place `root`; the others keep theirs."""
-        scale = 1 / self.size if op is ReduceOp.AVG else None
-
-        def begin(turn: int, start: int, count: int) -> Begun:
-            staged = self._stage.half(tensor.dtype, turn)[:count]
-            staged.copy_(tensor[start : start + count])
-
-            def compute(headers: list[Header]) -> None:
-                ours = share(count, self.place, self.size)
-                parts = [part[ours] for part in self._engine.operands(headers)]
-                reduce_into([parts[root]], parts, op, scale)
-
-            return self._header(Kind.reduce, staged, tensor, start, code_of(op), root), compute
-
-        def end(turn: int, start: int, count: int) -> None:
-            if self.place == root:
-                tensor[start : start + count].copy_(self._stage.half(tensor.dtype, turn)[:count])
-
-        self._stage.stream(tensor.numel(), self._stage.half(tensor.dtype).numel(), begin, end)
-
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
-        """Copy every rank's `tensor` into `outputs` of the rank in place `root`; the others give none."""
-
-        def begin(turn: int, start: int, count: int) -> Begun:
-            staged = self._stage.half(tensor.dtype, turn)[:count]
-            staged.copy_(tensor[start : start + count])
-
-            def take(headers: list[Header]) -> None:
-                if self.place == root:
-                    for output, part in zip(outputs, self._engine.operands(headers), strict=True):
-                        output[start : start + count].copy_(part)
-
-            return self._header(Kind.gather, staged, tensor, start, root=root), take
-
-        self._stage.stream(tensor.numel(), self._stage.half(tensor.dtype).numel(), begin)
-
-    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
-        """Copy input number `place` of the rank in place `root` into `output`; the others give no inputs."""
-
-        def begin(turn: int, start: int, count: int) -> Begun:
-            staged = self._stage.half(output.dtype, turn)[: count * self.size]
-            if self.place == root:
-                for row, input_tensor in zip(staged.view(self.size, count), inputs, strict=True):
-                    row.copy_(input_tensor[start : start + count])
-
-            def take(headers: list[Header]) -> None:
-                rows = self._engine.operands(headers)[root]
-                output[start : start + count].copy_(rows[self.place * count : (self.place + 1) * count])
-
-            return self._header(Kind.scatter, staged, output, start, root=root), take
-
-        self._stage.stream(output.numel(), max(1, self._stage.half(output.dtype).numel() // self.size), begin)
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Send input number `p` to the rank in place `p`, from which output number `p` comes; lengths may differ.
-
-        Raises:
-            DesyncError: on every rank, if one sends more or less than another expects.
-        """
-        dtype, place, size = inputs[0].dtype, self.place, self.size
-        longest = self._longest_exchange(outputs, inputs)
-
-        def begin(turn: int, start: int, count: int) -> Begun:
-            staged = self._stage.half(dtype, turn)[: count * size]
-            for row, input_tensor in zip(staged.view(size, count), inputs, strict=True):
-                piece = input_tensor[start : start + count]
-                row[: piece.numel()].copy_(piece)
-
-            def take(headers: list[Header]) -> None:
-                for output, rows in zip(outputs, self._engine.operands(headers), strict=True):
-                    piece = output[start : start + count]
-                    piece.copy_(rows[place * count : place * count + piece.numel()])
-
-            header = self._header(Kind.all_to_all, staged, inputs[0], start)
-            return header._replace(total=longest), take
-
-        if longest:
-            self._stage.stream(longest, max(1, self._stage.half(dtype).numel() // size), begin)
-
-    def _longest_exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
-        """Tell all ranks who sends how much to whom; returns the length of the longest."""
-        staged = self._stage.half(torch.int64)[: 2 * self.size].view(2, self.size)
-        lengths = [[tensor.numel() for tensor in tensors] for tensors in (inputs, outputs)]
-        staged.copy_(torch.tensor(lengths, device="cpu"))
-        everyone: list[list[list[int]]] = []
-        """For each rank: the lengths that it sends, and those that it expects."""
-
-        def take(headers: list[Header]) -> None:
-            for memory, header in zip(self._engine.memories, headers, strict=True):
-                everyone.append(memory.tensor(header.offset, 2 * self.size, torch.int64).view(2, self.size).tolist())
-
-        self._engine.run(self._header(Kind.all_to_all, staged, inputs[0], 0)._replace(total=-1), take)
-        names = self._engine.names
-        for sender, (sends, _) in enumerate(everyone):
-            for receiver, (_, expects) in enumerate(everyone):
-                if sends[receiver] != expects[sender]:
-                    raise DesyncError(
-                        f"rank {names[self.place]}: in all_to_all, rank {names[sender]} sends {sends[receiver]} "
-                        f"elements to rank {names[receiver]}, which expects {expects[sender]}; make them equal"
-                    )
-        return max(max(sends) for sends, _ in everyone)
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""

@@ -26,13 +26,13 @@ def tell(store: Store, rank: int) -> None:
     store.set(f"descriptors/{rank}", f"{limit} {limit - _open_now()} {most}")
 
 
-def expect_enough(store: Store, rank: int, local: Sequence[int], names: Sequence[int]) -> None:
+def expect_enough(store: Store, rank: int, local: int, names: Sequence[int]) -> None:
     """Refuse, on every rank alike, to make a group for which a rank has too few. All ranks have called :func:`tell`.
 
     Args:
         store: the store that :func:`tell` wrote to.
         rank: this rank.
-        local: how many ranks of the group are on the host of each one.
+        local: how many ranks of the group share memory with each one, itself included.
         names: messages call rank r ``names[r]``.
 
     Raises:
@@ -43,7 +43,7 @@ def expect_enough(store: Store, rank: int, local: Sequence[int], names: Sequence
     entries = [store.get(key) for key in keys]
     for other, text in enumerate(entries):
         limit, free, most = map(int, text.split())
-        count = needed(size, local[other])
+        count = needed(size, local)
         if free < count:
             # More of them will follow: each wrapper makes a group, each DataLoader worker takes some.
             advice = max(1024, 2 * (limit - free + count))

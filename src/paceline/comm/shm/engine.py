@@ -36,7 +36,6 @@ from paceline.comm.shm.header import SLOTS, Header
 from paceline.comm.shm.introduction import Peer, world_rank
 from paceline.comm.shm.operation import Operation, is_computed, is_finished, mismatch
 from paceline.errors import CommunicationError
-from paceline.rollcall import report
 from paceline.tracing import waiting
 
 _SPINS = 20
@@ -76,8 +75,6 @@ class Engine:
         """Why the group cannot be used any more; set once, and nothing is computed after that."""
         self._blamed: list[int] = []
         """The ranks that `_broken` names, by their ranks in the world."""
-        self.reports_failures = False
-        """Whether ranks of other hosts may wait for us over Gloo: then they have to learn that we came, and failed."""
         self._lock = threading.RLock()
         """Held by the thread that changes anything above."""
         self._spins = _SPINS if len(self.members) <= len(os.sched_getaffinity(0)) else 1
@@ -241,9 +238,6 @@ class Engine:
 
     def _fail(self, event: str, operation: Operation, blamed: Sequence[Peer] = ()) -> NoReturn:
         self._broken = f"{event} in {operation.header}, operation {operation.number} of this group"
-        if self.reports_failures:
-            with suppress(RuntimeError, ValueError):
-                report(self._broken)
         self._blamed = [peer.name for peer in blamed]
         raise CommunicationError(f"rank {self._name}: {self._broken}; {_REMEDY}").because_of(self._blamed)
 

@@ -45,18 +45,13 @@ class Kind(IntEnum):
     barrier = 5
     launched_all_reduce = 6
     """One that was launched; all ranks' operands lie in shared memory."""
-    reduce = 7
-    gather = 8
-    scatter = 9
-    all_to_all = 10
-    launched_gather = 11
+    launched_gather = 7
     """One that was launched, in place; all ranks' operands lie in shared memory."""
-    launched_reduce_scatter = 12
+    launched_reduce_scatter = 8
     """One that was launched, in place; all ranks' operands lie in shared memory."""
 
 
-_REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.launched_reduce_scatter, Kind.reduce)
-ROOTS = {Kind.broadcast: "from", Kind.scatter: "from", Kind.reduce: "to", Kind.gather: "to"}
+_REDUCES = (Kind.all_reduce, Kind.reduce_scatter, Kind.launched_all_reduce, Kind.launched_reduce_scatter)
 
 
 class Header(NamedTuple):
@@ -115,9 +110,8 @@ class Header(NamedTuple):
     def __str__(self) -> str:
         if self.kind is Kind.barrier:
             return "barrier"
-        amount = f"{self.total} × " if self.total >= 0 else ""
         name = "shared all_reduce" if self.kind is Kind.launched_all_reduce else self.kind.name
-        text = f"{name} of {amount}{str(self.dtype).removeprefix('torch.')}"
+        text = f"{name} of {self.total} × {str(self.dtype).removeprefix('torch.')}"
         if self.kind in _REDUCES:
             text += f" by {name_of(self.reduce)}"
         return text + (f" from element {self.start}" if self.start else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from paceline.comm.shm.header import ROOTS, Header
+from paceline.comm.shm.header import Header, Kind
 from paceline.errors import DesyncError
 from paceline.rollcall import ranks_by_value
 
@@ -57,8 +57,8 @@ def mismatch(number: int, headers: Sequence[Header], names: Sequence[int], name:
     descriptions = []
     for header in headers:
         description = str(header)
-        if header.kind in ROOTS and 0 <= header.root < len(names):
-            description += f" {ROOTS[header.kind]} rank {names[header.root]}"
+        if header.kind is Kind.broadcast and 0 <= header.root < len(names):
+            description += f" from rank {names[header.root]}"
         descriptions.append(description)
     groups = ranks_by_value(zip(names, descriptions, strict=True))
     parts = "; ".join(f"rank {', '.join(map(str, ranks))}: {description}" for description, ranks in groups.items())

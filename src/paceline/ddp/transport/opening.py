@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -66,21 +65,19 @@ def _open_host_channel(group: dist.ProcessGroup, timeout: timedelta | None, pres
     logger.info(
         "rank %d: control blocks travel through %s",
         dist.get_rank(group),
-        "shared memory" if own.native else "shared memory and Gloo" if own.shares_memory else "Gloo",
+        "shared memory" if own.native else "Gloo",
     )
     return HostChannel(group, own) if own.native else Channel(group, own)
 
 
 def open_host_group(group: dist.ProcessGroup, timeout: timedelta | None) -> PacelineProcessGroup:
-    """Open a group of the ranks of `group` that carries host data: through shared memory, and Gloo between hosts.
+    """Open a group of the ranks of `group` that carries host data: through shared memory, or Gloo between hosts.
 
     Raises:
         CommunicationError: if the ranks cannot be connected; says what for, which a job on GPUs does not expect.
     """
     try:
-        with warnings.catch_warnings():  # that it may be Gloo alone is no news to a user of GPUs; the log has it
-            warnings.filterwarnings("ignore", message="the process group uses Gloo")
-            own: PacelineProcessGroup = open_own_group(group, NAME, timeout)
+        own: PacelineProcessGroup = open_own_group(group, NAME, timeout)
     except CommunicationError as error:
         raise CommunicationError(
             "beside gradients on GPUs, ranks exchange control blocks between their CPUs, which takes Gloo and TCP "
