@@ -55,7 +55,7 @@ class PowerSGD(Compressor):
         for matrix, mean in zip(matrices, means, strict=False):
             matrix.p = orthonormal(mean.view_as(matrix.p))
             matrix.q = matrix.m.t() @ matrix.p
-            matrix.view.sub_((matrix.p @ matrix.q.t()).view(matrix.view.shape))  # what is left for the next step
+            matrix.view.sub_(low_rank(matrix.p, matrix.q).view(matrix.view.shape))  # what is left for the next step
         for view in plain:
             view.zero_()
         bases = torch.cat([sums.new_empty(0), *(matrix.q.reshape(-1) for matrix in matrices)])
@@ -85,7 +85,7 @@ class PowerSGD(Compressor):
         mean = torch.empty_like(gradients.flat)
         for name, target in zip(gradients.names, gradients.views_of(mean), strict=True):
             matrix = compressed.get(name)
-            part = next(rest) if matrix is None else matrix.p @ matrix.q.t()
+            part = next(rest) if matrix is None else low_rank(matrix.p, matrix.q)
             target.copy_(part.view(target.shape))
         return mean
 
@@ -142,6 +142,17 @@ class Matrix:
     """The gradient as a matrix."""
     p: Tensor
     q: Tensor
+
+
+def low_rank(p: Tensor, q: Tensor) -> Tensor:
+    """Return P Qᵀ, whose bits are the same for any number of threads: a CPU's matrix product may split sums by it."""
+    if p.device.type != "cpu":
+        return p @ q.t()
+    total = p[:, :1] * q[:, 0]
+    part = torch.empty_like(total)
+    for index in range(1, p.shape[1]):
+        total += torch.mul(p[:, index : index + 1], q[:, index], out=part)
+    return total
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
