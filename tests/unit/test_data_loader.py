@@ -474,12 +474,21 @@ def test_numpy_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 ALIVE_AT_EXIT = """
 import torch
 from paceline.data import DataLoader
-it = iter(DataLoader(torch.utils.data.TensorDataset(torch.arange(10.)), batch_size=2))
-next(it)
+data = torch.utils.data.TensorDataset(torch.arange(10.))
 """
+LIVE = {
+    "no workers": "it = iter(DataLoader(data, batch_size=2)); next(it)",
+    "workers": "it = iter(DataLoader(data, batch_size=2, num_workers=2)); next(it)",
+    "in a generator": "it = (row for row in DataLoader(data, batch_size=2, num_workers=2)); next(it)",
+    "kept": "loader = DataLoader(data, batch_size=2, num_workers=2, persistent_workers=True); list(loader)",
+    "error": "it = iter(DataLoader(data, batch_size=2, num_workers=2)); next(it); raise SystemExit(3)",
+}
 
 
-@pytest.mark.slow
-def test_an_iterator_that_lives_at_exit_says_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", ALIVE_AT_EXIT], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+@pytest.mark.parametrize(
+    "live", ["workers", *(pytest.param(name, marks=pytest.mark.slow) for name in LIVE if name != "workers")]
+)
+def test_an_iterator_that_lives_at_exit_says_nothing_and_keeps_nobody(live: str) -> None:
+    command = [sys.executable, "-c", ALIVE_AT_EXIT + LIVE[live]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (3 if live == "error" else 0, "", "")

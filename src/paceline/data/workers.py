@@ -7,6 +7,7 @@ there cannot be opened, because the dead worker was to hand over its memory.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
@@ -78,6 +79,7 @@ def watch(iterator: Any, progress: Position) -> None:
     """Make the end of a worker of torch's `iterator` an error that names it, from now on."""
     if workers_of(iterator):
         _watched[iterator] = progress
+        _end_with_process(os.getpid())
         if threading.current_thread() is threading.main_thread():
             _name_in_signal_handler()
 
@@ -86,6 +88,23 @@ def workers_of(iterator: Any) -> Sequence[Any]:
     """Return the worker processes of torch's `iterator`."""
     workers: Sequence[Any] = getattr(iterator, "_workers", ())
     return workers
+
+
+@cache
+def _end_with_process(process: int) -> None:
+    """End the workers of iterators that live when `process` ends, in which this is called.
+
+    multiprocessing sends them one SIGTERM there, which they outlive, and waits for them without limit.
+    """
+
+    def end() -> None:
+        if os.getpid() == process:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would take their end for a failure
+            for iterator in list(_watched):
+                for worker in workers_of(iterator):
+                    worker.kill()
+
+    atexit.register(end)  # runs before torch's and multiprocessing's own, which were registered when they were imported
 
 
 def lost_worker(iterator: Any, progress: Position, batch: int, error: BaseException) -> DataError | None:

@@ -112,13 +112,13 @@ class Delegating(dist.ProcessGroup):
         """Delegate ``all_to_all_single``, as :meth:`allreduce` does.
 
         Raises:
-            UsageError: if the ranks cannot share the rows equally and no sizes are given; Gloo would drop the last ones.
+            UsageError: if the ranks cannot share the rows equally and no sizes are given: Gloo drops the last.
         """
         for name, rows, sizes in zip(("output", "input"), (output, tensor), arguments, strict=False):
             if not sizes and rows.dim() and rows.shape[0] % self.size():
                 raise UsageError(
-                    f"rank {self.rank()}: the {name} of all_to_all_single has {rows.shape[0]} rows, which {self.size()} "
-                    f"ranks cannot share equally; give {name}_split_sizes"
+                    f"rank {self.rank()}: the {name} of all_to_all_single has {rows.shape[0]} rows, which "
+                    f"{self.size()} ranks cannot share equally; give {name}_split_sizes"
                 )
         return self._backend_for_contiguous([tensor, output]).alltoall_base(output, tensor, *arguments, **options)
 
