@@ -4,8 +4,6 @@ Two models of each size train side by side in one job, one with a Checkpointer t
 step of each in turns. "added" is the difference of their medians: by wall, which has the wait at the gate, and by CPU
 time of the thread, which is steadier where cores are shared.
 
-With --sharded both have a sharded optimizer, and the marked one keeps second copies of its shards.
-
 Run by: paceline run --nproc 2 benchmarks/step_boundary.py --help
 """
 
@@ -24,7 +22,6 @@ from torch import nn
 import paceline
 from clocks import between, medians, now, without_collections
 from dated_results import save
-from paceline.optim import ShardedOptimizer
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "digits": (
@@ -47,14 +44,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 class Side:
     """A model that trains, with a Checkpointer in `folder` or without."""
 
-    def __init__(self, name: str, folder: str | None, is_sharded: bool) -> None:
+    def __init__(self, name: str, folder: str | None) -> None:
         make, shape = MODELS[name]
         with paceline.set_seed(0):
             net = make()
         self.model = paceline.DistributedDataParallel(net)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        if is_sharded:
-            self.optimizer = ShardedOptimizer.of(self.optimizer, redundancy=1 if folder is None else 2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 100)
         self.inputs = torch.randn(shape)
         self.checkpointer = None
@@ -81,16 +76,12 @@ def main() -> None:
     """Measure every size, and print the table on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="Of each side. Default 200.")
-    parser.add_argument("--sharded", action="store_true", help="With sharded optimizers.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with paceline.init() as world, tempfile.TemporaryDirectory() as folder:
         for name in options.models:
-            sides = {
-                "marked": Side(name, f"{folder}/{name}", options.sharded),
-                "bare": Side(name, None, options.sharded),
-            }
+            sides = {"marked": Side(name, f"{folder}/{name}"), "bare": Side(name, None)}
             times: dict[str, list[list[int]]] = {side: [] for side in sides}
             with without_collections():
                 for turn in range(options.steps + 20):
@@ -108,7 +99,7 @@ def main() -> None:
                     cells += [f"{1e6 * row['added'][clock]:.0f}", f"{row['share'][clock]:.2%}"]
                 table.add_row(row["model"], *cells)
             Console().print(table)
-            print("kept in", save("step-boundary-sharded" if options.sharded else "step-boundary", rows))
+            print("kept in", save("step-boundary", rows))
 
 
 if __name__ == "__main__":

@@ -94,21 +94,10 @@ def sequences() -> Iterator[Case]:
 
 
 def sharded() -> Iterator[Case]:
-    """Yield runs with a sharded optimizer of which there are second copies, struck at all moments in turn."""
-    moments = (*MOMENTS[:6], "updated", "shard", "gather", *MOMENTS[6:])
-    for turn, (nproc, wrapper, backend) in enumerate(((2, "ours", "paceline"), (4, "ours", "paceline"),
-                                                      (2, "torch", "gloo"), (4, "ours", "gloo"))):  # fmt: skip
-        orders = tuple(
-            f"{moment} rank={(number + turn) % nproc} at={1 if moment == 'rendezvous' else 3} start={number}"
-            for number, moment in enumerate(moments)
-        )
-        settings = {"wrapper": wrapper, "backend": backend, "redundancy": 2, "steps": 30}
-        yield Case(f"sharded, every moment in turn: {wrapper}, {backend}", nproc, orders, settings)
-    settings = {"redundancy": 2}
-    struck = "optimizer rank=1 at=5"
-    yield Case("sharded, the rank that rescues, too", 4, (struck, "rescue rank=0"), settings)
-    yield Case("sharded, exception inside the optimizer", 2, (f"{struck} do=raise",), settings)
-    yield Case("sharded, without second copies", 2, (struck,), {"redundancy": 1, "every": 3}, (1, 1), "disk")
+    """Yield runs with a sharded optimizer, which go on from disk."""
+    settings = {"sharded": True, "every": 3}
+    yield Case("sharded, inside the optimizer", 2, ("optimizer rank=1 at=5",), settings, (1, 1), "disk")
+    yield Case("sharded, in the gathering", 4, ("gather rank=0 at=5",), settings, (1, 1), "disk")
 
 
 def features() -> Iterator[Case]:

@@ -92,8 +92,8 @@ def main() -> None:
     parameters: list[Tensor] = list(net.parameters())
     groups: list[dict[str, Any]] = [{"params": parameters[:4]}, {"params": parameters[4:], "lr": 0.02}]
     optimizer: torch.optim.Optimizer = Optimizer(groups, lr=0.01)
-    if settings.get("redundancy"):
-        optimizer = ShardedOptimizer(groups, Optimizer, lr=0.01, redundancy=settings["redundancy"])
+    if settings.get("sharded"):
+        optimizer = ShardedOptimizer(groups, Optimizer, lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     loader = DataLoader(data, batch_size=32, shuffle=True)
     in_background = settings.get("background", False)

@@ -34,8 +34,6 @@ MOMENTS = (
     "prepared",  # between reduction and optimizer step: before the gate
     "gate",  # the same, behind the gate
     "optimizer",  # inside the optimizer; a script says when
-    "updated",  # when a sharded optimizer has updated this rank's share
-    "shard",  # in the middle of a copy of it
     "gather",  # when the ranks' shares are being gathered
     "evaluation",  # between two steps; a script says when
     "sample",  # when one is fetched, in a DataLoader's worker; a script says when

@@ -27,9 +27,6 @@ from paceline.black_box import FOLDER
 STEPS, BEFORE, RESCUE, SPARE = "steps", "steps-before", "rescue", "spare"
 """Folders in a job's folder: records of the present start, those of the one before, rescued checkpoints, and pages that
 the launcher has set aside: a job restarts from what is on disk also when memory is full, and that takes a record."""
-SHARD = ".shard"
-"""Ending of files beside the records, with a rank's share of a sharded optimizer; those of a start that has ended are
-of no use."""
 RESTARTS = "PACELINE_RESTARTS"
 """Environment variable by which our launcher tells its ranks how often it starts them again without progress."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)

@@ -44,7 +44,6 @@ LOOP = Path(__file__).parents[2] / "scripts" / "chaos_checks" / "loop.py"
 OURS = {"wrapper": "ours", "backend": "paceline"}
 TORCH = {"wrapper": "torch", "backend": "paceline"}
 GLOO = {"wrapper": "ours", "backend": "gloo"}
-SHARDED = {**OURS, "redundancy": 2}
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------------
@@ -69,16 +68,11 @@ def trained(folder: Path, settings: dict[str, Any], orders: str = "") -> list[di
         (TORCH, "bucket rank=1 at=3; rendezvous rank=0 start=1"),
         # All steps were once counted as redone if a rank ended while it restored them.
         (GLOO, "forward rank=1 at=3; restore rank=0 at=2 start=1"),
-        # Of the step that the others are in, nobody has what the lost rank has updated.
-        (SHARDED, "optimizer rank=1 at=3; gather rank=0 at=2 start=1"),
-        ({**SHARDED, "backend": "gloo"}, "bucket rank=0 at=3; shard rank=1 at=3 start=1"),
     ],
     ids=[
         "inside the optimizer",
         "mid-reduction, then in the rendezvous",
         "forward, then in the restore",
-        "sharded: inside the optimizer, then in the gathering",
-        "sharded: mid-reduction, then while a shard is stored",
     ],
 )
 def test_a_struck_run_ends_with_the_bits_of_an_undisturbed_one(

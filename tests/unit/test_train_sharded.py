@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from paceline.errors import UsageError
 from paceline.optim import ShardedOptimizer
 from paceline.recipes.muon import Muon
 from paceline.train import TrainConfig, Trainer
-from paceline.train.requirements import shared_out
 from paceline.world import World
 from trainings import Run, train
 from twins import Pools
@@ -71,12 +69,3 @@ def with_scheduler(world: World) -> str:
 
 def test_a_scheduler_of_the_optimizer_before_is_refused(pools: Pools) -> None:
     assert "scheduler has to be of the sharded optimizer" in pools.run(2, with_scheduler)[0]
-
-
-def test_second_copies_are_not_silently_left_out_of_an_optimizer_that_is_sharded_already() -> None:
-    layer = torch.nn.Linear(2, 2)
-    optimizer = ShardedOptimizer(layer.parameters(), torch.optim.SGD, lr=0.1)
-    model: Any = layer
-    with pytest.raises(UsageError, match="make this one by"):
-        shared_out(optimizer, None, model, TrainConfig(1, sharded=True, redundancy=2))
-    assert shared_out(optimizer, None, model, TrainConfig(1, sharded=True)) is optimizer

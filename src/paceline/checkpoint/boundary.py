@@ -2,7 +2,7 @@
 
 Parameters and the states of optimizers stay as they are until the next optimizer step, so nothing of them is copied.
 What changes in between is: settings of optimizers, small buffers of modules, and the states of all other objects; these
-copies are small, see :mod:`paceline.checkpoint.frozen`. Of a sharded optimizer each rank stores its own share.
+copies are small, see :mod:`paceline.checkpoint.frozen`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from paceline.checkpoint.frozen import Freezer, SmallBuffers, parameters_of, tha
 from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.room import nothing_is_kept
-from paceline.checkpoint.shard_copies import ShardCopies
 from paceline.checkpoint.turn import Turn
 from paceline.errors import CheckpointError
 from paceline.failpoints import strike
@@ -47,7 +45,7 @@ class Watched:
         self.optimizers = [entry.object for entry in entries if isinstance(entry.object, torch.optim.Optimizer)]
         self.parameters = parameters_of(entries)
         self.buffers = SmallBuffers(entries)
-        self.holds_lone_shards = any(entry.holds_shard and not entry.is_kept_twice for entry in entries)
+        self.holds_shards = any(entry.holds_shard for entry in entries)
         self.is_on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
 
     def versions(self) -> list[int]:
@@ -82,15 +80,11 @@ class Boundary:
         """The optimizer steps since the boundary."""
         self._hooks: dict[int, Any] = {}
         """Handles of the hooks of optimizers, by the optimizer's id."""
-        self._update_hooks: list[Any] = []
-        """Handles of the hooks of sharded optimizers' shares."""
         self._frozen: dict[str, Any] | None = None
         """What was copied at the boundary, by the name of the object; None if nothing was."""
         self._versions: list[int] = []
         """Of the parameters, at the boundary."""
         self._watched = Watched([])
-        self._shards: dict[int, ShardCopies] = {}
-        """Copies of sharded optimizers, by the optimizer's id; where nobody could use them none is written."""
         self._process = os.getpid()
 
     @property
@@ -113,10 +107,6 @@ class Boundary:
         if not entry.is_optimizer or id(entry.object) in self._hooks:
             return
         self._hooks[id(entry.object)] = entry.object.register_step_pre_hook(self._optimizer_steps)
-        if entry.is_kept_twice and self._gate is not None:
-            copies = ShardCopies(self._gate.folder, self._gate.rank, self._gate.size, entry)
-            self._shards[id(entry.object)] = copies
-            self._update_hooks.append(entry.object.share.register_update_hook(partial(self._share_is_new, copies)))
 
     def go_on_from(self, step: int) -> None:
         """Take `step` for the number of steps done; everything registered is as of its end."""
@@ -124,8 +114,6 @@ class Boundary:
         if (box := black_box()) is not None:
             box.go_on_from(step)
         self._turn.end()
-        for copies in self._shards.values():
-            copies.start_over()
 
     def mark(self) -> bool:
         """Mark that everything registered is consistent; returns whether this ends an optimizer step.
@@ -146,18 +134,17 @@ class Boundary:
         is_step = self._turn.has_begun or not self._hooks
         self.step += is_step
         if self._gate is not None and self._is_of_no_use(watched):
-            if watched.holds_lone_shards and self._gate.rank == 0:
+            if watched.holds_shards and self._gate.rank == 0:
                 logger.warning(
                     "the optimizer is sharded, and no other rank has a lost rank's shard: a failure will cost the "
-                    "steps since the last save on disk; ShardedOptimizer(…, redundancy=2) keeps a second copy"
+                    "steps since the last save on disk, so save often: Checkpointer(every=…)"
                 )
             self.leave_gate()
-        self._store(self._keep_states)
         if self._gate is not None and is_first:  # the optimizer has not waited
             self._prepare(self.step, watched)
         if self._gate is not None:
             self._freeze(watched)
-            self._gate.complete(self.step, capture.own(self._own(watched)), watched.buffers.now())
+            self._gate.complete(self.step, capture.own(watched.own), watched.buffers.now())
         elif self._record is not None:
             self._record.complete(self.step)
         self._turn.end()
@@ -182,11 +169,6 @@ class Boundary:
             if not entry.per_rank:
                 yield thaw_object(entry, self._frozen[entry.name])
 
-    @property
-    def shards(self) -> list[ShardCopies]:
-        """The copies of sharded optimizers."""
-        return list(self._shards.values())
-
     def positions(self) -> dict[str, tuple[int, int]]:
         """Return the epoch and the batch in it of sources of data, which their states tell, at the boundary."""
         assert self._frozen is not None
@@ -200,10 +182,9 @@ class Boundary:
 
     def close(self) -> None:
         """Let optimizers step without being noticed."""
-        for handle in [*self._hooks.values(), *self._update_hooks]:
+        for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        self._update_hooks.clear()
         self._frozen = None
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -220,8 +201,7 @@ class Boundary:
                 self.leave_gate()
             else:
                 self._prepare(self.step + 1, watched)
-        copies = self._shards.get(id(optimizer)) if self._is_armed and self._gate is not None else None
-        self._turn.step(optimizer, watched.optimizers, None if copies is None else copies.way_back(self.step))
+        self._turn.step(optimizer, watched.optimizers)
         if is_first:
             strike("gate")
 
@@ -245,61 +225,27 @@ class Boundary:
         self._record = self._gate.record
         self._record.step_alone()
         self._gate, self._frozen = None, None
-        self.remove_copies()
-
-    def remove_copies(self) -> None:
-        """Give the memory of this rank's copies of shards back, which nobody needs any more."""
-        for copies in self._shards.values():
-            copies.remove()
 
     def _prepare(self, step: int, watched: Watched) -> None:
-        """Meet the other ranks before `step`, unless one of them cannot."""
-        if not self._turn.has_begun:
-            self._store(self._keep_values)
-        self._store(partial(self._meet, step, watched))
-        if self._gate is not None and self._gate.is_left:
-            self.leave_gate()
+        """Meet the other ranks before `step`, unless one of them cannot.
 
-    def _meet(self, step: int, watched: Watched) -> None:
+        Where memory is full nothing can be rescued from then on.
+        """
         assert self._gate is not None
-        own = capture.own(self._own(watched))
-        self.wishes = self._gate.prepare(step, own, watched.buffers.now(), self.wish)
-
-    def _own(self, watched: Watched) -> list[Registered]:
-        """Return what each rank stores at the gate and at the end of a step."""
-        return [*watched.own, *(copies.settings for copies in self._shards.values())]
-
-    def _store(self, store: Callable[[], None]) -> None:
-        """Store what others may need of this rank; where memory is full, nothing can be rescued from now on."""
-        if self._gate is None:
-            return
         try:
-            store()
+            self.wishes = self._gate.prepare(step, capture.own(watched.own), watched.buffers.now(), self.wish)
         except OSError as error:
             logger.warning("rank %d: %s", self._gate.rank, nothing_is_kept(error, self._gate.folder))
             self.leave_gate()
-
-    def _keep_states(self) -> None:
-        """At the end of a step, store the states of shards that were not, or were changed since."""
-        for copies in self._shards.values():
-            if not copies.is_current:
-                copies.keep_state(self.step)
-
-    def _keep_values(self) -> None:
-        """Before any optimizer steps, store what the steps of sharded ones change."""
-        for copies in self._shards.values():
-            copies.keep_values(self.step)
-
-    def _share_is_new(self, copies: ShardCopies) -> None:
-        """In the middle of a sharded optimizer's step, store the state that this rank has updated."""
-        if self._is_armed and os.getpid() == self._process:
-            self._store(partial(copies.keep_state, self.step + 1))
+            return
+        if self._gate.is_left:
+            self.leave_gate()
 
     def _is_of_no_use(self, watched: Watched) -> bool:
         """Whether the surviving ranks could not tell what the others need.
 
         Inside ``join`` ranks take different numbers of steps; without a registered optimizer nobody says when
         parameters change; on a GPU the host is ahead of what the device has computed; and of a sharded optimizer
-        nobody else has a rank's shard, unless there is a second copy.
+        nobody else has a rank's shard.
         """
-        return not self._hooks or not watched.is_on_cpu or self.joins or watched.holds_lone_shards
+        return not self._hooks or not watched.is_on_cpu or self.joins or watched.holds_shards

@@ -146,8 +146,6 @@ class Recovery:
         if self._gate is not None:
             if self.boundary.can_be_saved:
                 self._rescue_for(self._gate.wait_for_end(END_S))
-            if self._gate.is_over:
-                self.boundary.remove_copies()
             atexit.unregister(self._leave)
         self.boundary.close()
         if self._forget is not None:

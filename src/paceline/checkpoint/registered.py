@@ -64,11 +64,6 @@ class Registered:
         return isinstance(self.object, Sharded)
 
     @property
-    def is_kept_twice(self) -> bool:
-        """Whether there are copies of the shards of ranks that are gone."""
-        return isinstance(self.object, Sharded) and self.object.redundancy > 1
-
-    @property
     def is_constant(self) -> bool:
         """Whether the object says, by an attribute ``state_is_constant``, that its state never changes."""
         return not isinstance(self.object, nn.Module) and bool(getattr(self.object, "state_is_constant", False))
@@ -86,19 +81,17 @@ class Registered:
                 "model.do_sync is true"
             )
 
-    def capture(self, encoder: Encoder, prefix: str = "", state: Any = None) -> dict[str, Any]:
+    def capture(self, encoder: Encoder, prefix: str = "") -> dict[str, Any]:
         """Return the node of the object's state; its tensors go to `encoder`, their names starting with `prefix`.
 
         Args:
             encoder: gets the tensors.
             prefix: of their names.
-            state: to take in place of the object's own, such as another rank's shard.
 
         Raises:
             UsageError: if the state holds a value that cannot be encoded; names object and path.
         """
-        if state is None:
-            state = self.object.local_state() if isinstance(self.object, Sharded) else self._target.state_dict()
+        state = self.object.local_state() if isinstance(self.object, Sharded) else self._target.state_dict()
         metadata = getattr(state, "_metadata", None)
         if isinstance(self.object, nn.Module):
             state, metadata = without_compile(state), without_compile(metadata)

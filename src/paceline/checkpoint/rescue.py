@@ -29,7 +29,6 @@ from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.run_folder import RunFolder
 from paceline.checkpoint.sample_ledger import Ledger
 from paceline.checkpoint.saved import GENERATORS
-from paceline.checkpoint.shard_copies import with_shards
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError, UsageError
@@ -95,7 +94,7 @@ class Rescue:
             strike("rescue")
             gate.wait_for_step(step, COMPLETES_S)
             try:
-                ranks = with_shards(self._boundary.shards, step, _all_own_states(gate, step))
+                ranks = _all_own_states(gate, step)
                 load_buffers(self._contents.entries(), ranks[0].buffers)
                 shared = [capture.shared(entry) for entry in self._boundary.states()]
                 self._save(step, shared, ranks, memory)

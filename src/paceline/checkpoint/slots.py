@@ -18,7 +18,6 @@ import torch
 
 from paceline.checkpoint.room import aligned
 from paceline.checkpoint.tensorfile import Spec, stored
-from paceline.failpoints import strike
 
 Layout = Sequence[tuple[tuple[int, ...], str]]
 """Shape and dtype of tensors that follow one another."""
@@ -33,14 +32,13 @@ class SlotFile:
     Args:
         path: replaced if it is there.
         slots: how many.
-        moment: of the failpoint in the middle of a write; none by default.
 
     Raises:
         OSError: if it cannot be made, or memory is full; also from :meth:`write`.
     """
 
-    def __init__(self, path: Path, slots: int, moment: str = "") -> None:
-        self._path, self._slots, self._moment = path, slots, moment
+    def __init__(self, path: Path, slots: int) -> None:
+        self._path, self._slots = path, slots
         self._number = 0
         """Of the last write."""
         self._map = self._make(_FIRST)
@@ -56,8 +54,6 @@ class SlotFile:
         at = slot * self._capacity
         self._map[at : at + 8] = bytes(8)
         self._map[at + _HEAD.size : at + _HEAD.size + len(plain)] = plain
-        if self._moment:
-            strike(self._moment)
         place = at + aligned(_HEAD.size + len(plain))
         for tensor, size in zip(tensors, sizes, strict=True):
             if size:
@@ -65,10 +61,6 @@ class SlotFile:
             place += aligned(size)
         struct.pack_into("<qqq", self._map, at + 8, step, len(plain), total)
         struct.pack_into("<q", self._map, at, self._number)
-
-    def remove(self) -> None:
-        """Give the memory back, once nothing is written any more."""
-        self._path.unlink(missing_ok=True)
 
     @property
     def _capacity(self) -> int:

@@ -4,9 +4,6 @@ Where one training step has several backwards, each with an optimizer of its own
 end in the second when the first optimizer has stepped everywhere. So before it steps, its parameters and state are
 copied. Optimizers that step one right after the other, or the last, need no copies. That is told by gradients: a turn
 in which some came between shows it for the turns to come.
-
-A sharded optimizer waits for the other ranks inside its step, so what stepped before it is copied, too. Its own way
-back is given, see :mod:`paceline.checkpoint.shard_copies`.
 """
 
 from __future__ import annotations
@@ -15,19 +12,9 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class WayBack(Protocol):
-    """The way back from a step of an optimizer."""
-
-    versions: dict[torch.Tensor, int]
-    """Of the parameters' version counters, before the optimizer stepped."""
-
-    def put_back(self) -> None:
-        """Give the optimizer and its parameters what they had."""
 
 
 class Turn:
@@ -40,7 +27,7 @@ class Turn:
         """Optimizers that have stepped in this turn, or are about to, by id."""
         self._seen: dict[int, list[tuple[Callable[[], Any], int]]] = {}
         """Gradients of the other ones, when the latest of these stepped, by the optimizer's id."""
-        self._copies: dict[int, WayBack] = {}
+        self._copies: dict[int, _Copy] = {}
         """Of those that have stepped, as they were before, by id; of each of them where :attr:`can_go_back`."""
 
     @property
@@ -62,18 +49,11 @@ class Turn:
         pairs = itertools.zip_longest(before, now, fillvalue=(None, -1))
         return any(one is not other or count != version for (one, count), (other, version) in pairs)
 
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        registered: list[torch.optim.Optimizer],
-        way_back: WayBack | None = None,
-    ) -> None:
-        """Note that `optimizer`, one of those `registered`, steps now; a sharded one comes with its way back."""
-        if self.has_begun and (way_back is not None or self.has_new_gradients(optimizer)):
+    def step(self, optimizer: torch.optim.Optimizer, registered: list[torch.optim.Optimizer]) -> None:
+        """Note that `optimizer`, one of those `registered`, steps now."""
+        if self.has_begun and self.has_new_gradients(optimizer):
             self._early.update(self._stepped)
-        if way_back is not None:
-            self._copies.setdefault(id(optimizer), way_back)
-        elif id(optimizer) in self._early and self.can_go_back and id(optimizer) not in self._copies:
+        if id(optimizer) in self._early and self.can_go_back and id(optimizer) not in self._copies:
             self._copies[id(optimizer)] = _Copy(optimizer)
         self._stepped.append(id(optimizer))
         self._seen = {id(other): _gradients(other) for other in registered} if len(registered) > 1 else {}

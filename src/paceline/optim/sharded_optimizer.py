@@ -21,13 +21,11 @@ from torch.optim import Optimizer
 from paceline.comm.forking import finalize
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError
-from paceline.failpoints import strike
 from paceline.optim import states
 from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise, stand_ins
 from paceline.optim.living import enter, expect_apart
 from paceline.optim.owned import Owned
 from paceline.optim.sharding import Sharding
-from paceline.optim.share import Share, check_redundancy
 from paceline.optim.subject import Subject, describe_groups, expect_plain, expect_scatterable, expect_step, subject_of
 from paceline.optimizer_shards import Assembly, Window
 from paceline.torch_internals.compile import never_compiled
@@ -67,9 +65,6 @@ class ShardedOptimizer(Optimizer):
             fp16 parameters.
         reduce_scatter: let the wrapper give each rank the averages of its own pieces alone, which moves half of what
             an all-reduce does. Then ``p.grad`` cannot be read; clip with :func:`paceline.clip_grad_norm_`.
-        redundancy: 2 to keep a second copy of each rank's share in memory that outlives the rank, so that with
-            ``Checkpointer.step()`` no completed step is lost when one is killed. Needs ``paceline run`` on one host,
-            and parameters on the CPU.
         defaults: of the optimizer, such as ``lr=1e-3, fused=True``.
 
     Raises:
@@ -87,7 +82,6 @@ class ShardedOptimizer(Optimizer):
         by: Literal["element", "tensor"] = "element",
         master_dtype: torch.dtype | None = None,
         reduce_scatter: bool = False,
-        redundancy: int = 1,
         **defaults: Any,
     ) -> None:
         if overlap_with_ddp:
@@ -98,7 +92,7 @@ class ShardedOptimizer(Optimizer):
         self._subject: Subject = subject_of(params, process_group)
         if reduce_scatter:
             expect_scatterable(self._subject)
-        self._by, self._master_dtype, self.redundancy = by, master_dtype, redundancy
+        self._by, self._master_dtype = by, master_dtype
         template = make(stand_ins(self._class, by, self._subject.shapes()))  # the class refuses what it does not take
         self._inner: Optimizer | None = None
         """Trains this rank's pieces; None until all groups are there."""
@@ -110,7 +104,6 @@ class ShardedOptimizer(Optimizer):
         """Of the parameters' version counters, after the last step."""
         super().__init__(self._subject.groups, template.defaults)
         expect_apart(self, self.param_groups, self._subject)
-        check_redundancy(redundancy, self._subject, self.parameters)
         self._sharding = Sharding(self._subject, by, master_dtype, self._description)
         if self._sharding.channel is not None:
             finalize(self, self._sharding.channel.close)
@@ -119,8 +112,6 @@ class ShardedOptimizer(Optimizer):
         self._inner = make([self._inner_group(group) for group in self.param_groups])
         for wrapper in self._subject.wrappers:
             wrapper.scatter(self._sharding.shares if reduce_scatter else None)
-        self.share = Share(self._sharding, self._inner, self.param_groups)
-        """What others keep copies of."""
         enter(self)
 
     @classmethod
@@ -132,7 +123,6 @@ class ShardedOptimizer(Optimizer):
         by: Literal["element", "tensor"] | None = None,
         master_dtype: torch.dtype | None = None,
         reduce_scatter: bool = False,
-        redundancy: int = 1,
     ) -> ShardedOptimizer:
         """Return a sharded optimizer in the place of one that was made already; all ranks call it.
 
@@ -144,12 +134,10 @@ class ShardedOptimizer(Optimizer):
             by: as for the class; by default ``"element"`` for optimizers of torch's that allow it, else ``"tensor"``.
             master_dtype: as for the class.
             reduce_scatter: as for the class.
-            redundancy: as for the class.
         """
         chosen = by or ("element" if is_known_elementwise(type(optimizer)) else "tensor")
         groups = [dict(group) for group in optimizer.param_groups]
         options: dict[str, Any] = {"by": chosen, "master_dtype": master_dtype, "reduce_scatter": reduce_scatter}
-        options["redundancy"] = redundancy
         sharded = cls(groups, Prototype(optimizer), process_group, **options)
         if optimizer.state:
             sharded.load_state_dict(optimizer.state_dict())
@@ -243,9 +231,7 @@ class ShardedOptimizer(Optimizer):
                 owned.end_step()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(inner))  # some keep there what they have learned
-        strike("updated")
-        self.share.tell_updated()
-        self._sharding.gather(meets=self.redundancy > 1)
+        self._sharding.gather()
         torch.autograd.graph.increment_version([each for each in self.parameters if each.grad is not None])
         self._versions = self._count_versions()
 

@@ -55,8 +55,6 @@ class Sharding:
         """All of them, in the order in which states number them."""
         self.groups: list[list[nn.Parameter]] = []
         """The same by group, as they were added."""
-        self.revision = 0
-        """How often parameters were added, or found in other memory."""
         self._addresses: list[int] = []
         """Where they lay when they were last looked at."""
         self._looks: list[Any] = []
@@ -118,7 +116,6 @@ class Sharding:
     def _note_places(self) -> None:
         self._addresses, self._looks = _addresses(self.parameters), list(map(_look, self.parameters))
         self.strides = list(map(Tensor.stride, self.parameters))
-        self.revision += 1
 
     def has_moved(self) -> bool:
         """Whether parameters were given other memory, or another form."""
@@ -154,17 +151,11 @@ class Sharding:
         for owned in self.owned:
             owned.take_changes()
 
-    def gather(self, *, meets: bool) -> None:
-        """Make the parameters whole on every rank that were trained in this step.
-
-        Args:
-            meets: whether all ranks wait for each other even if there is nothing to gather.
-        """
+    def gather(self) -> None:
+        """Make the parameters whole on every rank that were trained in this step."""
         if self.channel is None:
             return
         active = [each for each in self._segments if any(parameter.grad is not None for parameter in each.parameters)]
-        if meets and not active:
-            self.channel.all_gather_object(None)
         launched: deque[Launched] = deque()
         for segment in active:
             if len(launched) == segment.most_launched:

@@ -41,9 +41,6 @@ class TrainingOptions(ProgramConfig):
         None, "auto: more micro-batches where a rank's memory is short, with the same global batch.", "auto"
     )
     sharded: bool = option(False, "Give every rank its share of the optimizer alone.")
-    redundancy: int = option(
-        1, "2: with --sharded, keep a second copy of each share, so that no step is lost with a rank."
-    )
     checkpoint_dir: str | None = option(None, "Where checkpoints go.", "DIR")
     checkpoint_every: int | None = option(None, "Steps between two checkpoints.")
     async_save: bool = option(False, "Write them in the background, from a copy in rank 0's memory.")
@@ -114,10 +111,6 @@ class TrainingOptions(ProgramConfig):
                 raise UsageError(f"{flag_of(name)} must be at least 1, not {getattr(self, name)}")
 
     def _check_checkpoints(self) -> None:
-        if self.redundancy not in (1, 2):
-            raise UsageError(f"--redundancy must be 1 or 2, not {self.redundancy}")
-        if self.redundancy == 2 and not self.sharded:
-            raise UsageError("--redundancy 2 is about the shares of a sharded optimizer and needs --sharded")
         if self.checkpoint_dir == "":
             raise UsageError("--checkpoint-dir must not be empty; name a folder, or leave it out")
         if self.checkpoint_dir is None and self.resume:
@@ -154,7 +147,7 @@ class TrainingOptions(ProgramConfig):
         from paceline.train import TrainConfig
 
         same: tuple[str, ...] = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps")
-        same += ("decay", "decay_steps", "decay_to", "clip_norm", "sharded", "redundancy", "checkpoint_dir")
+        same += ("decay", "decay_steps", "decay_to", "clip_norm", "sharded", "checkpoint_dir")
         same += (
             "checkpoint_every",
             "async_save",

@@ -104,10 +104,6 @@ def shared_out(
     Raises:
         UsageError: if it cannot be sharded, or a `scheduler` was made for it already.
     """
-    if isinstance(optimizer, ShardedOptimizer) and config.redundancy > optimizer.redundancy:
-        raise UsageError(
-            "redundancy=2 is for an optimizer that the Trainer shards; make this one by ShardedOptimizer(redundancy=2)"
-        )
     if not config.sharded or isinstance(optimizer, ShardedOptimizer):
         return optimizer
     if scheduler is not None:
@@ -115,7 +111,7 @@ def shared_out(
             "with sharded=True the scheduler has to be of the sharded optimizer; give the Trainer "
             "paceline.optim.ShardedOptimizer(…) and a scheduler that was made from it"
         )
-    return ShardedOptimizer.of(optimizer, model.process_group, redundancy=config.redundancy)
+    return ShardedOptimizer.of(optimizer, model.process_group)
 
 
 def expect_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:

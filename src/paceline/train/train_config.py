@@ -45,8 +45,6 @@ class TrainConfig:
     the CPU waits for that in every step."""
     sharded: bool = False
     """Whether every rank holds and computes only its share of the optimizer."""
-    redundancy: int = 1
-    """With ``sharded``, 2 to keep a second copy of each rank's share, so that no completed step is lost with a rank."""
     checkpoint_dir: str | None = None
     """Folder of checkpoints; None to keep none."""
     checkpoint_every: int | None = None
@@ -95,10 +93,6 @@ class TrainConfig:
         if self.clip_norm is not None:
             self._take("clip_norm", _positive("clip_norm", self.clip_norm))
         self._take("decay_to", _share("decay_to", self.decay_to))
-        if type(self.redundancy) is not int or self.redundancy not in (1, 2):
-            raise UsageError(f"redundancy must be 1 or 2, not {self.redundancy!r}")
-        if self.redundancy == 2 and not self.sharded:
-            raise UsageError("redundancy=2 is about the shares of a sharded optimizer and needs sharded=True")
         if self.decay_to and self.decay == "none":
             raise UsageError(f"decay_to={self.decay_to} is where a decay ends, but decay is none; choose a decay")
         if self.decay_steps is not None and self.decay != "wsd":
