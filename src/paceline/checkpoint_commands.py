@@ -20,7 +20,7 @@ paceline checkpoint list runs/7
 
 paceline checkpoint verify runs/7 --step 120
 
-paceline checkpoint audit runs/7 copies/7
+paceline checkpoint verify runs/7 copies/7
 
 paceline checkpoint export runs/7 --out model.safetensors
 """
@@ -46,7 +46,7 @@ class _Group(Commands):
             raise UsageError(f"the output cannot be written: {storage.reason(error)}; send it elsewhere") from error
 
 
-checkpoint = typer.Typer(cls=_Group, help="List, verify, show and audit checkpoints, and export weights.")
+checkpoint = typer.Typer(cls=_Group, help="List, verify and show checkpoints, and export weights.")
 Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder, or that of one checkpoint.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -73,17 +73,21 @@ def list_checkpoints(
 
 @checkpoint.command("verify")
 def verify_checkpoints(
-    folder: Folder,
+    folders: Annotated[
+        list[str],
+        typer.Argument(metavar="FOLDER…", help="Folders of runs, or of checkpoints; several are copies of one run."),
+    ],
     step: Annotated[int | None, typer.Option(help="Verify this one; all by default.")] = None,
     json: Json = False,
 ) -> None:
     """Read every byte and compare checksums, which cover every tensor. The exit code is 1 if anything is damaged.
 
-    Every damaged file is named, with whose tensors it holds.
+    Every damaged file is named, with whose tensors it holds. Of several folders, checkpoints of one step are copies: of
+    one run, or of runs that should be equal. They are compared tensor by tensor, and the exit code is 1 if any differs.
     """
     from paceline.checkpoint import checkpoint_command
 
-    checkpoint_command.verify_checkpoints(folder, step, json)
+    checkpoint_command.verify_checkpoints(folders, step, json)
 
 
 @checkpoint.command("show")
@@ -99,23 +103,6 @@ def show_checkpoint(
     from paceline.checkpoint import checkpoint_command
 
     checkpoint_command.show_checkpoint(folder, step, json)
-
-
-@checkpoint.command("audit")
-def audit_checkpoints(
-    folders: Annotated[
-        list[str], typer.Argument(metavar="FOLDER…", help="Folders of runs, or of checkpoints; copies, or equal runs.")
-    ],
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
-    """Compare every tensor of every copy bit by bit, and prove that each sample was used once per epoch.
-
-    Every byte is verified first. Checkpoints of one step in several folders are copies. The exit code is 1 if anything
-    is damaged or differs, or a sample was left out or used twice.
-    """
-    from paceline.checkpoint import audit_command
-
-    audit_command.audit_checkpoints(folders, json)
 
 
 @checkpoint.command("export")

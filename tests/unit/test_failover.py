@@ -21,7 +21,6 @@ from torch import nn
 
 from paceline import failpoints
 from paceline.black_box import FOLDER
-from paceline.checkpoint import consumed_once, sample_ledger, verify
 from paceline.checkpoint.boundary import Boundary
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.carried_over import carry_over
@@ -29,7 +28,6 @@ from paceline.checkpoint.gate import Gate
 from paceline.checkpoint.own_states import OwnStates
 from paceline.checkpoint.recovery import Recovery
 from paceline.checkpoint.rescue import Contents
-from paceline.checkpoint.sample_ledger import Ledger
 from paceline.checkpoint.stop_requests import StopRequests
 from paceline.checkpoint.turn import Turn
 from paceline.errors import CommunicationError, UsageError
@@ -85,12 +83,6 @@ def test_a_struck_run_ends_with_the_bits_of_an_undisturbed_one(
     assert {(rank["restarts"], rank["redone"], rank["from"]) for rank in struck} == {
         (orders.count(";") + 1, 0, "memory")
     }
-    path = tmp_path / "struck" / "checkpoints" / step_name(5)
-    runs = sample_ledger.read(path, verify.read_whole(path, 5))
-    assert runs[0].resumed_at is None, "the ledger goes back to the beginning, whichever rank saved it"
-    assert [run.resumed_at for run in runs[1:]] == [run.saved for run in runs[:-1]]
-    assert runs[-1].saved == 5
-    assert [(epoch.used, epoch.problems) for epoch in consumed_once.check(runs)] == [(5, ())]
 
 
 # -- failpoints ----------------------------------------------------------------------------------------------------
@@ -215,7 +207,7 @@ def test_steps_are_not_redone_because_a_start_ended_before_it_restored_them(
     StepRecord(record_path(before, 0), make=True).complete(50)
 
     def start() -> Recovery:
-        return Recovery(world, key_of(folder), Contents(folder, {}, Ledger(), lambda: None))
+        return Recovery(world, key_of(folder), Contents(folder, {}, lambda: None))
 
     recovery = start()
     recovery.close(failing=False)
@@ -232,7 +224,7 @@ def test_two_checkpointers_that_mark_steps_in_turns_are_told_that_a_failure_part
     """A rank once died between the two, and training went on with one model a step ahead of the other, in silence."""
     monkeypatch.setattr(Recovery, "_were_told", False)
     one, other, later = (
-        Recovery(World(0, 1, 0, 1, 0, torch.device("cpu")), name, Contents(tmp_path, {}, Ledger(), lambda: None))
+        Recovery(World(0, 1, 0, 1, 0, torch.device("cpu")), name, Contents(tmp_path, {}, lambda: None))
         for name in ("one", "other", "later")
     )
     for each in (one, one, other, other):  # trainings one after the other

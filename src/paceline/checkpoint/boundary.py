@@ -169,13 +169,6 @@ class Boundary:
             if not entry.per_rank:
                 yield thaw_object(entry, self._frozen[entry.name])
 
-    def positions(self) -> dict[str, tuple[int, int]]:
-        """Return the epoch and the batch in it of sources of data, which their states tell, at the boundary."""
-        assert self._frozen is not None
-        told = {name: state for name, state in self._frozen.items() if isinstance(state, dict)}
-        pairs = {name: (state.get("epoch"), state.get("position")) for name, state in told.items()}
-        return {name: (epoch, at) for name, (epoch, at) in pairs.items() if type(epoch) is int and type(at) is int}
-
     def retire(self) -> None:
         """Let optimizers step without waiting, after which :meth:`states` can tell nothing."""
         self._is_armed = False

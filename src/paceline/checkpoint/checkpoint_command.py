@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import typer
 from rich.table import Table
 
+from paceline.checkpoint import copies, inspection
 from paceline.checkpoint import export as exporting
-from paceline.checkpoint import inspection
 from paceline.checkpoint.command_output import add_row, make_table, print_json, printable, say
 from paceline.checkpoint.inspection import Inspected, SavedObject, SavedTensor
 from paceline.checkpoint.room import readable
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 from paceline.output_tables import print_table
+
+MOST_SHOWN = 20  # differences
 
 
 def list_checkpoints(folder: str, quick: bool, json: bool) -> None:
@@ -43,28 +45,63 @@ def list_checkpoints(folder: str, quick: bool, json: bool) -> None:
             say(f"step {each.step} is {'of a newer format' if each.newer else 'damaged'}: {damage}")
 
 
-def verify_checkpoints(folder: str, step: int | None, json: bool) -> None:
-    """Read every byte and compare checksums, which cover every tensor. The exit code is 1 if anything is damaged."""
+def verify_checkpoints(folders: Sequence[str], step: int | None, json: bool) -> None:
+    """Read every byte and compare checksums, and copies of one step with each other, tensor by tensor.
+
+    The exit code is 1 if anything is damaged or differs.
+    """
+    places = dict.fromkeys(
+        (place.resolve(), each)
+        for folder in folders
+        for place, steps in [inspection.locate(folder, step)]
+        for each in steps
+    )
     found = []
-    for each in inspection.inspect(*inspection.locate(folder, step), every_byte=True):
-        found.append(each)
-        if json:
-            continue
-        if each.manifest is not None and not each.damages:
-            count = sum(len(file.tensors) for file in each.manifest.files)
-            files = len(each.manifest.files) + 1  # and the manifest, which has a checksum of its own
-            typer.echo(f"step {each.step}: complete ({_tensors(count)} in {files} files, {readable(each.nbytes)})")
-        for damage in each.damages:
-            typer.echo(f"step {each.step}: {each.state}: {printable(damage)}")
+    for place, number in places:
+        for each in inspection.inspect(place, [number], every_byte=True):
+            found.append(each)
+            if not json:
+                _echo_verdict(each, "" if len(folders) == 1 else f" in {place}")
     if not found:
-        raise NoCheckpoint(f"there is no checkpoint in {folder} any more; check whether its run is deleting them")
+        raise NoCheckpoint(f"there is no checkpoint in {folders[0]} any more; check whether its run is deleting them")
+    different = [text for number in sorted({each.step for each in found}) for text in _differences(found, number)]
     if json:
-        damaged = [each.step for each in found if each.state == "damaged"]
-        print_json({"damaged": damaged, "checkpoints": [_summary(each) for each in found]})
-    if any(each.state == "damaged" for each in found):
+        damaged = sorted({each.step for each in found if each.state == "damaged"})
+        rows = [_summary(each) for each in found]
+        print_json({"damaged": damaged, "differences": different, "checkpoints": rows})
+    else:
+        for text in different[:MOST_SHOWN]:
+            typer.echo(printable(text))
+        if len(different) > MOST_SHOWN:
+            typer.echo(f"and {len(different) - MOST_SHOWN} more differences; --json has all")
+        if len(folders) > 1 and not different:
+            typer.echo("copies of one step are equal: every tensor, bit by bit, and every plain value")
+    if different or any(each.state == "damaged" for each in found):
         raise typer.Exit(1)
     if newer := [each for each in found if each.newer]:
         raise UsageError(f"step {newer[0].step} cannot be verified: {newer[0].damages[0]}")
+
+
+def _echo_verdict(found: Inspected, where: str) -> None:
+    if found.manifest is not None and not found.damages:
+        files = len(found.manifest.files) + 1  # and the manifest, which has a checksum of its own
+        count = _tensors(copies.count_tensors(found.manifest))
+        typer.echo(
+            printable(f"step {found.step}{where}: complete ({count} in {files} files, {readable(found.nbytes)})")
+        )
+    for damage in found.damages:
+        typer.echo(printable(f"step {found.step}{where}: {found.state}: {damage}"))
+
+
+def _differences(found: Sequence[Inspected], step: int) -> Iterator[str]:
+    """Yield what differs between the copies of `step`, each compared with one that is not damaged, if there is one."""
+    same = [each for each in found if each.step == step and not each.newer]
+    if len(same) < 2:
+        return
+    reference = next((each for each in same if not each.damages), same[0])
+    for other in same:
+        if other is not reference:
+            yield from (f"step {step} in {other.path.parent}: {text}" for text in copies.differences(reference, other))
 
 
 def show_checkpoint(folder: str, step: int | None, json: bool) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from paceline import rank_consensus
-from paceline.checkpoint import capture, codec, notes, restoring, sample_ledger
+from paceline.checkpoint import capture, codec, notes, restoring
 from paceline.checkpoint.codec import Encoder
 from paceline.checkpoint.due_saves import DueSaves
 from paceline.checkpoint.interrupts import uninterrupted
@@ -25,7 +25,6 @@ from paceline.checkpoint.recovery import History, Recovery
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.rescue import Contents
 from paceline.checkpoint.run_folder import RunFolder, expect_path
-from paceline.checkpoint.sample_ledger import Ledger
 from paceline.checkpoint.save_interval import SaveInterval
 from paceline.checkpoint.saved import Saved, compare, expect_registrable
 from paceline.checkpoint.saving import collect
@@ -90,12 +89,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._folder = Path(folder).absolute()
         self._keep = Keep(keep, keep_best, best)
         self._registered: dict[str, Registered] = {}
-        self._ledger = Ledger()
         self._opened: RunFolder | None = None  # rank 0's
         self._closed = False
         self._in_flight = False  # on all ranks alike: a save was started in the background, and not waited for
         me = weakref.ref(self)  # no cycle: a Checkpointer that is dropped leaves its folder at once
-        contents = Contents(self._folder, self._registered, self._ledger, lambda: getattr(me(), "_opened", None))
+        contents = Contents(self._folder, self._registered, lambda: getattr(me(), "_opened", None))
         self._recovery = Recovery.of_all(world, contents)
         weakref.finalize(self, self._recovery.stops.close).atexit = False  # signals are not noted for nobody
         self.due = DueSaves(self._recovery.record, world.rank == 0)
@@ -122,7 +120,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         entry = Registered.of(name, object, per_rank, self._registered)
         entry.capture(Encoder(None if per_rank else local_of))
         self._registered[name] = entry
-        self._ledger.register(name, object)
         self._recovery.boundary.watch(entry)
         return object
 
@@ -290,8 +287,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         entries = list(self._registered.values())
         rank_consensus.agree(world, rank_consensus.error_of(compare, entries, saved, world, allow_changed_settings))
         restoring.restore(world, saved, entries, allow_changed_settings)
-        runs, done = rank_consensus.decide(world, lambda: self._run_folder.ledger_before())
-        self._ledger.resume(sample_ledger.parse(runs.encode()), saved.step, done)
         self._recovery.go_on_from(saved.step, "memory" if saved.path.parent == self._recovery.memory else "disk")
         return saved.step
 
@@ -339,7 +334,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return self._opened
 
     def _open(self, async_save: bool) -> bool:
-        self._opened = RunFolder(self._folder, self._keep, async_save, self._recovery.memory, self._ledger)
+        self._opened = RunFolder(self._folder, self._keep, async_save, self._recovery.memory)
         return self._opened.writer.in_background
 
     def _world(self) -> World:

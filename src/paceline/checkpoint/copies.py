@@ -18,7 +18,7 @@ _PIECE = 2**22  # bytes
 def differences(first: Inspected, second: Inspected) -> Iterator[str]:
     """Yield what differs between two checkpoints, whose bytes were compared with their manifests before.
 
-    Manifests, notes and ledgers are not compared: versions, metadata and restarts may differ. Files that are as their
+    Manifests and notes are not compared: versions, metadata and restarts may differ. Files that are as their
     manifests say are equal where these state the same SHA-256.
     """
     if first.manifest is None or second.manifest is None:

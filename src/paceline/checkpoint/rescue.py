@@ -27,7 +27,6 @@ from paceline.checkpoint.notes import Keep
 from paceline.checkpoint.own_states import OwnStates, read_own_states
 from paceline.checkpoint.registered import Registered
 from paceline.checkpoint.run_folder import RunFolder
-from paceline.checkpoint.sample_ledger import Ledger
 from paceline.checkpoint.saved import GENERATORS
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.writer import Draft
@@ -53,7 +52,6 @@ class Contents:
     folder: Path
     registered: Mapping[str, Registered]
     """Which grows while objects are registered."""
-    ledger: Ledger
     run_folder: Callable[[], RunFolder | None]
     """Gives the opened checkpoint folder, on rank 0."""
 
@@ -129,8 +127,6 @@ class Rescue:
                 draft.add_shared(each)
             for rank, each in enumerate(own):
                 draft.add_own(rank, each)
-            # A source may have given a batch of the step that is lost.
-            draft.add_ledger(self._contents.ledger.runs(step, len(ranks), self._boundary.positions()))
             draft.commit()
 
 

@@ -7,16 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import restoring, sample_ledger
+from paceline.checkpoint import restoring
 from paceline.checkpoint.background import BackgroundWriter
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.notes import Keep, Notes
-from paceline.checkpoint.sample_ledger import Ledger, Run
 from paceline.checkpoint.saving import Save, Writer, parts
 from paceline.checkpoint.storage import Storage, steps_in
 from paceline.checkpoint.verify import Damaged, read_whole
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import UsageError
 from paceline.step_records import step_name
 from paceline.world import World
 
@@ -51,7 +50,6 @@ class RunFolder:
         keep: what is not pruned.
         async_save: whether saves are written in the background.
         memory: the folder of rescued checkpoints, which need not exist; None if nothing is rescued.
-        ledger: of the samples that are consumed.
 
     Raises:
         UsageError: if an argument is malformed, or the folder cannot be used.
@@ -59,14 +57,12 @@ class RunFolder:
 
     writer: Writer
 
-    def __init__(self, folder: Path, keep: Keep, async_save: bool, memory: Path | None, ledger: Ledger) -> None:
+    def __init__(self, folder: Path, keep: Keep, async_save: bool, memory: Path | None) -> None:
         keep.check()
         if not isinstance(async_save, bool):
             raise UsageError(f"async_save must be True or False, not {async_save!r}")
         self._keep, self._memory = keep, memory
         self._storage = Storage(folder)
-        self._ledger = ledger
-        self._runs_before: tuple[Run, ...] = ()  # that led to the checkpoint chosen last
         self.writer = (BackgroundWriter if async_save else Writer)(self._storage, keep)
 
     def save(self, world: World, step: int, size: int, checked_notes: Notes, captures: Sequence[Capture]) -> Path:
@@ -76,8 +72,7 @@ class RunFolder:
             CheckpointError: if they cannot be written.
         """
         with parts(world, captures) as states:
-            order = Save(step, world.size, size, checked_notes, self._ledger.runs(step, world.size))
-            return self.writer.save(order, states)
+            return self.writer.save(Save(step, world.size, size, checked_notes), states)
 
     def newest(self) -> str | None:
         """Return the path of the newest whole checkpoint; None if there is none."""
@@ -113,19 +108,9 @@ class RunFolder:
 
         Raises:
             NoCheckpoint: if there is none, or that of `step` is damaged.
-            CheckpointError: if its ledger is malformed, which its checksum does not rule out.
         """
         self.writer.join()
-        path, found = self._rescued(step) or restoring.choose(self._storage, step)
-        try:
-            self._runs_before = sample_ledger.read(path, found)
-        except Damaged as damage:
-            raise CheckpointError(f"the checkpoint {path} cannot be used: {damage}; use another one") from None
-        return path, found
-
-    def ledger_before(self) -> tuple[str, int]:
-        """Return the ledger of the checkpoint chosen last, and the highest step ever begun: where ranks go on from."""
-        return sample_ledger.render(self._runs_before).decode(), max([self._storage.begun, *self._storage.steps()])
+        return self._rescued(step) or restoring.choose(self._storage, step)
 
     def settled(self) -> Storage:
         """Return the opened folder, once nothing is being written."""

@@ -12,7 +12,6 @@ from paceline.checkpoint import capture, room
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.notes import Keep, Notes
 from paceline.checkpoint.registered import Registered
-from paceline.checkpoint.sample_ledger import Run
 from paceline.checkpoint.storage import Storage, reason
 from paceline.checkpoint.writer import Draft
 from paceline.errors import CheckpointError
@@ -24,13 +23,12 @@ Part = tuple[int | None, Capture]
 
 @dataclass(frozen=True)
 class Save:
-    """A save of `step` by `world_size` ranks, whose tensors take `size` bytes, with the user's notes and the ledger."""
+    """A save of `step` by `world_size` ranks, whose tensors take `size` bytes, with the user's notes."""
 
     step: int
     world_size: int
     size: int
     notes: Notes
-    runs: Sequence[Run] = ()
 
 
 def collect(
@@ -128,7 +126,6 @@ class Writer:
                 else:
                     draft.add_own(rank, part)
             draft.add_notes(order.notes)
-            draft.add_ledger(order.runs)
             path = draft.commit()
         self._store.prune(order.step, self._keep)
         return path

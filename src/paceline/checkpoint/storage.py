@@ -94,8 +94,6 @@ class Storage:
         self.folder = folder
         self.settled = threading.RLock()
         """Held while names change, and by readers: what they see is durable, and stays until they let go."""
-        self.begun = 0
-        """The highest step whose save was killed: its leftover was found."""
         self._named: set[int] = set()  # damaged steps that were warned of
         try:
             _make(folder)
@@ -216,8 +214,6 @@ class Storage:
             if not (match := _OURS.fullmatch(entry.name)) or not entry.is_dir(follow_symlinks=False):
                 continue
             state, name = match.groups()
-            if state == "writing":
-                self.begun = max(self.begun, step_of(name) or 0)
             if state == "replaced" and not (self.folder / name).exists():
                 (self.folder / entry.name).rename(self.folder / name)
             else:

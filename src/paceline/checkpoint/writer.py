@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from paceline import documents
-from paceline.checkpoint import manifest, notes, sample_ledger, storage, tensorfile
+from paceline.checkpoint import manifest, notes, storage, tensorfile
 from paceline.checkpoint.capture import Capture
 from paceline.checkpoint.manifest import File, Manifest
 from paceline.checkpoint.notes import Notes
-from paceline.checkpoint.sample_ledger import Run
 from paceline.checkpoint.saved import RANK_ROLE
 from paceline.checkpoint.slices import slices_of
 from paceline.checkpoint.storage import Storage
@@ -54,12 +53,6 @@ class Draft:
         if given:
             size, digest = storage.write_file(self._folder / notes.NAME, [given.render()])
             self._files.append(File(notes.NAME, size, digest, notes.NAME, None, {}, {}))
-
-    def add_ledger(self, runs: Sequence[Run]) -> None:
-        """Write ``consumed.json``, unless there is nothing to account for."""
-        if runs:
-            size, digest = storage.write_file(self._folder / sample_ledger.NAME, [sample_ledger.render(runs)])
-            self._files.append(File(sample_ledger.NAME, size, digest, sample_ledger.NAME, None, {}, {}))
 
     def commit(self) -> Path:
         """Write ``state.json`` and the manifest, and give the folder its name; then the checkpoint is durable.

@@ -18,7 +18,6 @@ from paceline import sources
 from paceline.data.arguments import at_least, find_place
 from paceline.data.consumption import Consumption
 from paceline.data.epoch_position import EpochPosition
-from paceline.data.history import History, Stretch
 from paceline.digests import outline_digest
 from paceline.errors import CheckpointMismatch, UsageError
 
@@ -42,7 +41,6 @@ class Position(EpochPosition):
         self._reported = False  # batches were handed over, or advance was called, in the latest pass
         self.passes = 0  # begun so far
         self._consumption = Consumption()  # how much of the latest pass the script has used up
-        self._history = History()  # of all passes
         self._origin = sources.Origin()  # of the latest pass, for the other ranks; made when it is first asked for
         self._origin_of = -1  # the pass that it is of
         self._data = -1  # digest of the data set
@@ -127,7 +125,6 @@ class Position(EpochPosition):
 
     def finish(self) -> None:
         """Go to the start of the next epoch."""
-        self._history.add(self._stretch(self.position))
         self._move(self.epoch + 1, 0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -165,28 +162,6 @@ class Position(EpochPosition):
         """
         state = self._state(consumed)
         return {**state, **self._mark(state["epoch"], state["position"])}
-
-    def consumed(self) -> list[Stretch]:
-        """Return the global batches that this process consumed, all ranks together, in order.
-
-        A batch counts as in :meth:`state_dict`. One that was taken again after a jump back is there twice.
-        """
-        return self._history.up_to(self._stretch(self._known_position()))
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that decide which samples a global batch has."""
-        return self._identity()
-
-    def _stretch(self, end: int) -> Stretch:
-        """Return the stretch under way, which ends before batch `end`."""
-        begin = self._history.begin
-        if end <= begin:  # the epoch may have no order any more
-            return Stretch(self.epoch, begin, begin, None, None)
-        return Stretch(self.epoch, begin, end, self.length, self._order_fingerprint(self.epoch))
-
-    def _order_fingerprint(self, epoch: int) -> int | None:
-        """Return a digest of the whole order of `epoch`; None where it is not known."""
-        return None
 
     def _known_position(self) -> int:
         return self._consumption.position() if self.position == self._consumption.handed else self.position
@@ -247,12 +222,7 @@ class Position(EpochPosition):
         return {}
 
     def _move(self, epoch: int, position: int, length: int | None = None) -> None:
-        known = self._known_position()
-        if epoch == self.epoch and position < known and not self._consumption.sees_steps:
-            known = position  # nothing has stepped, so what comes again was not consumed
-        self._history.add(self._stretch(known))
         super()._move(epoch, position)
-        self._history.begin = position
         self._end = length
         self._named = False
         self._consumption.moved()

@@ -168,7 +168,6 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             yield indices
         self._fetched = 0
         if not self._reported and (self.epoch, self.position) == self._started:
-            self._history.add(self._stretch(self.length))
             self.finish()
             self._assumed = True
 
@@ -180,7 +179,6 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
     def advance(self, batches: int = 1) -> None:
         """Report that this many more global batches were consumed; see :meth:`Position.advance`."""
         if self._assumed:  # fetched ahead to the end, but somebody does report what is consumed
-            self._history.take_back()
             self._move(*self._started)
         super().advance(batches)
 
@@ -232,13 +230,6 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
             kind = "cost" if self._split is split_by_cost else "padded cost"
             return sources.short(derive_seed(kind, order, int(quick_digest(self._costs)), self._window))
         return order if self._order is None else sources.short(order)
-
-    def _order_fingerprint(self, epoch: int) -> int:
-        return int(quick_digest(self._order_of(epoch)))
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that decide which samples a global batch has."""
-        return {**self._identity(), "order": "given" if self._order is not None else "of the seed"}
 
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "size": self.size, "shuffle": self.shuffle}
