@@ -72,7 +72,7 @@ class Running:
         self.process: Forked | subprocess.Popen[bytes]
         if fork == "all" or (fork == "launcher" and not program):
             command = [*(program or ("-m", "paceline")), *arguments]
-            self.process = Forked(command, folder, clean, *files, ranks=fork == "all", first=first)
+            self.process = Forked(command, folder, clean, files[0], files[1], ranks=fork == "all", first=first)
             return
         with files[0].open("a") as out, files[1].open("a") as err:
             self.process = subprocess.Popen(
