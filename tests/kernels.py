@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 import nbformat
 from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
+
+from processes import until
 
 TIMEOUT_S = 100
 _COLOURS = re.compile(r"\x1b\[[\d;]*m")
@@ -25,14 +27,13 @@ class Kernel:
     def __init__(self, client: Any) -> None:
         self._client = client
 
-    def run(self, text: str, interrupt_after: float | None = None) -> Cell:
-        """Run `text` as a cell; after some seconds press the button that interrupts it."""
+    def run(self, text: str, interrupt_when: Callable[[], bool] | None = None) -> Cell:
+        """Run `text` as a cell; press the button that interrupts it as soon as `interrupt_when()`."""
         notebook = self._client.nb
         notebook.cells.append(nbformat.v4.new_code_cell(text))
         cell = notebook.cells[-1]
-        if interrupt_after is not None:
-            pid = self._client.km.provisioner.pid
-            threading.Timer(interrupt_after, os.kill, (pid, signal.SIGINT)).start()
+        if interrupt_when is not None:
+            threading.Thread(target=_interrupt, args=(self._client.km.provisioner.pid, interrupt_when)).start()
         self._client.execute_cell(cell, len(notebook.cells) - 1)
         return Cell(cell)
 
@@ -40,6 +41,11 @@ class Kernel:
         """Restart the kernel at once, as the button does."""
         run_sync(self._client.km.restart_kernel)(now=True)
         run_sync(self._client.kc.wait_for_ready)()
+
+
+def _interrupt(pid: int, when: Callable[[], bool]) -> None:
+    until(when)
+    os.kill(pid, signal.SIGINT)
 
 
 class Cell:

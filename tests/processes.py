@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -33,10 +34,15 @@ def script(folder: Path, text: str, name: str = "script.py") -> str:
 
 
 def paceline(
-    folder: Path, *arguments: str, program: tuple[str, ...] = (), fork: str = "launcher", **environment: str
+    folder: Path,
+    *arguments: str,
+    program: tuple[str, ...] = (),
+    fork: str = "launcher",
+    first: Callable[[], None] | None = None,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run the command to its end; checks that it left no temporary file."""
-    with Running(folder, *arguments, program=program, fork=fork, **environment) as job:
+    with Running(folder, *arguments, program=program, fork=fork, first=first, **environment) as job:
         code = job.wait()
         return subprocess.CompletedProcess(arguments, code, job.stdout, job.stderr)
 
@@ -45,8 +51,15 @@ class Running:
     """A `paceline` command that runs until the block ends."""
 
     def __init__(
-        self, folder: Path, *arguments: str, program: tuple[str, ...] = (), fork: str = "launcher", **environment: str
+        self,
+        folder: Path,
+        *arguments: str,
+        program: tuple[str, ...] = (),
+        fork: str = "launcher",
+        first: Callable[[], None] | None = None,
+        **environment: str,
     ) -> None:
+        """With `first`, that is called in a command that is forked before anything else."""
         self.folder = folder
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
@@ -59,7 +72,7 @@ class Running:
         self.process: Forked | subprocess.Popen[bytes]
         if fork == "all" or (fork == "launcher" and not program):
             command = [*(program or ("-m", "paceline")), *arguments]
-            self.process = Forked(command, folder, clean, *files, ranks=fork == "all")
+            self.process = Forked(command, folder, clean, files[0], files[1], ranks=fork == "all", first=first)
             return
         with files[0].open("a") as out, files[1].open("a") as err:
             self.process = subprocess.Popen(
@@ -94,11 +107,21 @@ class Running:
 
     def wait_for(self, *names: str) -> None:
         """Return when the ranks have written the files `names` into the folder."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not all((self.folder / name).exists() for name in names):
-            assert self.process.poll() is None, f"ended early\n{self.stdout}\n{self.stderr}"
-            assert time.monotonic() < deadline, f"no {names} after {TIMEOUT_S} s\n{self.stderr}"
-            time.sleep(0.02)
+        self.wait_until(lambda: all((self.folder / name).exists() for name in names), f"no {names}")
+
+    def wait_for_error(self, text: str) -> None:
+        """Return when the command or a rank has written `text` to stderr."""
+        self.wait_until(lambda: text in self.stderr, f"no {text!r}")
+
+    def wait_until(self, holds: Callable[[], bool], otherwise: str) -> None:
+        """Return when `holds()`; fails when the command ends before, or that takes too long."""
+
+        def holds_yet() -> bool:
+            running = self.process.poll() is None
+            assert holds() or running, f"ended early: {otherwise}\n{self.stdout}\n{self.stderr}"
+            return holds()
+
+        until(holds_yet, lambda: f"{otherwise} after {TIMEOUT_S} s\n{self.stderr}")
 
     def family(self) -> list[int]:
         """Process ids of the launcher and everything below it."""
@@ -114,6 +137,14 @@ class Running:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
+
+
+def until(holds: Callable[[], bool], otherwise: Callable[[], str] = str) -> None:
+    """Return when `holds()`, however slow the machine is; fails only after a time that nothing takes."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline, otherwise()
+        time.sleep(0.02)
 
 
 def descendants(parent: int) -> list[int]:

@@ -300,7 +300,7 @@ checkpointer.register("model", torch.nn.Linear(1000, 1))
 checkpointer.save(1)
 checkpointer.wait()
 def slow(path, content):
-    time.sleep(0.2)
+    time.sleep(600 if "killed" in sys.argv else 0.2)
     if "loses" in sys.argv and path.name == "state.json":
         raise OSError(28, "No space left on device")
     return write_file(path, content)

@@ -191,10 +191,12 @@ def test_torchs_old_and_new_names_are_native(world: World) -> None:
 @on_two_ranks
 def test_a_delegated_collective_does_not_overtake_native_ones(world: World) -> None:
     """Gloo's reduce right behind a native all-reduce of the same tensor that a late rank holds up."""
+    store, tensor = dist.distributed_c10d._get_default_store(), torch.ones(200_000)
     if world.rank:
-        time.sleep(0.3)
-    tensor = torch.ones(200_000)
+        store.get("begun")
+        time.sleep(0.3)  # in which Gloo could begin
     work = dist.all_reduce(tensor, async_op=True)
+    store.set("begun", "")
     dist.reduce(tensor, 0)
     work.wait()
     assert world.rank or [float(tensor.min()), float(tensor.max())] == [4.0, 4.0]
@@ -251,9 +253,11 @@ def test_refusals_are_torchs_own_or_name_the_rank(world: World) -> None:
 def test_a_timeout_that_is_set_later_holds_for_what_is_native(world: World) -> None:
     # torch's set_timeout tells Gloo alone, and dist.set_timeout is public in torch 2.15.
     group: Any = dist.group.WORLD
+    store = dist.distributed_c10d._get_default_store()
     group.set_timeout(timedelta(seconds=0.2))
     if world.rank:
-        time.sleep(1.5)  # and so comes too late
+        store.get("told")  # and does not come before
         return
     with pytest.raises(CommunicationError, match=r"rank 1 .*did not take part within 0\.2 s"):
         dist.all_reduce(torch.ones(2))
+    store.set("told", "")

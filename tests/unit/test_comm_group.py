@@ -440,12 +440,13 @@ def destroy_while_waiting(world: World) -> str:
     group: Any = dist.new_group(list(range(world.size)))
     dist.all_reduce(torch.ones(2), group=group)
     if world.rank == 1:
-        time.sleep(1)
+        dist.barrier()
         return "cannot be used any more, since it was destroyed"
     work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
     group._engine.close()
     with pytest.raises(CommunicationError) as caught:
         work.wait()
+    dist.barrier()
     return str(caught.value)
 
 

@@ -480,8 +480,9 @@ def never(world: World) -> None:
     def hook(state: object, bucket: Any) -> Any:
         return Future()
 
-    impatient = dist.new_group(timeout=timedelta(seconds=0.5))
-    model = DistributedDataParallel(nn.Linear(3, 2), process_group=impatient)
+    group: Any = dist.new_group()
+    model = DistributedDataParallel(nn.Linear(3, 2), process_group=group)
+    group.timeout = timedelta(seconds=0.5)
     model.register_comm_hook(None, hook)
     with pytest.raises(HookError, match=r"returned a future that was not completed within 0\.5 s"):
         model(torch.ones(1, 3)).sum().backward()

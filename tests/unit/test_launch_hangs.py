@@ -73,19 +73,24 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return digests(folder)
 
 
+def patient() -> None:
+    """Let ranks on a busy machine tell their stacks; those that can do so."""
+    told_stacks.ANSWER_S = 60.0
+
+
 @pytest.mark.parametrize("how", ["spin", "sleep", "system-call", "stop"])
 def test_a_rank_that_hangs_is_named_with_its_stacks_and_the_job_ends_as_if_undisturbed(
     tmp_path: Path, undisturbed: set[str], how: str
 ) -> None:
-    options = ("--nproc", "2", "--hang-timeout", "1", "--report", "report.json")
-    done = paceline(tmp_path, "run", *options, script(tmp_path, TRAIN), how, fork="all")
+    options = ("--nproc", "2", "--hang-timeout", "2", "--report", "report.json")
+    done = paceline(tmp_path, "run", *options, script(tmp_path, TRAIN), how, fork="all", first=patient)
     assert done.returncode == 0, done.stderr
     assert digests(tmp_path) == undisturbed
     said = done.stderr.splitlines()
     assert any("rank 1 | " in line and "in hang" in line for line in said), done.stderr
     assert "rank 0: waiting for gradients in step 4" in done.stderr
-    what = "stopped for 1 s, by SIGSTOP" if how == "stop" else "no progress for 1 s, in step 4, forward"
-    assert f"rank 1 hangs: {what}" in done.stderr
+    what = r"stopped for \d+ s, by SIGSTOP" if how == "stop" else r"no progress for \d+ s, in step 4, forward"
+    assert re.search(f"rank 1 hangs: {what}", done.stderr), done.stderr
     assert "in memory (restart 1" in said[-1]
     (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
     first = failure["first"]
@@ -95,8 +100,10 @@ def test_a_rank_that_hangs_is_named_with_its_stacks_and_the_job_ends_as_if_undis
     assert "in wait" in failure["others"][0]["stacks"]
 
 
-def test_a_rank_that_is_stopped_for_half_the_timeout_raises_no_alarm(tmp_path: Path, undisturbed: set[str]) -> None:
-    arguments = ("--hang-timeout", "3", script(tmp_path, TRAIN), "stop")
+def test_a_rank_that_is_stopped_for_less_than_the_timeout_raises_no_alarm(
+    tmp_path: Path, undisturbed: set[str]
+) -> None:
+    arguments = ("--hang-timeout", "60", script(tmp_path, TRAIN), "stop")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
         job.wait_for("ready")
         time.sleep(1.5)
@@ -108,12 +115,12 @@ def test_a_rank_that_is_stopped_for_half_the_timeout_raises_no_alarm(tmp_path: P
 
 @pytest.mark.slow
 def test_a_launcher_that_was_stopped_with_its_ranks_raises_no_alarm(tmp_path: Path) -> None:
-    # On its return everything looks as if it had been still for long.
-    arguments = ("--hang-timeout", "1.5", script(tmp_path, TRAIN), "stop")
+    # On its return everything looks as if it had been still for long. Seconds are left for what is before and after.
+    arguments = ("--hang-timeout", "5", script(tmp_path, TRAIN), "stop")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
         job.wait_for("ready")
         job.process.send_signal(signal.SIGSTOP)
-        time.sleep(3)
+        time.sleep(6)
         os.kill(int((tmp_path / "ready").read_text()), signal.SIGCONT)
         job.process.send_signal(signal.SIGCONT)
         assert job.wait() == 0
@@ -123,16 +130,17 @@ def test_a_launcher_that_was_stopped_with_its_ranks_raises_no_alarm(tmp_path: Pa
 def test_a_hang_that_is_only_to_be_reported_is_told_once_and_the_job_goes_on(tmp_path: Path) -> None:
     arguments = ("--hang-timeout", "0.5", "--hang-action", "report", script(tmp_path, TRAIN), "stop")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
-        job.wait_for("ready")
+        job.wait_for_error("rank 1 hangs: stopped for ")
         time.sleep(2)
         os.kill(int((tmp_path / "ready").read_text()), signal.SIGCONT)
         assert job.wait() == 0
-        assert job.stderr.count("rank 1 hangs: stopped for 1 s") == 1, job.stderr
+        assert job.stderr.count("rank 1 hangs: stopped for ") == 1, job.stderr
 
 
 @pytest.mark.slow
 def test_without_a_flag_the_rank_that_kept_others_waiting_tells_its_stacks_at_their_timeout(tmp_path: Path) -> None:
-    done = paceline(tmp_path, "run", "--nproc", "2", "--timeout", "1.5", script(tmp_path, TRAIN), "spin", fork="all")
+    options = ("--nproc", "2", "--timeout", "6")  # which they have for their start, too
+    done = paceline(tmp_path, "run", *options, script(tmp_path, TRAIN), "spin", fork="all", first=patient)
     assert done.returncode == 0, done.stderr
     assert "rank 1 kept the others waiting" in done.stderr
     assert any("rank 1 | " in line and "in hang" in line for line in done.stderr.splitlines()), done.stderr
@@ -140,7 +148,7 @@ def test_without_a_flag_the_rank_that_kept_others_waiting_tells_its_stacks_at_th
 
 def test_a_script_without_phases_raises_no_alarm_by_being_slow(tmp_path: Path) -> None:
     slow = script(tmp_path, "import time\ntime.sleep(1.5)\n")
-    done = paceline(tmp_path, "run", "--nproc", "2", "--hang-timeout", "0.3", slow, fork="all")
+    done = paceline(tmp_path, "run", "--nproc", "2", "--hang-timeout", "0.1", slow, fork="all")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -318,9 +326,9 @@ def test_the_rank_in_its_own_code_is_named_and_not_those_that_wait(
 def test_steps_that_leave_no_mark_are_no_hang(tmp_path: Path) -> None:
     # torch's wrapper, and a Checkpointer that marks epochs of more than ten times the timeout.
     epochs = SAVES_ALONE.replace(
-        "    model(", "    for _ in range(2000 if step == 1 else 1):\n        time.sleep(0.004)\n        model("
+        "    model(", "    for _ in range(3000 if step == 1 else 1):\n        time.sleep(0.004)\n        model("
     ).replace("time.sleep(600)", "pass")
     epochs = re.sub(r"(?m)^    (optimizer\..*)$", r"        \1", epochs)
     arguments = (script(tmp_path, epochs), "torch", "gloo", "none")
-    done = paceline(tmp_path, "run", "--nproc", "2", "--hang-timeout", "0.5", *arguments, fork="all")
+    done = paceline(tmp_path, "run", "--nproc", "2", "--hang-timeout", "1", *arguments, fork="all", first=patient)
     assert (done.returncode, done.stderr) == (0, "")

@@ -22,11 +22,17 @@ torch.manual_seed(world.rank)
 model = paceline.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(0.3)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 
+def wait_until_asked(seconds=60.0):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and ("seconds" in options or not os.path.exists("asked")):
+        if checkpointer._recovery.boundary.wish: open("asked", "w").close()
+        time.sleep(0.005)
+
 class Slow:  # to save
     def state_dict(self):
         if options.get("slow") == "save" and checkpointer.step_now > 2:
             open(f"ready-{{world.rank}}", "w").close()
-            time.sleep(0.4)
+            wait_until_asked()
         return {{}}
     def load_state_dict(self, state): pass
 
@@ -42,10 +48,7 @@ for step in range(step, {STEPS}):
     checkpointer.step_now = step
     if step == 3 and options.get("slow") == "loop":
         open(f"ready-{{world.rank}}", "w").close()
-        until = time.monotonic() + float(options.get("seconds", 60))
-        while time.monotonic() < until and ("seconds" in options or not os.path.exists("asked")):
-            if checkpointer._recovery.boundary.wish: open("asked", "w").close()
-            time.sleep(0.005)
+        wait_until_asked(float(options.get("seconds", 60)))
     model(torch.randn(4, 6)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -218,26 +221,27 @@ def test_without_a_code_of_its_own_the_job_ends_with_that_of_the_signal(tmp_path
 
 
 def test_a_second_signal_ends_everything_at_once_and_nothing_is_requeued(tmp_path: Path) -> None:
-    arguments = ("--requeue-exit-code", "99", script(tmp_path, TRAIN), "slow=loop", "seconds=60")
+    arguments = ("--requeue-exit-code", "99", script(tmp_path, TRAIN), "slow=loop", "seconds=600")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
         job.wait_for(*READY)
         ranks = job.family()[1:]
         job.process.send_signal(signal.SIGTERM)
-        time.sleep(0.4)
+        job.wait_for_error("another signal ends them at once")
+        time.sleep(0.4)  # one that comes sooner is taken for an echo
         assert len(job.family()) == 3
         job.process.send_signal(signal.SIGTERM)
-        assert gone_after(ranks, 10) < 3
+        gone_after(ranks, 60)
         assert job.wait() == 143
         assert job.stderr.splitlines()[-1] == "terminated by SIGTERM"
     assert saved_steps(tmp_path) == []
 
 
 def test_a_step_that_outlasts_the_grace_is_cut_off(tmp_path: Path) -> None:
-    arguments = ("--grace", "1", script(tmp_path, TRAIN), "slow=loop", "seconds=60")
+    arguments = ("--grace", "1", script(tmp_path, TRAIN), "slow=loop", "seconds=600")
     with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
         job.wait_for(*READY)
         job.process.send_signal(signal.SIGTERM)
-        assert gone_after(job.family()[1:], 20) < 1 + 3
+        gone_after(job.family()[1:], 60)
         assert job.wait() == 143
         assert "rank 0, 1 did not end within 1 s after SIGTERM and was killed" in job.stderr
 
@@ -248,9 +252,7 @@ def test_ctrl_c_saves_the_step_and_a_second_one_does_not_wait_for_it(tmp_path: P
         job.wait_for(*READY)
         ranks = job.family()[1:]
         job.process.send_signal(signal.SIGINT)
-        while "another signal ends them at once" not in job.stderr:
-            assert job.process.poll() is None
-            time.sleep(0.02)
+        job.wait_for_error("another signal ends them at once")
         time.sleep(0.6)  # one that comes sooner is taken for an echo
         job.process.send_signal(signal.SIGINT)
         gone_after(ranks, 30)
@@ -295,7 +297,7 @@ def test_one_process_without_a_launcher_saves_its_step_too(tmp_path: Path) -> No
 
 
 TRAINER = """
-import sys, time, torch, paceline
+import signal, sys, time, torch, paceline
 from paceline.data import DataLoader
 from paceline.train import TrainConfig, Trainer
 
@@ -303,10 +305,14 @@ class Points(torch.utils.data.Dataset):
     def __len__(self): return 400
     def __getitem__(self, index): return torch.tensor([float(index)])
 
+def is_asked():  # to end after this step; without a folder the signal ends the rank
+    handler = signal.getsignal(signal.SIGTERM)
+    return callable(handler) and handler.__self__._boundary.wish
+
 def loss(model, batch):
     if optimizer.steps == 3:
         open(f"ready-{world.rank}", "w").close()
-        time.sleep(1)
+        while not is_asked(): time.sleep(0.005)
     return model(batch).square().sum(), float(len(batch))
 
 class Counting(torch.optim.SGD):
@@ -362,14 +368,15 @@ def test_a_handler_in_c_such_as_faulthandlers_is_left_alone(tmp_path: Path) -> N
     with Running(tmp_path, program=program, fork="all") as job:
         job.wait_for("ready-0")
         job.process.send_signal(signal.SIGUSR1)
+        job.wait_for_error("most recent call first")
+        (tmp_path / "asked").touch()
         assert job.wait() == 0
-        assert "most recent call first" in job.stderr
     assert (tmp_path / "digest-0").exists()
 
 
 WORKER_DIES = TRAIN.replace("step == 3 and options", "step == 3 and world.rank == 1 and options").replace(
-    "            time.sleep(0.005)\n",
-    '            time.sleep(0.005)\n        raise RuntimeError("a worker has gone")\n',
+    'get("seconds", 60)))\n',
+    'get("seconds", 60)))\n        raise RuntimeError("a worker has gone")\n',
 )
 
 

@@ -228,9 +228,10 @@ def test_a_rank_that_dies_between_cells_is_replaced_before_the_next_one(ranks: K
 @pytest.mark.parametrize(
     "wait", ["while True: pass", "import time; time.sleep(90)", "if rank: time.sleep(90)\ndist.all_reduce(one)"]
 )
-def test_an_interrupt_stops_all_ranks(ranks: Kernel, wait: str) -> None:
+def test_an_interrupt_stops_all_ranks(ranks: Kernel, wait: str, tmp_path: Path) -> None:
     ranks.run(f"{SHARE}\nimport time\none = torch.ones(1)")
-    cell = ranks.run(wait, interrupt_after=0.7)
+    begins = f"open(f'{tmp_path}/begun-{{rank}}', 'w').close()\n"
+    cell = ranks.run(begins + wait, lambda: len(list(tmp_path.glob("begun-*"))) == 2)
     assert cell.error_name == "KeyboardInterrupt"
     assert cell.error.startswith("interrupted: all ranks have stopped\n")
     assert ranks.run("dist.all_reduce(one)\nint(one)").lines == ["all ranks | 2"]
