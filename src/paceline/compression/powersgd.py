@@ -19,6 +19,9 @@ from paceline.streams import keep, may_hold
 BLOCK = 1024
 """Elements of a column that are summed by one thread; see :func:`_dots`."""
 
+CACHED = 2**17
+"""Elements of a product that are computed together; see :func:`product`."""
+
 
 class PowerSGD(Compressor):
     """Sends a matrix M (n × m) as P = M Q and, with P made orthonormal, Q = Mᵀ P: (n + m) r numbers for n m.
@@ -85,7 +88,7 @@ class PowerSGD(Compressor):
         mean = torch.empty_like(gradients.flat)
         for name, target in zip(gradients.names, gradients.views_of(mean), strict=True):
             matrix = compressed.get(name)
-            part = next(rest) if matrix is None else matrix.p @ matrix.q.t()
+            part = next(rest) if matrix is None else product(matrix.p, matrix.q)
             target.copy_(part.view(target.shape))
         return mean
 
@@ -142,6 +145,25 @@ class Matrix:
     """The gradient as a matrix."""
     p: Tensor
     q: Tensor
+
+
+def product(p: Tensor, q: Tensor) -> Tensor:
+    """Return P Qᵀ, on a CPU with the same bits for any number of threads, because ranks may have different numbers.
+
+    The matrix library rounds as its threads share the matrix out. So columns are multiplied and added in their order,
+    each operation rounded by itself, some rows at a time, which stay in the cache.
+    """
+    if p.device.type != "cpu":
+        return p @ q.t()
+    if p.dtype.itemsize < 4:
+        p, q = p.float(), q.float()  # narrow dtypes are rounded once, at the end
+    whole = p.new_zeros(len(p), len(q))
+    rows = max(1, CACHED // len(q))
+    term = p.new_empty(min(rows, len(p)), len(q))
+    for some, of_them in zip(p.split(rows), whole.split(rows), strict=True):
+        for left, right in zip(some.t(), q.t(), strict=True):
+            of_them.add_(torch.mul(left[:, None], right, out=term[: len(some)]))
+    return whole
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
