@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.buckets import Bucket
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK, hook
 from paceline.compression.int8 import CHUNK, decode, encode
-from paceline.compression.powersgd import orthonormal
+from paceline.compression.powersgd import orthonormal, product
 from paceline.compression.topk import pack, unpack
 from paceline.ddp.transport.grad_bucket import GradBucket
 from paceline.errors import CheckpointMismatch, UsageError
@@ -339,6 +339,17 @@ def test_packed_elements_come_back(dtype: torch.dtype, count: int) -> None:
     assert torch.equal(found[0], values)
     assert torch.equal(found[1], indices)
     assert message.numel() == count * (dtype.itemsize + 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_summed_in_the_order_of_its_columns_whatever_the_matrix_library_does(dtype: torch.dtype) -> None:
+    # Replicas came to differ where ranks had other numbers of threads, by which the library shared the matrix out.
+    p, q = (torch.randn(size, 37, generator=generator()).to(dtype) for size in (700, 301))
+    expected = torch.zeros(700, 301)
+    for left, right in zip(p.float().t(), q.float().t(), strict=True):
+        expected += left[:, None] * right
+    assert torch.equal(product(p, q), expected)
+    torch.testing.assert_close(product(p, q).double(), p.double() @ q.double().t(), rtol=1e-5, atol=1e-4)
 
 
 def test_columns_become_orthonormal_and_span_the_same() -> None:

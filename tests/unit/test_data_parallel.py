@@ -32,9 +32,10 @@ def test_outputs_and_gradients_equal_the_module_alone(replicas: int) -> None:
     model = DataParallel(copy.deepcopy(alone), replicas=replicas)
     for module in (alone, model):
         module(batch()).square().mean().backward()
-    torch.testing.assert_close(model(batch()), alone(batch()), rtol=0, atol=1e-15)
+    # Matrix kernels may round by the number of rows.
+    torch.testing.assert_close(model(batch()), alone(batch()), rtol=1e-9, atol=1e-12)
     for name, parameter in alone.named_parameters():
-        torch.testing.assert_close(model.module.get_parameter(name).grad, parameter.grad, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(model.module.get_parameter(name).grad, parameter.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_training_steps_equal_the_module_alone() -> None:
