@@ -55,7 +55,8 @@ class Forked:
             target=_command, args=(list(command), str(folder), dict(environment), str(out), str(err), ranks, first)
         )
         self._process.start()
-        self.pid: int = self._process.pid
+        assert self._process.pid is not None
+        self.pid = self._process.pid
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -119,7 +120,7 @@ def _command(
         os.environ["PACELINE_PRELOAD"] = "0"  # they are forked already, from the launcher
         from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-        SubprocessHandler._popen = _rank  # type: ignore[method-assign]
+        SubprocessHandler._popen = _rank  # type: ignore[method-assign, assignment]
     _run(command)
 
 
