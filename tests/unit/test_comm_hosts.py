@@ -76,7 +76,8 @@ def test_ddp_trains_over_hosts_as_on_one() -> None:
     with Ranks(4, backend="paceline") as ranks:
         one, two = ranks.run(trained, 1), ranks.run(trained, 2)
     assert all(torch.equal(result, two[0]) for result in two)
-    torch.testing.assert_close(two[0], one[0], rtol=1e-5, atol=1e-6)
+    # Sums in another order; a weight may be close to zero, and its gradients are not.
+    torch.testing.assert_close(two[0], one[0], rtol=1e-5, atol=1e-5)
 
 
 def alone(world: World, hosts: int) -> list[str]:
