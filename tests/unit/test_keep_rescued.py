@@ -74,7 +74,9 @@ def test_what_cannot_be_saved_is_kept_at_home_each_time(
         line, is_saved = keep(rescued) or ("", True)
         assert not is_saved
         assert line.startswith(f"step 7 cannot be saved to {tmp_path}/file/checkpoints (")
-        kept = Path(line.rpartition("; it is kept in ")[2])
+        before, _, remedy = line.rpartition("; to go on from it, ")
+        assert remedy == f"make room and move that folder to {tmp_path}/file/checkpoints"
+        kept = Path(before.rpartition("; it is kept in ")[2])
         assert kept.name == step_name(7)
         assert {file.name for file in kept.iterdir()} == {file.name for file in (rescued / step_name(7)).iterdir()}
 

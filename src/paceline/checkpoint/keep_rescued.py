@@ -39,7 +39,7 @@ def keep(folder: Path) -> tuple[str, bool] | None:
         final = _copy(path, manifest.step, Storage(destination))
     except (OSError, PacelineError) as error:
         why = f"step {manifest.step} cannot be saved to {destination} ({_reason(error)})"
-        return f"{why}; {_put_elsewhere(path, folder.name)}", False
+        return f"{why}; {_put_elsewhere(path, folder.name, destination)}", False
     return f"the last completed step, {manifest.step}, is saved to {final}", True
 
 
@@ -56,8 +56,8 @@ def _copy(path: Path, step: int, store: Storage) -> Path:
         raise
 
 
-def _put_elsewhere(path: Path, key: str) -> str:
-    """Copy the checkpoint `path` to the user's home; returns words for where it is."""
+def _put_elsewhere(path: Path, key: str, destination: Path) -> str:
+    """Copy the checkpoint `path` to the user's home; returns words for where it is, and what to do with it."""
     try:
         kept = Path(tempfile.mkdtemp(prefix=f"rescued-{key}-", dir=Path.home()))
         try:
@@ -67,7 +67,7 @@ def _put_elsewhere(path: Path, key: str) -> str:
             raise
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         return f"it is lost, as it cannot be copied to the home folder either ({_reason(error)})"
-    return f"it is kept in {kept / path.name}"
+    return f"it is kept in {kept / path.name}; to go on from it, make room and move that folder to {destination}"
 
 
 def _reason(error: Exception) -> object:
