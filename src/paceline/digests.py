@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -82,41 +82,6 @@ def weights_sha256(module: nn.Module) -> str:
     return total.hexdigest()
 
 
-def dataset_digest(dataset: Any) -> str:
-    """Return the SHA-256 of a map-style data set, in hexadecimal digits.
-
-    What counts is the data set's own ``fingerprint``, if that is a string; for a ``TensorDataset`` every element; for a
-    ``Subset`` and a ``ConcatDataset`` the parts they are made of; for any other data set only its class and length.
-
-    No sample is read: a data set with random numbers of its own would get another digest every time, and one that
-    opens a file at its first sample would hand the open file to every worker. To have edits noticed, give your data set
-    a ``fingerprint``, such as a version or a hash of its files.
-    """
-    total = hashlib.sha256()
-    for part in _parts(dataset):
-        total.update(hashlib.sha256(part).digest())  # of one size each, or ("a", "bc") would read as ("ab", "c")
-    return total.hexdigest()
-
-
-def _parts(dataset: Any) -> Iterator[bytes]:
-    """Return the values that distinguish `dataset` from others."""
-    fingerprint = getattr(dataset, "fingerprint", None)
-    if isinstance(fingerprint, str):
-        yield b"fingerprint " + fingerprint.encode()
-    elif isinstance(dataset, TensorDataset):
-        for tensor in dataset.tensors:
-            yield f"{tuple(tensor.shape)} {tensor.dtype} ".encode() + tensor_digest(tensor)
-    elif isinstance(dataset, Subset):
-        yield " ".join(str(int(index)) for index in dataset.indices).encode()
-        yield dataset_digest(dataset.dataset).encode()
-    elif isinstance(dataset, ConcatDataset):
-        for member in dataset.datasets:
-            yield dataset_digest(member).encode()
-    else:
-        size = len(dataset) if hasattr(dataset, "__len__") else -1
-        yield f"{type(dataset).__qualname__} {size}".encode()
-
-
 PROBES = 16
 """Samples of a data set that :func:`outline_digest` looks at."""
 
@@ -124,42 +89,47 @@ PROBES = 16
 def outline_digest(dataset: Any) -> int:
     """Return 63 bits that distinguish a data set from another rank's, in a time that does not grow with its size.
 
-    What counts is the data set's own ``fingerprint`` (or ``_fingerprint``), if that is a string. Otherwise it is its
-    class, its length, and a few elements of each attribute that is as long as the data set: tensors, arrays, lists of
-    numbers, of names or of tuples, as lists of files or of targets are. Of a path only the name counts. A ``Subset``
-    and a ``ConcatDataset`` are described by their parts.
-
-    No sample is read, for the reasons that :func:`dataset_digest` gives.
+    They are made of its class, its length, and a few rows of each of its :func:`columns`.
     """
-    total = hashlib.sha256()
-    for part in _outline(dataset):
-        total.update(hashlib.sha256(part).digest())
+    size = len(dataset) if hasattr(dataset, "__len__") else -1
+    total = hashlib.sha256(f"{type(dataset).__qualname__} {size}".encode())
+    for name, values in columns(dataset, ("fingerprint", "_fingerprint")):  # the second is that of Hugging Face's
+        rows = [values.encode()] if isinstance(values, str) else _probed(values)
+        for part in (name.encode(), *rows):
+            total.update(hashlib.sha256(part).digest())  # of one size each, or ("a", "bc") would read as ("ab", "c")
     return int.from_bytes(total.digest()[:8], "big") >> 1
 
 
-def _outline(dataset: Any) -> Iterator[bytes]:
-    fingerprint = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
-    if isinstance(fingerprint, str):
-        yield b"fingerprint " + fingerprint.encode()
-        return
-    size = len(dataset) if hasattr(dataset, "__len__") else -1
-    yield f"{type(dataset).__qualname__} {size}".encode()
-    if isinstance(dataset, Subset):
-        yield from _probed(dataset.indices, size)
-        yield from _outline(dataset.dataset)
-    elif isinstance(dataset, ConcatDataset):
-        for member in dataset.datasets:
-            yield from _outline(member)
+def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield name and values of what tells a data set from others, and can be looked at without reading a sample.
+
+    A data set's own fingerprint comes first: a string, as one of the attributes `own`. Otherwise columns are the tensors
+    of a ``TensorDataset``; arrays, tensors and lists that another data set has as attributes and that are as long as it
+    is; the indices of a ``Subset``; the members of a ``ConcatDataset``.
+
+    No sample is read: a data set with random numbers of its own would be another one every time, and one that opens a
+    file at its first sample would hand the open file to every worker. To have edits noticed, give your data set a
+    ``fingerprint``, such as a version or a hash of its files.
+    """
+    found = next((text for name in own if isinstance(text := getattr(dataset, name, None), str)), None)
+    if found is not None:
+        yield f"{prefix}fingerprint", found
     elif isinstance(dataset, TensorDataset):
-        for tensor in dataset.tensors:
-            yield from _probed(tensor, size)
-    elif isinstance(dataset, Tensor | list | tuple):
-        yield from _probed(dataset, size)
+        yield from ((f"{prefix}tensors[{number}]", tensor) for number, tensor in enumerate(dataset.tensors))
+    elif isinstance(dataset, Subset):
+        indices: Any = dataset.indices
+        yield f"{prefix}indices", indices if isinstance(indices, list) else [int(index) for index in indices]
+        yield from columns(dataset.dataset, own, f"{prefix}dataset.")
+    elif isinstance(dataset, ConcatDataset):
+        for number, member in enumerate(dataset.datasets):
+            yield from columns(member, own, f"{prefix}datasets[{number}].")
+    elif is_sequence(dataset):
+        yield f"{prefix}elements", dataset
     else:
+        size = len(dataset) if hasattr(dataset, "__len__") else -1
         for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
             if size > 0 and is_sequence(value) and len(value) == size:
-                yield name.encode()
-                yield from _probed(value, size)
+                yield f"{prefix}{name}", value
 
 
 def is_sequence(value: Any) -> bool:
@@ -171,8 +141,9 @@ def is_sequence(value: Any) -> bool:
     )
 
 
-def _probed(values: Any, size: int) -> Iterator[bytes]:
-    for index in sorted({number * (size - 1) // (PROBES - 1) for number in range(PROBES)} if size > 0 else ()):
+def _probed(values: Any) -> Iterator[bytes]:
+    size = len(values)
+    for index in sorted({number * (size - 1) // (PROBES - 1) for number in range(PROBES)} if size else ()):
         yield element_bytes(values[index])
 
 

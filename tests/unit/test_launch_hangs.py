@@ -19,7 +19,7 @@ from paceline import black_box
 from paceline.black_box import Snapshot
 from paceline.launch import told_stacks
 from paceline.launch.hangs import Sight, hanging
-from paceline.launch.told_stacks import waiting_call
+from paceline.launch.told_stacks import calls_wait, waiting_call
 from processes import Running, paceline, script
 
 TRAIN = """
@@ -332,3 +332,21 @@ def test_steps_that_leave_no_mark_are_no_hang(tmp_path: Path) -> None:
     arguments = (script(tmp_path, epochs), "torch", "gloo", "none")
     done = paceline(tmp_path, "run", "--nproc", "2", "--hang-timeout", "1", *arguments, fork="all", first=patient)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "does"),
+    [
+        ("work.wait()", True),
+        ("    for each in work: each . wait(  # all of them", True),
+        ("result = future.wait(\n", True),
+        ("time.sleep(600)  # not handle.wait()", False),
+        ("print('handle.wait()')", False),
+        ("wait(handle)", False),
+        ("handle.waits()", False),
+        ("text = 'half of", False),
+        ("", False),
+    ],
+)
+def test_a_wait_is_told_from_a_word_in_a_comment(line: str, does: bool) -> None:
+    assert calls_wait(line) is does

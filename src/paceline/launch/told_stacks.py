@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import linecache
 import os
 import re
 import signal
 import sysconfig
 import time
+import tokenize
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
 
@@ -145,7 +148,15 @@ def _calls_wait(frame: str) -> bool:
     place = _PLACE.search(frame)
     if place is None or _LIBRARY.search(frame):
         return False
-    return re.search(r"\.wait\(", linecache.getline(place[1], int(place[2]))) is not None
+    return calls_wait(linecache.getline(place[1], int(place[2])))
+
+
+def calls_wait(line: str) -> bool:
+    """Return whether a line of Python calls a method ``wait``, in its code and not in a comment or a text."""
+    found: list[str] = []
+    with suppress(tokenize.TokenError, SyntaxError):  # the line may be a piece of a statement
+        found.extend(token.string for token in tokenize.generate_tokens(io.StringIO(line.strip()).readline))
+    return any(three == (".", "wait", "(") for three in zip(found, found[1:], found[2:], strict=False))
 
 
 def _read(path: Path) -> str:

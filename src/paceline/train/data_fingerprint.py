@@ -1,9 +1,7 @@
 """A fingerprint of a data set that says how it changed: edited, appended to, cut, reordered.
 
-It is made of hashes of rows, one a sample, of every column that can be looked at without reading a sample: the tensors
-of a ``TensorDataset``; arrays, tensors and lists that another data set has as attributes and that are as long as it is;
-the indices of a ``Subset``; the members of a ``ConcatDataset``. A data set's own ``fingerprint`` comes first. Of a
-list of files the names count, not what is in them.
+It is made of hashes of rows, one a sample, of every column that can be looked at without reading a sample, see
+:func:`paceline.digests.columns`. Of a list of files the names count, not what is in them.
 
 A tensor of up to ``MOST_WHOLE`` bytes is hashed whole. Of other columns at most ``MOST_ROWS`` rows are, evenly spaced,
 and of a row at most ``MOST_BYTES``: an edit between them is not seen.
@@ -12,15 +10,13 @@ and of a row at most ``MOST_BYTES``: an edit between them is not seen.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from paceline.digests import element_bytes, is_sequence, quick_digest
+from paceline.digests import columns, element_bytes, quick_digest
 
 MOST_ROWS = 2**16
 MOST_BYTES = 2**14
@@ -37,7 +33,7 @@ def fingerprint(dataset: Any, samples: int | None = None) -> Fingerprint:
     size = len(dataset) if hasattr(dataset, "__len__") else -1
     count = size if samples is None else min(samples, size)
     found: Fingerprint = {"class": type(dataset).__qualname__, "samples": count, "columns": {}}
-    for name, values in _columns(dataset):
+    for name, values in columns(dataset):
         if isinstance(values, str):
             found["columns"][name] = {"text": values}
         else:
@@ -79,28 +75,6 @@ def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     blocks = zip(pairwise(edges), ours["blocks"], theirs["blocks"], strict=False)
     changed = [edge for edge, mine, other in blocks if mine != other]
     return f"was edited from sample {changed[0][0]} to {changed[-1][1] - 1}" if changed else "was edited"
-
-
-def _columns(dataset: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield name and values of what can be looked at; a text is the data set's own fingerprint."""
-    own = getattr(dataset, "fingerprint", None)
-    if isinstance(own, str):
-        yield f"{prefix}fingerprint", own
-    elif isinstance(dataset, TensorDataset):
-        yield from ((f"{prefix}tensors[{number}]", tensor) for number, tensor in enumerate(dataset.tensors))
-    elif isinstance(dataset, Subset):
-        yield f"{prefix}indices", list(dataset.indices)
-        yield from _columns(dataset.dataset, f"{prefix}dataset.")
-    elif isinstance(dataset, ConcatDataset):
-        for number, member in enumerate(dataset.datasets):
-            yield from _columns(member, f"{prefix}datasets[{number}].")
-    elif is_sequence(dataset):
-        yield f"{prefix}elements", dataset
-    else:
-        size = len(dataset) if hasattr(dataset, "__len__") else -1
-        for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
-            if size > 0 and is_sequence(value) and len(value) == size:
-                yield f"{prefix}{name}", value
 
 
 def _of_column(values: Any, count: int) -> dict[str, Any]:

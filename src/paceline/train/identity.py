@@ -8,7 +8,6 @@ from typing import Any
 
 from paceline import rank_consensus
 from paceline.data import DataLoader
-from paceline.digests import dataset_digest
 from paceline.errors import CheckpointMismatch, CheckpointWarning
 from paceline.train.data_fingerprint import changes, fingerprint
 from paceline.train.train_config import TrainConfig
@@ -117,10 +116,9 @@ class DataIdentity:
             )
 
     def _changes(self, saved: dict[str, Any]) -> list[str]:
-        if "fingerprint" in saved:
-            return [] if saved["fingerprint"] == self._fingerprint else changes(self._dataset, saved["fingerprint"])
-        now, then = dataset_digest(self._dataset), str(saved.get("sha256"))  # of a checkpoint without a fingerprint
-        return [] if now == then else [f"SHA-256 {now[:12]}… now, {then[:12]}… then"]
+        if "fingerprint" not in saved:
+            return ["the checkpoint, of an older version, has no fingerprint of them"]
+        return [] if saved["fingerprint"] == self._fingerprint else changes(self._dataset, saved["fingerprint"])
 
 
 class ChangedDataLoader:
