@@ -103,9 +103,9 @@ def outline_digest(dataset: Any) -> int:
 def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield name and values of what tells a data set from others, and can be looked at without reading a sample.
 
-    A data set's own fingerprint comes first: a string, as one of the attributes `own`. Otherwise columns are the tensors
-    of a ``TensorDataset``; arrays, tensors and lists that another data set has as attributes and that are as long as it
-    is; the indices of a ``Subset``; the members of a ``ConcatDataset``.
+    A data set's own fingerprint comes first: a string, in one of the attributes `own`. Otherwise columns are the
+    tensors of a ``TensorDataset``; arrays, tensors and lists that another data set has as attributes and that are as
+    long as it is; the indices of a ``Subset``; the members of a ``ConcatDataset``.
 
     No sample is read: a data set with random numbers of its own would be another one every time, and one that opens a
     file at its first sample would hand the open file to every worker. To have edits noticed, give your data set a
