@@ -75,11 +75,6 @@ RECIPES = {
         "LmConfig",
         "Train a language model on a text file: a compact GPT in minutes, or a causal model of Hugging Face.",
     ),
-    "mnist": Recipe(
-        "paceline.recipes.mnist",
-        "MnistConfig",
-        "Train a network with SyncBatchNorm on MNIST's files, or compare global batches from 32 to 4,096.",
-    ),
     "mrpc": Recipe(
         "paceline.recipes.mrpc",
         "MrpcConfig",

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import MissingExtra, UsageError
 from paceline.launch.program import option
-from paceline.output_files import check_file
 from paceline.recipes.training_options import TrainingOptions, expect_choice, expect_positive
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-360M-Instruct"
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 ON_THE_HUB = "glue/mrpc"
-SMALLEST_BATCH = 32
-"""Of those that ``paceline train mnist --sweep batch`` compares."""
 
 
 @dataclass(frozen=True)
@@ -108,50 +105,6 @@ class LmConfig(TrainingOptions):
         corpus = read_corpus(self)
         if self.model is not None:
             expect_fitting(folder_of(self.model), corpus.tokenizer.size, self.context)
-
-
-@dataclass(frozen=True)
-class MnistConfig(TrainingOptions):
-    """The options of ``paceline train mnist``."""
-
-    epochs: int = option(2, "Passes over the training data.")
-    batch_size: int = option(64, "Global batch: samples per step, all ranks.")
-    lr: float = option(0.05, "Learning rate; with --sweep, that of batch size 32.")
-    warmup_steps: int = option(50, "Steps in which the learning rate rises.")
-    decay: str = option("linear", "How the learning rate falls afterwards: none, linear, cosine or wsd.", "RULE")
-    data: str | None = option(None, "Folder with MNIST's four idx files, plain or .gz; required.", "DIR")
-    limit: int | None = option(None, "Train on so many images only, the first ones.")
-    sweep: str | None = option(None, "batch: compare global batches from 32 to 4,096.", "batch")
-    plot: str | None = option(None, "With --sweep: draw accuracy against batch there (.svg).", "FILE")
-
-    def check(self) -> None:
-        """Refuse what cannot work, before any rank starts.
-
-        Raises:
-            UsageError: names the option, its value and the remedy.
-        """
-        from paceline.recipes.idx_files import find_files
-
-        super().check()
-        if self.data is None:
-            raise UsageError("--data is missing: the folder with MNIST's idx files, such as train-images-idx3-ubyte.gz")
-        find_files(Path(self.data))
-        if self.limit is not None and self.limit < 1:
-            raise UsageError(f"--limit must be at least 1, not {self.limit}")
-        if self.sweep not in (None, "batch"):
-            raise UsageError(f"--sweep must be batch, not {self.sweep!r}")
-        if self.sweep is not None and self.limit is not None and self.limit < SMALLEST_BATCH:
-            raise UsageError(
-                f"--limit {self.limit} leaves nothing to --sweep, whose smallest batch is {SMALLEST_BATCH}"
-            )
-        if self.plot is not None and (self.sweep is None or not self.plot.endswith(".svg")):
-            raise UsageError("--plot needs --sweep batch, and a file that ends with .svg")
-        check_file("--plot", self.plot)
-        if self.sweep is not None:
-            for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "micro_batch"):
-                if getattr(self, name) is not None:
-                    flag = name.replace("_", "-")
-                    raise UsageError(f"--{flag} is for one training and --sweep runs many; leave one of the two out")
 
 
 @dataclass(frozen=True)
