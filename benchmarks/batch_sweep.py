@@ -3,7 +3,7 @@
 Global batches of 32, 64, … 4,096 are trained for equally many epochs, with the rule of Goyal et al., "Accurate, Large
 Minibatch SGD: Training ImageNet in 1 Hour", 2017, and without. A run whose gradient is no number is shown as diverged.
 
-Run by: paceline run --nproc 2 benchmarks/batch_sweep.py --data DIR --plot sweep.svg (pip install -e '.[plot]')
+Run by: paceline run --nproc 2 benchmarks/batch_sweep.py --data DIR --plot sweep.svg (pip install -e '.[notebook]')
 """
 
 from __future__ import annotations
