@@ -487,16 +487,12 @@ def has_members(kind: str, *members: str) -> Callable[[], None]:
 
 
 for kind, members in {
-    "AllToAllOptions": ["asyncOp"],
     "AllgatherOptions": ["asyncOp"],
     "AllreduceCoalescedOptions": ["reduceOp", "asyncOp"],
     "AllreduceOptions": ["reduceOp", "asyncOp"],
     "BarrierOptions": ["asyncOp", "device"],
     "BroadcastOptions": ["rootRank", "asyncOp"],
-    "GatherOptions": ["rootRank", "asyncOp"],
-    "ReduceOptions": ["reduceOp", "rootRank", "asyncOp"],
     "ReduceScatterOptions": ["reduceOp", "asyncOp"],
-    "ScatterOptions": ["rootRank", "asyncOp"],
 }.items():
     contract(f"torch._C._distributed_c10d.{kind}")(has_members(kind, *members))
 

@@ -40,14 +40,14 @@ def carry_over(lost: OwnStates, before: OwnStates, after: OwnStates) -> tuple[Ow
 def _objects_at_end(lost: Capture, before: Capture, after: Capture, unknown: list[str]) -> Capture:
     nodes, tensors = dict[str, Any](), dict[str, torch.Tensor]()
     for name in lost.nodes:
-        states = [(each.nodes.get(name), tensors_of(name, each)) for each in (lost, before, after)]
+        states = [(each.nodes.get(name), _tensors_of(name, each)) for each in (lost, before, after)]
         node, found = _at_end(states[0], states[1], states[2], name, unknown)
         nodes[name] = node
         tensors |= found
     return Capture(nodes, tensors, {**lost.aliases, **after.aliases} if lost.aliases else after.aliases)
 
 
-def tensors_of(name: str, capture: Capture) -> dict[str, torch.Tensor]:
+def _tensors_of(name: str, capture: Capture) -> dict[str, torch.Tensor]:
     """Return the tensors of one object, whose names begin with its own; another's may do so, too, and be longer."""
     owners = {key: max((each for each in capture.nodes if key.startswith(each)), key=len) for key in capture.tensors}
     return {key: tensor for key, tensor in capture.tensors.items() if owners[key] == name}
