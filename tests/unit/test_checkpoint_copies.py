@@ -6,11 +6,11 @@ import json
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from test_checkpoint_command import Command, command  # noqa: F401
+from test_checkpoint_roundtrip import Holder
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -90,17 +90,6 @@ def test_runs_that_ended_with_other_bits_differ(pools: Pools, tmp_path: Path, co
     assert "plain values of 'value' differ" in done.out
 
 
-class Holder:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 def test_an_undisturbed_run_and_a_resumed_one_are_equal(
     pools: Pools,
     tmp_path: Path,
@@ -122,3 +111,13 @@ def test_copies_are_in_json_and_a_folder_that_is_named_twice_is_none(
     assert len(found["checkpoints"]) == 1
     found = json.loads(command("verify", *map(str, copies), "--json").out)
     assert (len(found["checkpoints"]), found["damaged"], found["differences"]) == (2, [], [])
+
+
+def test_steps_of_which_there_is_one_are_not_called_equal(
+    copies: tuple[Path, Path],
+    command: Command,  # noqa: F811
+) -> None:
+    (copies[1] / "step-00000004").rename(copies[1] / "step-00000005")
+    done = command("verify", *map(str, copies))
+    assert "nothing was compared" in done.out
+    assert "equal" not in done.out

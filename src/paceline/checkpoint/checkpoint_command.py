@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -50,21 +51,22 @@ def verify_checkpoints(folders: Sequence[str], step: int | None, json: bool) -> 
 
     The exit code is 1 if anything is damaged or differs.
     """
-    places = dict.fromkeys(
-        (place.resolve(), each)
-        for folder in folders
-        for place, steps in [inspection.locate(folder, step)]
-        for each in steps
-    )
+    places: dict[tuple[Path, int], Path] = {}  # one that is named twice is no copy
+    for folder in folders:
+        place, steps = inspection.locate(folder, step)
+        for each_step in steps:
+            places.setdefault((place.resolve(), each_step), place)
     found = []
-    for place, number in places:
+    for (_, number), place in places.items():
         for each in inspection.inspect(place, [number], every_byte=True):
             found.append(each)
             if not json:
                 _echo_verdict(each, "" if len(folders) == 1 else f" in {place}")
     if not found:
         raise NoCheckpoint(f"there is no checkpoint in {folders[0]} any more; check whether its run is deleting them")
-    different = [text for number in sorted({each.step for each in found}) for text in _differences(found, number)]
+    same_step = {number: [each for each in found if each.step == number and not each.newer] for _, number in places}
+    compared = {number: same for number, same in sorted(same_step.items()) if len(same) > 1}
+    different = [text for number, same in compared.items() for text in _differences(number, same)]
     if json:
         damaged = sorted({each.step for each in found if each.state == "damaged"})
         rows = [_summary(each) for each in found]
@@ -74,8 +76,10 @@ def verify_checkpoints(folders: Sequence[str], step: int | None, json: bool) -> 
             typer.echo(printable(text))
         if len(different) > MOST_SHOWN:
             typer.echo(f"and {len(different) - MOST_SHOWN} more differences; --json has all")
-        if len(folders) > 1 and not different:
+        if compared and not different:
             typer.echo("copies of one step are equal: every tensor, bit by bit, and every plain value")
+        elif len(folders) > 1 and not compared:
+            typer.echo("nothing was compared: no step is in more than one of the folders")
     if different or any(each.state == "damaged" for each in found):
         raise typer.Exit(1)
     if newer := [each for each in found if each.newer]:
@@ -93,11 +97,8 @@ def _echo_verdict(found: Inspected, where: str) -> None:
         typer.echo(printable(f"step {found.step}{where}: {found.state}: {damage}"))
 
 
-def _differences(found: Sequence[Inspected], step: int) -> Iterator[str]:
+def _differences(step: int, same: Sequence[Inspected]) -> Iterator[str]:
     """Yield what differs between the copies of `step`, each compared with one that is not damaged, if there is one."""
-    same = [each for each in found if each.step == step and not each.newer]
-    if len(same) < 2:
-        return
     reference = next((each for each in same if not each.damages), same[0])
     for other in same:
         if other is not reference:
