@@ -126,6 +126,11 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="Train on so many images only, the first ones.")
     parser.add_argument("--plot", metavar="FILE", help="Draw accuracy against batch there (.svg, .png, .pdf).")
     options = parser.parse_args()
+    for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        if not any((options.data / f"{part}-ubyte{end}").exists() for end in ("", ".gz")):
+            parser.error(
+                f"{options.data} has no {part}-ubyte, plain or .gz; give --data the folder of MNIST's four files"
+            )
     points = []
     with paceline.init() as world:
         data, held_out = read(options.data, "train", options.limit), read(options.data, "t10k")

@@ -34,6 +34,7 @@ NOT_RUN = {
     r"paceline profile (--compare|report)": "needs files of earlier runs: test_profiler_programs.py",
     r"paceline bench collectives": "takes a minute: test_bench.py",
     r"paceline compare ": "takes a minute: test_compare.py",
+    r".*batch_sweep.py": "needs MNIST's files: test_batch_sweep.py",
 }
 """Commands that are not run here, and where they are; their options are checked all the same."""
 MISSING = re.compile(r"run: pip install .*\[(\w+)\]|ModuleNotFoundError: No module named '(\w+)'")
