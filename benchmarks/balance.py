@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import paceline
 from dated_results import save
-from paceline.bench.turns import median_ratio, take_turns
 from paceline.data import DataLoader, GlobalBatchSampler
+from paceline.tools.bench.turns import median_ratio, take_turns
 
 BATCH, WIDTH, ROUNDS, STEPS = 32, 384, 5, 20
 

@@ -23,9 +23,9 @@ from torch import nn
 import paceline
 from clocks import CLOCKS, Clocks, between, medians, now, without_collections
 from dated_results import save
-from paceline.bench.turns import take_turns
-from paceline.box_writer import FORWARD, BlackBox
-from paceline.tracing import recorder
+from paceline.core.telemetry.flight_recorder import FORWARD, BlackBox
+from paceline.core.telemetry.spans import recorder
+from paceline.tools.bench.turns import take_turns
 
 CALLS = 2000
 

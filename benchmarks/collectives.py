@@ -26,8 +26,8 @@ from torch import Tensor
 
 import paceline
 from dated_results import save
-from paceline.bench.turns import median_ratio, slowest_timed, take_turns
 from paceline.comm.c10d.process_group import PacelineProcessGroup
+from paceline.tools.bench.turns import median_ratio, slowest_timed, take_turns
 
 SIZES = (4, 4096, 65536, 1_000_000, 26_214_400, 104_857_600)
 """Bytes of a float32 tensor; 26,214,400 is the 25 MB of torch DDP's buckets."""

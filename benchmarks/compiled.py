@@ -28,8 +28,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import paceline
 from dated_results import save
-from paceline.bench.turns import median_ratio, take_turns, timed
-from paceline.tracing import Recorder
+from paceline.core.telemetry.spans import Recorder
+from paceline.tools.bench.turns import median_ratio, take_turns, timed
 from workloads import WORKLOADS, Workload
 
 EARLY = 0.1

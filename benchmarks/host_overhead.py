@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import paceline
 from clocks import CLOCKS, Clocks, between, medians, now, without_collections
 from dated_results import save
-from paceline.bench.turns import median_ratio, take_turns
+from paceline.tools.bench.turns import median_ratio, take_turns
 
 ELEMENTS = 64
 """Of each parameter."""

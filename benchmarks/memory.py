@@ -24,7 +24,7 @@ from torch import nn
 
 import paceline
 from dated_results import save
-from paceline.buckets import CAPACITY, MIB
+from paceline.core.state.buckets import CAPACITY, MIB
 from step_time import torch_ddp
 from workloads import WORKLOADS
 

@@ -126,9 +126,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median, quantiles
 from torch import nn
-from paceline.profiler.session import Session
-from paceline.profiler.torch_spans import torch_spans
-from paceline.tracing import recorder
+from paceline.profiler.recording.recorder import Session
+from paceline.profiler.recording.torch_spans import torch_spans
+from paceline.core.telemetry.spans import recorder
 
 folder, pairs, width, rows = sys.argv[1], *map(int, sys.argv[2:])
 world = paceline.init()

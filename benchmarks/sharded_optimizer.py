@@ -30,9 +30,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import paceline
 from dated_results import save
 from memory import Peak
-from paceline.bench.turns import median_ratio, slowest_timed, take_turns
-from paceline.buckets import MIB
+from paceline.core.state.buckets import MIB
 from paceline.optim import ShardedOptimizer
+from paceline.tools.bench.turns import median_ratio, slowest_timed, take_turns
 from step_time import torch_ddp
 from workloads import WORKLOADS, language_model
 

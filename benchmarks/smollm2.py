@@ -22,8 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import paceline
 from dated_results import save
-from paceline.bench.turns import median_ratio, take_turns, timed
 from paceline.comm.c10d.process_group import PacelineProcessGroup
+from paceline.tools.bench.turns import median_ratio, take_turns, timed
 from step_time import torch_ddp
 
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 import paceline  # noqa: F401 (registers the backend)
 from dated_results import save
-from paceline.bench.turns import take_turns
-from paceline.launch.store import LOOPBACK, loopback_store
+from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
+from paceline.tools.bench.turns import take_turns
 
 BACKENDS = ("gloo", "paceline")
 LARGE = 25 * 2**20 // 4

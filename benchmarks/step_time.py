@@ -23,9 +23,9 @@ from torch import nn
 
 import paceline
 from dated_results import save
-from paceline.bench.turns import median_ratio, take_turns, timed
-from paceline.buckets import CAPACITY
 from paceline.comm.c10d.process_group import PacelineProcessGroup
+from paceline.core.state.buckets import CAPACITY
+from paceline.tools.bench.turns import median_ratio, take_turns, timed
 from workloads import WORKLOADS, Workload
 
 FIXED = ("bare", "bare, zeroed", "copy", "reduction", "torch", "paceline")

@@ -18,8 +18,8 @@ from torch.utils.data import DistributedSampler
 
 import paceline
 from dated_results import save
-from paceline.recipes.digits import load_digits
-from paceline.world import World
+from paceline.core.processes.world import World
+from paceline.tools.recipes.digits import load_digits
 
 MICRO, WINDOW, STEPS = 16, 4, 10
 HELD_OUT_RANKS = (2, 4, 7, 8)

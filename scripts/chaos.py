@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from paceline.failpoints import VARIABLE
+from paceline.core.telemetry.failpoints import VARIABLE
 
 CHECKS = Path(__file__).parent / "chaos_checks"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

@@ -21,9 +21,9 @@ OURS = frozenset({"world", "faults"})
 
 
 def _testing() -> ModuleType:
-    from paceline.testing import pytest_process
+    from paceline.testing.pytest_plugin import controller
 
-    return pytest_process
+    return controller
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -126,12 +126,12 @@ def faults(request: pytest.FixtureRequest) -> Any:
 
 
 def _on_a_rank(request: pytest.FixtureRequest, name: str, key: str) -> Any:
-    from paceline.testing import pytest_rank
+    from paceline.testing.pytest_plugin import worker
 
     if request.node.get_closest_marker("ranks") is None:
         pytest.fail(f"the fixture {name!r} is for tests with ranks; mark the test with @pytest.mark.ranks(2)", False)
     try:
-        return request.config.stash[getattr(pytest_rank, key)]
+        return request.config.stash[getattr(worker, key)]
     except KeyError:
         pytest.fail(
             f"the fixture {name!r} was asked for before the ranks were there; let fixtures take it as an argument, "

@@ -163,7 +163,7 @@ def _stays_on_in_backward(mode: TorchFunctionMode) -> Iterator[None]:
 @contextlib.contextmanager
 def queued_operations() -> Iterator[None]:
     """Let the code of ``paceline`` take operations for queued, as on a GPU, with streams that are all the same one."""
-    streams: Any = sys.modules.get("paceline.streams")
+    streams: Any = sys.modules.get("paceline.core.state.device_streams")
     if streams is None:
         yield
         return

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.profiler.rank_file import RankRecord
-from paceline.profiler.steps import Step, cut
-from paceline.tracing import (
+from paceline.core.telemetry.spans import (
     BACKWARD,
     CONTROL,
     DATA_WAIT,
@@ -19,6 +17,8 @@ from paceline.tracing import (
     WAIT,
     Span,
 )
+from paceline.profiler.records.rank_file import RankRecord
+from paceline.profiler.records.steps import Step, cut
 
 GROUP = "ddp/0"
 Timing = Callable[[int, int], dict[str, float]]

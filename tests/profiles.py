@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.profiler.report import (
+from paceline.profiler.report.report import (
     PARTS,
     Advice,
     BucketTimes,

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from paceline import streams
+from paceline.core.state import device_streams
 
 _ASKS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", "is_nonzero"}
 _UNFILLED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
@@ -105,17 +105,17 @@ class QueuedDevice(TorchDispatchMode):
         self._live: dict[int, Memory] = {}
         self._reuses: list[Stream] = []
 
-    # -- the faces of paceline.streams ------------------------------------------------------------------------------
+    # -- the faces of paceline.core.state.device_streams ------------------------------------------------------------------------------
 
     def use(self, patch: pytest.MonkeyPatch) -> None:
         """Take the place of the device's streams."""
-        patch.setattr(streams, "is_queued", lambda _: True)
+        patch.setattr(device_streams, "is_queued", lambda _: True)
         for module in ("paceline.compression.pipeline", "paceline.ddp.transport.finisher"):
             patch.setattr(f"{module}.is_queued", lambda _: True)
-        patch.setattr(streams, "new_stream", lambda _: self.side)
-        patch.setattr(streams, "current_stream", lambda _: self.current)
-        patch.setattr(streams, "use_stream", self.on)
-        patch.setattr(streams, "keep_for", lambda stream, tensor: self._memory_of(tensor).users.add(stream))
+        patch.setattr(device_streams, "new_stream", lambda _: self.side)
+        patch.setattr(device_streams, "current_stream", lambda _: self.current)
+        patch.setattr(device_streams, "use_stream", self.on)
+        patch.setattr(device_streams, "keep_for", lambda stream, tensor: self._memory_of(tensor).users.add(stream))
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:

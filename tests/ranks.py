@@ -12,9 +12,9 @@ preload(
     "pytest",
     "torch._inductor.compile_fx",  # which torch.compile loads
     "torch._dynamo.backends.inductor",
-    "paceline.cli",  # for forked.py
+    "paceline.tools.cli.main",  # for forked.py
     "paceline.launch.agent",
-    "paceline.recipes.digits",
+    "paceline.tools.recipes.digits",
     "sklearn.datasets",
     "frozen",
 )

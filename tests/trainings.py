@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline import compression
+from paceline.core.processes.world import World
+from paceline.core.state.digests import tensor_digest, weights_sha256
+from paceline.core.state.rng import rng_state, set_seed
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
-from paceline.digests import tensor_digest, weights_sha256
 from paceline.errors import PacelineError
-from paceline.rng import rng_state, set_seed
 from paceline.train import Evaluation, Result, TrainConfig, Trainer
-from paceline.world import World
 
 FEATURES, CLASSES = 6, 3
 LR = 0.05

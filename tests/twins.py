@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import unwrap
+from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.testing.one_process import gradient_difference, tensor_difference, weight_difference
-from paceline.world import World
 from ranks import Pools as Pools
 
 INPUTS, OUTPUTS = 5, 3

@@ -22,8 +22,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 import paceline
 from paceline import compression
+from paceline.core.telemetry.failpoints import strike
 from paceline.data import DataLoader, GlobalBatchStream
-from paceline.failpoints import strike
 
 FEATURES = (
     "PowerSGD",

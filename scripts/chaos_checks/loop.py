@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.core.telemetry.failpoints import strike
 from paceline.data import DataLoader
-from paceline.failpoints import strike
 from paceline.optim import ShardedOptimizer
 
 

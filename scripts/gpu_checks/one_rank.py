@@ -19,7 +19,7 @@ import paceline
 from gpu_checks.models import SMALL, TINY
 from gpu_checks.rows import NotRun, Place, Row, holds, not_run
 from gpu_checks.wrapping import alike, between, difference, gradient_of, llama, tokens, torch_views, with_buckets
-from paceline.digests import weights_sha256
+from paceline.core.state.digests import weights_sha256
 from paceline.errors import NonFiniteGradient, UsageError
 
 

@@ -23,8 +23,8 @@ from gpu_checks.timing import (
     trainees,
 )  # fmt: skip
 from gpu_checks.wrapping import bucket_bytes, variants
-from paceline.bench.turns import median_ratio, take_turns
-from paceline.buckets import CAPACITY
+from paceline.core.state.buckets import CAPACITY
+from paceline.tools.bench.turns import median_ratio, take_turns
 
 SLOWER = 1.03
 """A step may take so many times the time of torch's faster mode; less cannot be told from noise."""

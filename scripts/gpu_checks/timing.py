@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpu_checks.models import MLP, SMOLLM2_360M, TINY, ResNet
 from gpu_checks.rows import Place
 from gpu_checks.wrapping import Wrap, llama, tokens
-from paceline.bench.turns import take_turns
+from paceline.tools.bench.turns import take_turns
 
 
 @dataclass(frozen=True)

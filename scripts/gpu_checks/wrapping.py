@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import paceline
 from gpu_checks.models import Llama, Shape
 from gpu_checks.rows import Place
-from paceline.digests import weights_sha256
+from paceline.core.state.digests import weights_sha256
 
 TorchDDP = nn.parallel.DistributedDataParallel
 Wrap = Callable[[nn.Module], nn.Module]

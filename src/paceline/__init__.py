@@ -8,20 +8,20 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 from paceline import errors
+from paceline.core.torch_internals.versions import is_command_line as _is_command_line
+from paceline.core.torch_internals.versions import warn_if_untested as _warn_if_untested
 from paceline.errors import PacelineError, UsageError
-from paceline.supported import is_command_line as _is_command_line
-from paceline.supported import warn_if_untested as _warn_if_untested
 
 if TYPE_CHECKING:
     from paceline import checkpoint, compression, data, ddp, nn, optim, profiler, train
     from paceline.checkpoint import Checkpointer, load_weights
-    from paceline.data_parallel import DataParallel
+    from paceline.core.processes.rank_lookup import cache_mesh, get
+    from paceline.core.processes.world import World, init
+    from paceline.core.state.rng import set_seed
+    from paceline.core.state.unwrapping import unwrap
     from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_, gather_for_metrics, mean_over_ranks
-    from paceline.lookup import cache_mesh, get
     from paceline.nn import SyncBatchNorm
-    from paceline.rng import set_seed
-    from paceline.unwrapping import unwrap
-    from paceline.world import World, init
+    from paceline.nn.data_parallel import DataParallel
 
 __version__ = "0.1.0"
 
@@ -102,9 +102,9 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: object) -> None:
     """Make the magics of docs/notebooks.md known: ``%load_ext paceline``."""
-    _import_module("paceline.notebook.extension").load(shell)  # which needs IPython
+    _import_module("paceline.tools.notebook.extension").load(shell)  # which needs IPython
 
 
 def unload_ipython_extension(shell: object) -> None:
     """End the ranks of the notebook: ``%unload_ext paceline``."""
-    _import_module("paceline.notebook.extension").unload(shell)
+    _import_module("paceline.tools.notebook.extension").unload(shell)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import paceline
 from paceline import testing
-from paceline.world import World
+from paceline.core.processes.world import World
 
 FOLDER = Path(__file__).parent
 SCRIPTS = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in ("usual", "run_buggy"))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from paceline.comm.c10d.process_group import PacelineProcessGroup
-from paceline.world import World
+from paceline.core.processes.world import World
 from ranks import run_ranks
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.comm.c10d.process_group import PacelineProcessGroup
-from paceline.world import World
+from paceline.core.processes.world import World
 from ranks import run_ranks
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from drawn import LONG
+from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel, accumulate
-from paceline.world import World
 from twins import Pools, same_gradients, same_weights
 
 pytestmark = pytest.mark.slow

@@ -18,10 +18,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+from paceline.core.processes.world import World
+from paceline.core.telemetry.spans import LAUNCH, WAIT, Recorder
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.tracing import LAUNCH, WAIT, Recorder
-from paceline.world import World
 from ranks import Ranks, run_ranks
 from twins import Case, reentrant, same_gradients, same_weights, train_beside_twin
 

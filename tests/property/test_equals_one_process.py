@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from drawn import draws
+from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.world import World
 from twins import (
     INPUTS,
     OUTPUTS,

@@ -25,11 +25,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from drawn import LONG
-from paceline import documents
-from paceline.checkpoint import Checkpointer, inspection
+from paceline.checkpoint import Checkpointer
+from paceline.core import strict_json
+from paceline.core.state.digests import tensor_digest
 from paceline.data import DataLoader
-from paceline.digests import tensor_digest
 from paceline.errors import PacelineError
+from paceline.tools.checkpoints import inspection
 
 COUNT = 5000 if LONG else 200
 MEMORY = 2**30
@@ -162,8 +163,8 @@ def resign(folder: Path, name: str) -> None:
         if entry["path"] == name:
             raw = (folder / name).read_bytes()
             entry.update(size=len(raw), sha256=hashlib.sha256(raw).hexdigest())
-    digest = hashlib.sha256(documents.render(body)).hexdigest()
-    path.write_bytes(documents.render({**body, "sha256": digest}, indent=1) + b"\n")
+    digest = hashlib.sha256(strict_json.render(body)).hexdigest()
+    path.write_bytes(strict_json.render({**body, "sha256": digest}, indent=1) + b"\n")
 
 
 def mutate(draw: random.Random, folder: Path) -> tuple[str, bool]:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel, accumulate
-from paceline.world import World
 from twins import INPUTS, OUTPUTS, Pools, global_batch, same_tensor, summed_loss
 
 ROOT = Path(__file__).parents[2]

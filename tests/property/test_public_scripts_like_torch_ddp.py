@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
-from paceline.world import World
 from twins import Pools
 
 TorchDDP = nn.parallel.DistributedDataParallel

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from drawn import draws
+from paceline.core.processes.world import World
+from paceline.core.state.digests import weights_sha256
 from paceline.ddp import DistributedDataParallel
-from paceline.digests import weights_sha256
-from paceline.world import World
 from twins import INPUTS, OUTPUTS, PATTERNS, Case, Parts, Pools, global_batch, reentrant, summed_loss, train_slices
 
 TINY = 1e-4

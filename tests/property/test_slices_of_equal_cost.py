@@ -11,11 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from paceline.core.processes.world import World
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.data.balance import split_by_cost, split_by_padded_cost
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import DesyncError, UsageError
-from paceline.world import World
 from real_data import real_data
 from twins import Pools
 

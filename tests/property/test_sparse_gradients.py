@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import NonFiniteGradient
-from paceline.world import World
 from twins import Pools, same_tensor
 
 ROWS, WIDTH = 12, 4

@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import (
 
 from paceline import compression
 from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
+from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel, accumulate
 from paceline.errors import NonFiniteGradient, ReplicaMismatch, UsageError
-from paceline.world import World
 from twins import Pools, make_optimizer, same_tensor, summed_loss
 
 BATCHES = (7, 4, 5, 6, 8)

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 from drawn import draws
 from paceline import SyncBatchNorm, compression
+from paceline.core.processes.world import World
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import DesyncError, UsageError
-from paceline.world import World
 from ranks import Ranks
 from twins import Pools, make_optimizer, no_warning_about_cycles, same_gradients, same_tensor, same_weights
 

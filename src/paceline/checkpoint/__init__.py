@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent: verified, readable without pickle, for any number of ranks."""
 
 from paceline.checkpoint.checkpointer import Checkpointer
-from paceline.checkpoint.weights import load_weights
+from paceline.checkpoint.loading.load_weights import load_weights
 from paceline.errors import CheckpointWarning
 
 __all__ = ["CheckpointWarning", "Checkpointer", "load_weights"]

@@ -15,25 +15,28 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from paceline import rank_consensus
-from paceline.checkpoint import capture, codec, notes, restoring
-from paceline.checkpoint.codec import Encoder
-from paceline.checkpoint.due_saves import DueSaves
-from paceline.checkpoint.interrupts import uninterrupted
-from paceline.checkpoint.notes import Keep
-from paceline.checkpoint.recovery import History, Recovery
-from paceline.checkpoint.registered import Registered
-from paceline.checkpoint.rescue import Contents
-from paceline.checkpoint.run_folder import RunFolder, expect_path
-from paceline.checkpoint.save_interval import SaveInterval
-from paceline.checkpoint.saved import Saved, compare, expect_registrable
-from paceline.checkpoint.saving import collect
-from paceline.checkpoint.stateful import Stateful
+from paceline.checkpoint.exchange import collected_states
+from paceline.checkpoint.exchange.saved_checkpoint import Saved, compare, expect_registrable
+from paceline.checkpoint.format import metadata as notes
+from paceline.checkpoint.format import state_codec
+from paceline.checkpoint.format.metadata import Keep
+from paceline.checkpoint.format.state_codec import Encoder
+from paceline.checkpoint.loading import restore as restoring
+from paceline.checkpoint.objects.protocols import Stateful
+from paceline.checkpoint.objects.registered import Registered
+from paceline.checkpoint.recovery.emergency_save import Contents
+from paceline.checkpoint.recovery.interrupts import uninterrupted
+from paceline.checkpoint.recovery.recovery import History, Recovery
+from paceline.checkpoint.saving.checkpoint_store import RunFolder, expect_path
+from paceline.checkpoint.saving.due_saves import DueSaves
+from paceline.checkpoint.saving.save_interval import SaveInterval
+from paceline.checkpoint.saving.synchronous import collect
+from paceline.core.processes import consensus
+from paceline.core.processes.missing_ranks import called_by_all
+from paceline.core.processes.world import World
+from paceline.core.telemetry.spans import CHECKPOINT, recorder
+from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.errors import CheckpointError, UsageError
-from paceline.rollcall import called_by_all
-from paceline.torch_internals.dtensor import local_of
-from paceline.tracing import CHECKPOINT, recorder
-from paceline.world import World
 
 Object = TypeVar("Object", bound=Stateful)
 
@@ -81,11 +84,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         every: int | timedelta | None = None,
         async_save: bool = False,
     ) -> None:
-        world = rank_consensus.here()
+        world = consensus.here()
         self._schedule = SaveInterval(every)
-        rank_consensus.agree(
-            world, rank_consensus.error_of(expect_path, folder) or rank_consensus.error_of(self._schedule.check)
-        )
+        consensus.agree(world, consensus.error_of(expect_path, folder) or consensus.error_of(self._schedule.check))
         self._folder = Path(folder).absolute()
         self._keep = Keep(keep, keep_best, best)
         self._registered: dict[str, Registered] = {}
@@ -97,7 +98,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._recovery = Recovery.of_all(world, contents)
         weakref.finalize(self, self._recovery.stops.close).atexit = False  # signals are not noted for nobody
         self.due = DueSaves(self._recovery.record, world.rank == 0)
-        self._async_save = bool(rank_consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
+        self._async_save = bool(consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
         """Register `object`, to be saved and restored as `name`; return it.
@@ -196,11 +197,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._finish(world)
         entries = list(self._registered.values())
         captures, checked_notes = collect(world, step, entries, lambda: self._keep.note(notes.check(metadata, protect)))
-        size = capture.expect_equal(world, step, entries, captures)
+        size = collected_states.expect_equal(world, step, entries, captures)
         if world.rank != 0:
-            capture.hand_over(captures[-1])
+            collected_states.hand_over(captures[-1])
         order = (world, step, size, checked_notes, captures)
-        path = rank_consensus.decide(world, lambda: str(self._run_folder.save(*order)))
+        path = consensus.decide(world, lambda: str(self._run_folder.save(*order)))
         self._in_flight = self._async_save
         if not self._in_flight:
             self.due.written()
@@ -227,18 +228,18 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
         Damaged ones are skipped, and rank 0 warns of each once. The path is that on rank 0's host.
         """
-        answer = rank_consensus.decide(self._world(), lambda: self._run_folder.newest())
+        answer = consensus.decide(self._world(), lambda: self._run_folder.newest())
         return None if answer is None else Path(answer)
 
     @called_by_all("Checkpointer.steps()")
     def steps(self) -> list[int]:
         """Return the steps that have a folder, whole or damaged, in ascending order; also one rescued into memory."""
-        return list(rank_consensus.decide(self._world(), lambda: self._run_folder.steps()))
+        return list(consensus.decide(self._world(), lambda: self._run_folder.steps()))
 
     @called_by_all("Checkpointer.best()")
     def best(self) -> int | None:
         """Return the step of the checkpoint in which ``keep_best`` is best; None if none has it."""
-        found = rank_consensus.decide(self._world(), lambda: self._run_folder.best())
+        found = consensus.decide(self._world(), lambda: self._run_folder.best())
         return None if found is None else int(found)
 
     @called_by_all("Checkpointer.metadata()")
@@ -248,8 +249,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         Raises:
             NoCheckpoint: if there is no such checkpoint, or its metadata are damaged.
         """
-        node = rank_consensus.decide(self._world(), lambda: Encoder().encode(dict(self._run_folder.metadata(step))))
-        return dict(codec.decode(node, {}))
+        node = consensus.decide(self._world(), lambda: Encoder().encode(dict(self._run_folder.metadata(step))))
+        return dict(state_codec.decode(node, {}))
 
     @uninterrupted()
     @called_by_all("Checkpointer.restore()")
@@ -285,7 +286,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         restoring.expect_same_step(world, step)
         saved = Saved.open(world, lambda: self._run_folder.choose(step))
         entries = list(self._registered.values())
-        rank_consensus.agree(world, rank_consensus.error_of(compare, entries, saved, world, allow_changed_settings))
+        consensus.agree(world, consensus.error_of(compare, entries, saved, world, allow_changed_settings))
         restoring.restore(world, saved, entries, allow_changed_settings)
         self._recovery.go_on_from(saved.step, "memory" if saved.path.parent == self._recovery.memory else "disk")
         return saved.step
@@ -304,7 +305,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         failing, was_open = sys.exc_info()[0] is not None, not self._closed
         try:
             if was_open and not failing:
-                self._finish(rank_consensus.here())
+                self._finish(consensus.here())
         finally:
             self._closed = True
             self._recovery.close(failing)
@@ -322,7 +323,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         in_flight, self._in_flight = self._in_flight, False
         if in_flight:
             try:
-                rank_consensus.decide(world, lambda: self._run_folder.writer.finish())
+                consensus.decide(world, lambda: self._run_folder.writer.finish())
             except KeyboardInterrupt:
                 self._in_flight = True  # the next call waits for it
                 raise
@@ -340,4 +341,4 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def _world(self) -> World:
         if self._closed:
             raise UsageError(f"the Checkpointer of {self._folder} is closed; make a new one")
-        return rank_consensus.here()
+        return consensus.here()

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from paceline.core.torch_internals.distributed.c10d import get_known_groups
 from paceline.errors import CommunicationError
-from paceline.torch_internals.c10d import get_known_groups
 
 _groups: weakref.WeakSet[Any] = weakref.WeakSet()
 """Process groups that :func:`keep_in_children` was given."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from paceline.comm.gloo_visitors import find_stranger, own_sockets
+from paceline.core.processes.missing_ranks import CONNECTION_REMEDY, GRACE_S, missing_from, named_ranks, reason_of
+from paceline.core.processes.private_store import is_private
+from paceline.core.torch_internals.distributed.c10d import ProcessGroupGloo, Store
 from paceline.errors import CommunicationError
-from paceline.rendezvous import is_private
-from paceline.rollcall import CONNECTION_REMEDY, GRACE_S, missing_from, named_ranks, reason_of
-from paceline.torch_internals.c10d import ProcessGroupGloo, Store
 
 
 def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> ProcessGroupGloo:

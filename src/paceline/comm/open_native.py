@@ -11,8 +11,8 @@ from paceline.comm.shm.arena import Arena
 from paceline.comm.shm.engine import Engine
 from paceline.comm.shm.handshake import connect
 from paceline.comm.topology import Refused, agree_on_hosts
-from paceline.rendezvous import private_store
-from paceline.torch_internals.c10d import PrefixStore, Store
+from paceline.core.processes.private_store import private_store
+from paceline.core.torch_internals.distributed.c10d import PrefixStore, Store
 
 
 def agree_to_share(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence[int]) -> bool:

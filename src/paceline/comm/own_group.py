@@ -16,16 +16,16 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.comm.forking import keep_in_children
-from paceline.communicators import destroy_released, keep
-from paceline.meeting import meet
-from paceline.torch_internals.c10d import (
+from paceline.core.processes.nccl_communicators import destroy_released, keep
+from paceline.core.processes.store_epochs import meet
+from paceline.core.torch_internals.distributed.c10d import (
     PrefixStore,
     forget_group,
     get_default_timeout,
     get_known_groups,
     open_group,
 )
-from paceline.torch_internals.nccl import attach_nccl, bare_group
+from paceline.core.torch_internals.distributed.nccl import attach_nccl, bare_group
 
 NCCL = ("nccl", "cuda:nccl")
 """Parts of a backend's name that say that NCCL serves CUDA tensors."""
@@ -36,7 +36,7 @@ def open_own_group(
 ) -> Any:
     """Open a process group of the ranks of `group`, in their order; all of them call this together.
 
-    Whoever opened it gives it to :func:`paceline.communicators.release` in the end.
+    Whoever opened it gives it to :func:`paceline.core.processes.nccl_communicators.release` in the end.
 
     Args:
         group: the given group.

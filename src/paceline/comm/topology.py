@@ -13,8 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from paceline.comm.shm.arena import Arena
-from paceline.rollcall import ranks_by_value, read_from
-from paceline.torch_internals.c10d import Store
+from paceline.core.processes.missing_ranks import ranks_by_value, read_from
+from paceline.core.torch_internals.distributed.c10d import Store
 
 SPLIT = "PACELINE_HOSTS"
 """Environment variable that makes one host count as several, for tests: ranks are dealt to so many in blocks."""

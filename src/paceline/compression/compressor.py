@@ -13,12 +13,12 @@ from paceline.compression.gradients import Gradients
 from paceline.compression.pipeline import Pipeline, Stages
 from paceline.compression.residuals import Residuals
 from paceline.compression.wire import all_gather_bytes, all_reduce_bytes
+from paceline.core.state.device_streams import keep
+from paceline.core.state.unwrapping import plain_name, unwrap
+from paceline.core.torch_internals.distributed.c10d import get_default_group
+from paceline.core.torch_internals.distributed.ddp import GradBucket
+from paceline.core.torch_internals.distributed.dtensor import is_sharded, local_of
 from paceline.errors import CheckpointMismatch, UsageError
-from paceline.streams import keep
-from paceline.torch_internals.c10d import get_default_group
-from paceline.torch_internals.ddp import GradBucket
-from paceline.torch_internals.dtensor import is_sharded, local_of
-from paceline.unwrapping import plain_name, unwrap
 
 
 class Compressor(ABC):

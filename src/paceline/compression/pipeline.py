@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from paceline.streams import SideStream, is_queued
+from paceline.core.state.device_streams import SideStream, is_queued
 
 Stages: TypeAlias = Generator[Any, None, Tensor]
 """Yields each collective that it launches, is run on when that has been waited for, and returns the bucket's buffer."""

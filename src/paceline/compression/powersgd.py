@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from paceline.compression.compressor import Compressor
 from paceline.compression.gradients import Gradients
 from paceline.compression.pipeline import Stages
+from paceline.core.state.device_streams import keep, may_hold
 from paceline.errors import UsageError
-from paceline.streams import keep, may_hold
 
 BLOCK = 1024
 """Elements of a column that are summed by one thread; see :func:`_dots`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.compression.gradients import Gradients
-from paceline.streams import keep
+from paceline.core.state.device_streams import keep
 
 
 class Residuals:

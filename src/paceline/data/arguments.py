@@ -9,9 +9,9 @@ from typing import Any, SupportsIndex
 
 import torch.distributed as dist
 
-from paceline import world
+from paceline.core.processes import world
+from paceline.core.processes.schedulers import adopted
 from paceline.errors import UsageError
-from paceline.schedulers import adopted
 
 
 def find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:

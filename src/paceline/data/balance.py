@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from paceline.core.state.rng import preserved
 from paceline.errors import UsageError
-from paceline.rng import preserved
 
 Cost = Sequence[float] | torch.Tensor | Callable[[Any], float]
 

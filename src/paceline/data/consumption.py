@@ -6,7 +6,7 @@ took after its other argument had ended, is not consumed.
 
 from __future__ import annotations
 
-from paceline import sources
+from paceline.core.state import data_position
 
 
 class Consumption:
@@ -32,17 +32,17 @@ class Consumption:
         """Begin a pass at `position`."""
         self.consumed = self.handed = position
         self.window, self.has_stepped = 0, False
-        self._steps = sources.steps()
+        self._steps = data_position.steps()
         self._open = True  # the script may still step with what was handed over
 
     def hand_over(self, position: int) -> None:
         """Note that the batch at `position` is about to be handed over."""
         self.look()
-        self._steps = sources.steps()
+        self._steps = data_position.steps()
 
     def look(self) -> None:
         """Take account of the steps since the last batch was handed over."""
-        if self._open and self.handed > self.consumed and sources.steps() != self._steps:
+        if self._open and self.handed > self.consumed and data_position.steps() != self._steps:
             self.window = max(self.window, self.handed - self.consumed)
             self.consumed = self.handed
             self.has_stepped = self.sees_steps = True

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.utils.data.distributed
 
-from paceline import sources
+from paceline.core.state import data_position
 from paceline.data.arguments import at_least, find_place
 from paceline.data.epoch_position import EpochPosition
 
@@ -53,7 +53,7 @@ class DistributedSampler(EpochPosition, torch.utils.data.distributed.Distributed
         if self.position == self.num_samples:
             self._move(self.epoch + 1, 0)
         self._started = started = (self.epoch, self.position)
-        sources.hand_over(self)
+        data_position.hand_over(self)
         yield from list(super().__iter__())[self.position :]
         if (self.epoch, self.position) == started:
             self._move(self.epoch + 1, 0)
@@ -79,7 +79,7 @@ class DistributedSampler(EpochPosition, torch.utils.data.distributed.Distributed
         self._expect_settings(state, settings)
         self._move(at_least("epoch", state["epoch"], 0), at_least("position", state["position"], 0))
 
-    def origin(self) -> sources.Origin:
+    def origin(self) -> data_position.Origin:
         """Describe the pass under way, to be compared with the other ranks' in its first step."""
         return self._describe_origin(
             samples=len(self.dataset),  # type: ignore[arg-type]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline import sources
+from paceline.core.state import data_position
+from paceline.core.state.rng import derive_seed
 from paceline.data.arguments import at_least
 from paceline.errors import CheckpointMismatch
-from paceline.rng import derive_seed
 
 
 class EpochPosition:
@@ -34,7 +34,7 @@ class EpochPosition:
         """Set the position of a new source, whose `world_size` is set already."""
         self.epoch, self.position = 0, 0
         self._started = (0, 0)
-        self.key = sources.key_of_caller() if self.world_size > 1 else -1
+        self.key = data_position.key_of_caller() if self.world_size > 1 else -1
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that comes next; the current one keeps its position, another begins at its start."""
@@ -69,10 +69,10 @@ class EpochPosition:
                     f"{ours!r} now; {self._remedy(name, theirs)}"
                 )
 
-    def _describe_origin(self, **fields: int) -> sources.Origin:
+    def _describe_origin(self, **fields: int) -> data_position.Origin:
         """Describe the data for the other ranks, with the `fields` that differ by the kind of source."""
-        seed = self.seed if self.seed < sources.LIMIT else sources.short(derive_seed(self.seed))
-        return sources.Origin(source=self.key, drop_last=bool(self.drop_last), seed=seed, **fields)
+        seed = self.seed if self.seed < data_position.LIMIT else data_position.short(derive_seed(self.seed))
+        return data_position.Origin(source=self.key, drop_last=bool(self.drop_last), seed=seed, **fields)
 
     def _identity(self) -> dict[str, Any]:
         """Return the settings that a position is relative to; they must be equal when it is loaded."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
+from paceline.core.state.rng import derive_seed, preserved, sow
 from paceline.data.sampler import Slice
 from paceline.errors import DataError
-from paceline.rng import derive_seed, preserved, sow
 
 Collate = Callable[[list[Any]], Any]
 

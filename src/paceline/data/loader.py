@@ -14,6 +14,8 @@ import torch
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
+from paceline.core.state.rng import derive_seed
+from paceline.core.telemetry.spans import DATA_WAIT, recorder
 from paceline.data.arguments import find_place
 from paceline.data.balance import Cost
 from paceline.data.fetch import Collate, Failure, Fetch
@@ -22,8 +24,6 @@ from paceline.data.sampler import GlobalBatchSampler
 from paceline.data.stream import End, GlobalBatchStream, Reader
 from paceline.data.workers import OutliveStop, lost_worker, watch
 from paceline.errors import CheckpointMismatch, DataError, UsageError
-from paceline.rng import derive_seed
-from paceline.tracing import DATA_WAIT, recorder
 
 REFUSED = {
     "sampler": "give batch_sampler=GlobalBatchSampler(dataset, batch_size, order=…) or use torch's DataLoader",

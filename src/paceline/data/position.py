@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from paceline import sources
+from paceline.core.state import data_position
+from paceline.core.state.digests import outline_digest
 from paceline.data.arguments import at_least, find_place
 from paceline.data.consumption import Consumption
 from paceline.data.epoch_position import EpochPosition
-from paceline.digests import outline_digest
 from paceline.errors import CheckpointMismatch, UsageError
 
 
@@ -41,7 +41,9 @@ class Position(EpochPosition):
         self._reported = False  # batches were handed over, or advance was called, in the latest pass
         self.passes = 0  # begun so far
         self._consumption = Consumption()  # how much of the latest pass the script has used up
-        self._origin = sources.Origin()  # of the latest pass, for the other ranks; made when it is first asked for
+        self._origin = (
+            data_position.Origin()
+        )  # of the latest pass, for the other ranks; made when it is first asked for
         self._origin_of = -1  # the pass that it is of
         self._data = -1  # digest of the data set
 
@@ -76,7 +78,7 @@ class Position(EpochPosition):
         self._consumption.hand_over(self.position)
         self.advance()
         self._consumption.handed = self.position
-        sources.hand_over(self)
+        data_position.hand_over(self)
 
     def leave(self) -> None:
         """Note that the latest pass will hand over no more batches."""
@@ -182,13 +184,13 @@ class Position(EpochPosition):
             ) from error
         self._move(epoch, position, state.get("length"))
 
-    def origin(self) -> sources.Origin:
+    def origin(self) -> data_position.Origin:
         """Describe the pass under way, to be compared with the other ranks'."""
         if self._origin_of != self.passes:
             self._origin_of, self._origin = self.passes, self.origin_in(self._started[0])
         return self._origin._replace(position=self._consumption.handed)
 
-    def origin_in(self, epoch: int | None) -> sources.Origin:
+    def origin_in(self, epoch: int | None) -> data_position.Origin:
         """Describe the data and, unless `epoch` is None, its order in that epoch."""
         return self._describe_origin(
             samples=self._samples(),
@@ -201,7 +203,7 @@ class Position(EpochPosition):
     def describe(self, dataset: Any) -> None:
         """Take the digest of the data, if it is to be compared with other ranks' and there is none yet."""
         if self.world_size > 1 and self._data == -1:
-            self._data = sources.short(outline_digest(dataset))
+            self._data = data_position.short(outline_digest(dataset))
 
     def _samples(self) -> int:
         """Return the data set's length, or -1."""

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from paceline import sources
+from paceline.core.state import data_position
+from paceline.core.state.digests import quick_digest
+from paceline.core.state.rng import derive_seed, epoch_order, preserved, sow
 from paceline.data.arguments import at_least, size_of
 from paceline.data.balance import Cost, costs_of, split_by_cost, split_by_padded_cost
 from paceline.data.partition import batch_bounds, batch_count, slice_bounds
 from paceline.data.position import Position
-from paceline.digests import quick_digest
 from paceline.errors import CheckpointMismatch, UsageError
-from paceline.rng import derive_seed, epoch_order, preserved, sow
 
 Order = Sequence[int] | torch.Tensor
 
@@ -164,7 +164,7 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         self.begin()
         for indices in self.tickets():
             self._fetched += 1
-            sources.hand_over(self)
+            data_position.hand_over(self)
             yield indices
         self._fetched = 0
         if not self._reported and (self.epoch, self.position) == self._started:
@@ -228,8 +228,8 @@ class GlobalBatchSampler(Position, Sampler[list[int]]):
         order = int(self.shuffle) if self._order is None else int(quick_digest(self._order_of(epoch)))
         if self._costs is not None:  # ranks with other costs would take samples that are another's, too
             kind = "cost" if self._split is split_by_cost else "padded cost"
-            return sources.short(derive_seed(kind, order, int(quick_digest(self._costs)), self._window))
-        return order if self._order is None else sources.short(order)
+            return data_position.short(derive_seed(kind, order, int(quick_digest(self._costs)), self._window))
+        return order if self._order is None else data_position.short(order)
 
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "size": self.size, "shuffle": self.shuffle}

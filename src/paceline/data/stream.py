@@ -15,12 +15,12 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
+from paceline.core.state.rng import derive_seed, sow
+from paceline.core.torch_internals.data import hide_worker_info
 from paceline.data.arguments import iterable_anew
 from paceline.data.fetch import Collate, Failure, own_streams
 from paceline.data.partition import slice_bounds
 from paceline.data.position import Position
-from paceline.rng import derive_seed, sow
-from paceline.torch_internals.data import hide_worker_info
 
 
 class GlobalBatchStream(Position):

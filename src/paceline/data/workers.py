@@ -19,9 +19,9 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
+from paceline.core.telemetry.step_progress import ECHO_S, STOP_SIGNALS
 from paceline.data.position import Position
 from paceline.errors import DataError
-from paceline.step_records import ECHO_S, STOP_SIGNALS
 
 _CAUSES = {
     signal.SIGKILL: "as a rule because memory ran out (see dmesg); use fewer workers, a smaller prefetch_factor or "

@@ -1,9 +1,9 @@
 """The wrapper, its reducer, and what plain training loops need beside them."""
 
-from paceline.ddp.config import NcclOptions
 from paceline.ddp.metrics import gather_for_metrics, mean_over_ranks
+from paceline.ddp.options.config import NcclOptions
 from paceline.ddp.training_loop import accumulate, clip_grad_norm_
-from paceline.ddp.wrapper import DistributedDataParallel
+from paceline.ddp.wrapper.wrapper import DistributedDataParallel
 
 __all__ = [
     "DistributedDataParallel",

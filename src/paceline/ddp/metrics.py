@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.core.processes.missing_ranks import called_by_all, collective
 from paceline.errors import UsageError
-from paceline.rollcall import called_by_all, collective
 
 Part = tuple[int, Any]
 """A rank and what it gave at some place of its value; never None."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from paceline.ddp.transport.scattered_gradients import clip_scattered, is_scattered
-from paceline.ddp.wrapper import DistributedDataParallel
+from paceline.ddp.wrapper.wrapper import DistributedDataParallel
 from paceline.errors import UsageError
 
 Batch = TypeVar("Batch")

@@ -22,22 +22,23 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from paceline.black_box import FOLDER
-from paceline.job_folders import JobFolder
-from paceline.launch import failure, record
-from paceline.launch.failure import End
-from paceline.launch.files import RankFiles
-from paceline.launch.hangs import HangWatch
-from paceline.launch.job_report import JobReport
-from paceline.launch.last_moments import LastMoments
-from paceline.launch.loopback_rendezvous import LoopbackRendezvous
-from paceline.launch.preemption import Preemption
-from paceline.launch.preloader import ForkServer
-from paceline.launch.rank_ending import Ending
-from paceline.launch.restarts import Restarts
-from paceline.launch.signals import SPARE, Caught, Stopped
-from paceline.rendezvous import STORE
-from paceline.step_records import STOP_SIGNALS
+from paceline.core.processes.private_store import STORE
+from paceline.core.telemetry.flight_record import FOLDER
+from paceline.core.telemetry.job_directory import JobFolder
+from paceline.core.telemetry.step_progress import STOP_SIGNALS
+from paceline.launch.failures import root_cause
+from paceline.launch.failures.exit_diagnosis import LastMoments
+from paceline.launch.failures.job_report import JobReport
+from paceline.launch.failures.root_cause import End
+from paceline.launch.fork_server.client import ForkServer
+from paceline.launch.rank import failure_record as record
+from paceline.launch.rank.channels import RankFiles
+from paceline.launch.rendezvous.loopback import LoopbackRendezvous
+from paceline.launch.restart_policy import Restarts
+from paceline.launch.watching.hang_detection import HangWatch
+from paceline.launch.watching.preemption import Preemption
+from paceline.launch.watching.signals import SPARE, Caught, Stopped
+from paceline.launch.watching.termination import Ending
 
 INTERRUPT_GRACE_S = 1.0  # after Ctrl-C everything has to be gone within 2 s
 FAILURE_GRACE_S = 3.0  # after a failure the others have to be gone within 5 s
@@ -51,11 +52,11 @@ SLOW_S = 5.0  # a rank that raised and has not ended for so long is shown at onc
 def _patience(ended: Sequence[End], running: Sequence[End]) -> float:
     """Return how many seconds after a failure its cause may still show."""
     ends = [*ended, *running]
-    if any(end.suspicion == 0 for end in failure.failures(ends)):
+    if any(end.suspicion == 0 for end in root_cause.failures(ends)):
         return SETTLE_S
     if any(end.has_left for end in running):
         return LEAVE_S
-    return SETTLE_S if any(end.has_left for end in failure.missed(ends)) else CAUSE_S
+    return SETTLE_S if any(end.has_left for end in root_cause.missed(ends)) else CAUSE_S
 
 
 class Agent(LocalElasticAgent):
@@ -168,18 +169,18 @@ class Agent(LocalElasticAgent):
             self._report.note_progress(*self._restarts.told())
             self._report.failed(ends)
         # A user's mistake would be made again.
-        restart = None if failure.usage(ends) is not None else self._restarts.decide(failure.cause(ends))
+        restart = None if root_cause.usage(ends) is not None else self._restarts.decide(root_cause.cause(ends))
         self._remaining_restarts = 0 if restart is None else 1
         if self._restarts.refusal is not None:
             self._say(self._restarts.refusal)
         if restart is not None:
-            text = "\n".join([*failure.details(ends), failure.headline(ends)])
+            text = "\n".join([*root_cause.details(ends), root_cause.headline(ends)])
             self._say(f"{text}; {restart}")
             if self._report is not None:
                 self._report.restarted()
         return RunResult(
             state=WorkerState.FAILED,
-            failures={end.rank: ProcessFailure(end.rank, 0, end.code, "") for end in failure.failures(ends)},
+            failures={end.rank: ProcessFailure(end.rank, 0, end.code, "") for end in root_cause.failures(ends)},
         )
 
     def outcome(self) -> list[End]:
@@ -214,7 +215,7 @@ class Agent(LocalElasticAgent):
             # What running ranks have told counts as well: they may need long to end, or never do.
             running = self._ends_of_running()
             told = self._told()
-            if failure.usage([*told, *running]) is not None:
+            if root_cause.usage([*told, *running]) is not None:
                 return
             if time.monotonic() - begin > _patience(told, running):
                 return
@@ -230,7 +231,7 @@ class Agent(LocalElasticAgent):
             note = record.read(self._files.errors[rank]) if rank not in self._shown else None
             if note is not None and time.time() - note.at > SLOW_S:
                 self._shown.add(rank)
-                trace = "\n".join(failure.traced(rank, note))
+                trace = "\n".join(root_cause.traced(rank, note))
                 self._say(f"{trace}\nrank {rank} raised this {SLOW_S:.0f} s ago and still runs")
 
     def _running(self) -> list[int]:

@@ -15,25 +15,25 @@ from typing import Any
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+from paceline.core.processes.world import TIMEOUT
+from paceline.core.telemetry.job_directory import PARENT, JobFolder
+from paceline.core.torch_internals.versions import is_command_line, warn_if_untested
 from paceline.errors import UsageError
-from paceline.job_folders import PARENT, JobFolder
-from paceline.launch import failure
 from paceline.launch.agent import Agent
-from paceline.launch.files import Logs, RankFiles
-from paceline.launch.hangs import HangWatch
-from paceline.launch.job_report import JobReport
-from paceline.launch.loopback_rendezvous import LoopbackRendezvous
+from paceline.launch.failures import root_cause
+from paceline.launch.failures.job_report import JobReport
+from paceline.launch.failures.verdict import Verdict
+from paceline.launch.fork_server.client import ForkServer
+from paceline.launch.fork_server.policy import binds_threads, decide
+from paceline.launch.host_limits import expect_files, expect_room
 from paceline.launch.pinning import CORES, as_setting, cores, pinned
-from paceline.launch.preloader import ForkServer
-from paceline.launch.preloading import binds_threads, decide
-from paceline.launch.record import LAUNCHER
-from paceline.launch.restarts import Restarts
-from paceline.launch.room import expect_files, expect_room
-from paceline.launch.signals import FORWARDED, Caught, Stopped
-from paceline.launch.supervision import TIMEOUT_S, Supervision
-from paceline.launch.verdict import Verdict
-from paceline.supported import is_command_line, warn_if_untested
-from paceline.world import TIMEOUT
+from paceline.launch.rank.channels import Logs, RankFiles
+from paceline.launch.rank.failure_record import LAUNCHER
+from paceline.launch.rendezvous.loopback import LoopbackRendezvous
+from paceline.launch.restart_policy import Restarts
+from paceline.launch.watching.hang_detection import HangWatch
+from paceline.launch.watching.settings import TIMEOUT_S, Supervision
+from paceline.launch.watching.signals import FORWARDED, Caught, Stopped
 
 HERE = Path(__file__).parent
 LONGEST_S = 2_000_000  # 23 days; the kernel waits for at most 2**31 ms at a time
@@ -47,7 +47,7 @@ class Job:
         command: the program and its arguments, passed on verbatim; run once per rank.
         nproc: number of ranks.
         max_restarts: how many times all ranks are started again after one failed, counted only while no progress is
-            made; by default, see :mod:`paceline.launch.restarts`.
+            made; by default, see :mod:`paceline.launch.restart_policy`.
         env: added to the ranks' environment, where torchrun's contract (``RANK``, …) leaves room.
         grace: seconds that ranks have to end after SIGTERM to the launcher.
         interval: seconds between two looks at the ranks, where the kernel does not report their end.
@@ -55,10 +55,10 @@ class Job:
         logs: where the ranks' output goes; by default where the launcher's goes.
         signals: the signals to the launcher that end the job.
         worker_spec: more fields of torchelastic's ``WorkerSpec``.
-        report: the file for a report as JSON, see :mod:`paceline.launch.job_report`.
+        report: the file for a report as JSON, see :mod:`paceline.launch.failures.job_report`.
         pin: whether each rank keeps to cores of its own, see :mod:`paceline.launch.pinning`.
         preload: whether ranks may be forked from a process that has imported torch, see
-            :mod:`paceline.launch.preloading`.
+            :mod:`paceline.launch.fork_server.policy`.
         supervision: the exit code of a job that was preempted, and what to do about ranks that hang.
         modules: imported there besides torch.
 
@@ -149,7 +149,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         try:
             result = agent.run()
         except Stopped as stop:
-            if raised := failure.raised(agent.outcome()):
+            if raised := root_cause.raised(agent.outcome()):
                 say("\n".join(raised))
             rescued = restarts.keep_rescued(say)
             raise stop if stop.saved is not None else Stopped(stop.number, rescued) from None
@@ -163,8 +163,8 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
         if lost is not None:
             say(f"error: the job has ended, but nothing of it is saved in {lost}; its first warning has the cause")
         return 0 if lost is None else 1
-    mistake = failure.usage(ends)
-    say(f"error: {mistake}" if mistake is not None else failure.report(ends))
+    mistake = root_cause.usage(ends)
+    say(f"error: {mistake}" if mistake is not None else root_cause.report(ends))
     return 2 if mistake is not None or restarts.verdict is Verdict.MISTAKE else 1
 
 

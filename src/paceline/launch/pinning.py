@@ -11,7 +11,7 @@ from paceline.errors import UsageError
 
 OPTION = "--pin"
 CORES = "PACELINE_CORES"
-"""Environment variable that tells :mod:`paceline.launch.child` the cores of each rank: ``0,1;2,3``."""
+"""Environment variable that tells :mod:`paceline.launch.rank.child` the cores of each rank: ``0,1;2,3``."""
 NODES = Path("/sys/devices/system/node")
 CPUS = Path("/sys/devices/system/cpu")
 

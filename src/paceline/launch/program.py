@@ -12,7 +12,7 @@ from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
 
-from paceline.commands import or_near
+from paceline.core.output.commands import or_near
 from paceline.errors import UsageError
 
 Config = TypeVar("Config", bound="ProgramConfig")

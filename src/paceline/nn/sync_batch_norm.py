@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from paceline.core.processes.missing_ranks import collective
+from paceline.core.torch_internals.compile import leaves_graph
+from paceline.core.torch_internals.distributed.c10d import get_default_group
+from paceline.core.torch_internals.distributed.ddp import AnyBatchNorm
 from paceline.errors import ReplicaMismatch, UsageError
 from paceline.nn.moments import Moments, Report, combine, empty_message, pack, reports, wide
 from paceline.nn.normalize import Normalize
-from paceline.rollcall import collective
-from paceline.torch_internals.c10d import get_default_group
-from paceline.torch_internals.compile import leaves_graph
-from paceline.torch_internals.ddp import AnyBatchNorm
 
 _DTYPES = (torch.float32, torch.float64)
 _COMPARE = 2  # a bit of the codes that say which collective it is, beside the type and the number of elements

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.core.torch_internals.optimizer_hooks import drop_hooks, hooks_of
 from paceline.errors import UsageError
-from paceline.torch_internals.optimizer_hooks import drop_hooks, hooks_of
 
 _NAMES = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 _ELEMENTWISE = {getattr(torch.optim, name) for name in [*_NAMES, "SparseAdam"]}

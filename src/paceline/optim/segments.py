@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from paceline.buckets import flattened, joined, shaped_like
+from paceline.core.state.buckets import flattened, joined, shaped_like
+from paceline.core.torch_internals.tensors import copy_each
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.shared_channel import SharedChannel
 from paceline.errors import UsageError
-from paceline.optim.plan import Piece
-from paceline.torch_internals.tensors import copy_each
+from paceline.optim.sharding_plan import Piece
 
 ALIGN = 64
 """Elements at whose multiples parameters begin in shared memory, so that each is aligned to 64 bytes or more in any

@@ -19,23 +19,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.comm.forking import finalize
-from paceline.ddp.transport.channel import Channel
-from paceline.errors import UsageError
-from paceline.optim import states
-from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise, stand_ins
-from paceline.optim.living import enter, expect_apart
-from paceline.optim.owned import Owned
-from paceline.optim.sharding import Sharding
-from paceline.optim.subject import Subject, describe_groups, expect_plain, expect_scatterable, expect_step, subject_of
-from paceline.optimizer_shards import Assembly, Window
-from paceline.torch_internals.compile import never_compiled
-from paceline.torch_internals.optimizer_hooks import (
+from paceline.core.state.optimizer_shards import Assembly, Window
+from paceline.core.torch_internals.compile import never_compiled
+from paceline.core.torch_internals.optimizer_hooks import (
     after_load,
     after_state_dict,
     before_load,
     before_state_dict,
     share_hooks,
 )
+from paceline.ddp.transport.channel import Channel
+from paceline.errors import UsageError
+from paceline.optim import states
+from paceline.optim.arguments import Subject, describe_groups, expect_plain, expect_scatterable, expect_step, subject_of
+from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise, stand_ins
+from paceline.optim.owned_shard import Owned
+from paceline.optim.sharding import Sharding
+from paceline.optim.trained_parameters import enter, expect_apart
 
 _NOT_SETTINGS = ("params", "param_names")
 
@@ -248,7 +248,7 @@ class ShardedOptimizer(Optimizer):
     # -- states -------------------------------------------------------------------------------------------------
 
     def local_state(self) -> dict[str, Any]:
-        """Return this rank's shard of the state, with what it is of; see :mod:`paceline.optimizer_shards`."""
+        """Return this rank's shard of the state, with what it is of; see :mod:`paceline.core.state.optimizer_shards`."""
         assert self._inner is not None
         assert self._sharding is not None
         strides = self._sharding.strides

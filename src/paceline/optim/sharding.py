@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.buckets import CAPACITY, assign
+from paceline.core.state.buckets import CAPACITY, assign
+from paceline.core.telemetry.failpoints import strike
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.opening import open_channel
 from paceline.errors import UsageError
-from paceline.failpoints import strike
-from paceline.optim.owned import Owned, owned_by
-from paceline.optim.plan import Piece, Shares, cut_evenly, deal_out
+from paceline.optim.arguments import Subject
+from paceline.optim.owned_shard import Owned, owned_by
 from paceline.optim.segments import Segment, make_segment
-from paceline.optim.subject import Subject
+from paceline.optim.sharding_plan import Piece, Shares, cut_evenly, deal_out
 
 _look = attrgetter("shape", "dtype")
 _GATHERING = "gathering of updated parameters"

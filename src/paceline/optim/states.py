@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.optimizers import uncast
+from paceline.checkpoint.objects.optimizer_states import uncast
+from paceline.core.state.optimizer_shards import KEY, Assembly, Window, cut_state, is_shard
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import CheckpointMismatch
-from paceline.optim.owned import Owned
-from paceline.optim.subject import Subject
-from paceline.optimizer_shards import KEY, Assembly, Window, cut_state, is_shard
+from paceline.optim.arguments import Subject
+from paceline.optim.owned_shard import Owned
 
 MASTER = "master"
 """Name under which a state has the copy of a parameter that was trained in its place."""
@@ -29,7 +29,7 @@ def local_state(
     subject: Subject,
     strides: Sequence[tuple[int, ...]],
 ) -> dict[str, Any]:
-    """Return this rank's shard; see :mod:`paceline.optimizer_shards`. Pieces follow the `strides` of parameters."""
+    """Return this rank's shard; see :mod:`paceline.core.state.optimizer_shards`. Pieces follow the `strides` of parameters."""
     state = held(owned, inner)
     for entry in state.values():
         if isinstance(master := entry.get(MASTER), nn.Parameter):

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.launch.failure_report import rank_main
-from paceline.profiler.session import Session
+from paceline.launch.rank.failure_report import rank_main
+from paceline.profiler.recording.recorder import Session
 
 
 class Enough(SystemExit):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.profiler.rank_file import FOLDER, is_open
+from paceline.profiler.records.rank_file import FOLDER, is_open
 
 PATIENCE_S = 30.0
 """For how long rank 0 waits for the end of the others' records."""
@@ -32,7 +32,7 @@ def profile(folder: str | Path, steps: int | None = None, *, operators: bool = T
     Raises:
         UsageError: if the folder cannot be written to, or a profile is being recorded already.
     """
-    from paceline.profiler.session import Session
+    from paceline.profiler.recording.recorder import Session
 
     path = Path(folder).absolute()  # as the program may change its own
     session = Session(path, steps, operators=operators)

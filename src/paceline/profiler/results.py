@@ -6,15 +6,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.core.processes.missing_ranks import named_ranks
 from paceline.errors import UsageError
-from paceline.profiler.chrome_trace import write_trace
-from paceline.profiler.hta_traces import write_hta_traces
+from paceline.profiler.analysis.analyze import read_facts, report_of, summary
 from paceline.profiler.page import page
-from paceline.profiler.rank_file import KILLED, RankRecord
-from paceline.profiler.report import Report
-from paceline.profiler.steps import FLUSH_S
-from paceline.profiler.verdict import read_facts, report_of, summary
-from paceline.rollcall import named_ranks
+from paceline.profiler.records.rank_file import KILLED, RankRecord
+from paceline.profiler.records.steps import FLUSH_S
+from paceline.profiler.report.report import Report
+from paceline.profiler.traces.chrome_trace import write_trace
+from paceline.profiler.traces.hta_traces import write_hta_traces
 
 
 def write_results(folder: Path) -> Report:

@@ -32,10 +32,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from paceline.launch.preloading import LIBRARY
-from paceline.launch.store import LOOPBACK, loopback_store
-from paceline.torch_internals.elastic import OPTIMIZERS_NEED
-from paceline.world import World, init
+from paceline.core.processes.world import World, init
+from paceline.core.torch_internals.distributed.elastic import OPTIMIZERS_NEED
+from paceline.launch.fork_server.policy import LIBRARY
+from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
 
 TIMEOUT_S = 120.0
 _context = multiprocessing.get_context("forkserver")

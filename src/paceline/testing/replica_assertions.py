@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.digests import tensor_digest
+from paceline.core.processes.missing_ranks import missing_from
+from paceline.core.state.digests import tensor_digest
+from paceline.core.state.unwrapping import plain_name, unwrap
+from paceline.core.torch_internals.distributed.c10d import PrefixStore, get_default_group, get_default_store
 from paceline.errors import UsageError
-from paceline.rollcall import missing_from
-from paceline.testing.recorded_collectives import GroupCalls, Recorder, place_of, unmatched
-from paceline.torch_internals.c10d import PrefixStore, get_default_group, get_default_store
-from paceline.unwrapping import plain_name, unwrap
+from paceline.testing.ranks.recorded_collectives import GroupCalls, Recorder, place_of, unmatched
 
 _turns = itertools.count()
 """Calls of :func:`assert_no_desync` by this process; forks go on with it alike."""

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core.state.rng import rng_state, set_rng_state
+from paceline.core.state.unwrapping import unwrap
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.rng import rng_state, set_rng_state
-from paceline.train.agreement import all_sum, expect_same_data
-from paceline.train.requirements import expect_loader, expect_wrapper, summed_metrics
-from paceline.unwrapping import unwrap
+from paceline.train.metrics.reductions import all_sum, expect_same_data
+from paceline.train.validation import expect_loader, expect_wrapper, summed_metrics
 
 Sums = Callable[[nn.Module, Any], tuple[dict[str, Tensor], int]]
 

@@ -31,7 +31,7 @@ from paceline.data import GlobalBatchSampler
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.train.train_config import TrainConfig
+    from paceline.train.config import TrainConfig
 
 LrScaling = Literal["none", "linear", "sqrt"]
 Decay = Literal["none", "linear", "cosine", "wsd"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.checkpoint.recovery import History
+from paceline.checkpoint.recovery.recovery import History
 
 
 @dataclass

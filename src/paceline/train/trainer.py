@@ -12,15 +12,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint import Checkpointer
-from paceline.checkpoint.interrupts import Interrupts
+from paceline.checkpoint.recovery.interrupts import Interrupts
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
 from paceline.errors import UsageError
-from paceline.train.agreement import expect_same_data
-from paceline.train.averages import LossAverage
+from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, evaluate, evaluated, expect_evaluation
-from paceline.train.folder import go_on, open_folder, open_memory
-from paceline.train.identity import ChangedDataLoader, DataIdentity, Settings
 from paceline.train.learning_rate import (
     expect_length,
     expect_unscheduled,
@@ -30,9 +27,14 @@ from paceline.train.learning_rate import (
     settings_of,
     steps_of,
 )
-from paceline.train.loggers import Loggers, MetricsLogger, open_loggers
-from paceline.train.reporting import ProgressDisplay
-from paceline.train.requirements import (
+from paceline.train.metrics.loggers import Loggers, MetricsLogger, open_loggers
+from paceline.train.metrics.progress import ProgressDisplay
+from paceline.train.metrics.reductions import expect_same_data
+from paceline.train.metrics.running_means import LossAverage
+from paceline.train.result import Result
+from paceline.train.resume.checkpoint_folder import go_on, open_folder, open_memory
+from paceline.train.resume.run_identity import ChangedDataLoader, DataIdentity, Settings
+from paceline.train.validation import (
     expect_config,
     expect_loader,
     expect_loggers,
@@ -44,8 +46,6 @@ from paceline.train.requirements import (
     shared_out,
     summed_loss,
 )
-from paceline.train.result import Result
-from paceline.train.train_config import TrainConfig
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
 """``loss(model, batch)``: the *summed* loss of a micro-batch, and what it sums over: samples, or tokens."""

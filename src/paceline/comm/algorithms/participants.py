@@ -12,9 +12,9 @@ from torch import Tensor
 from paceline.comm.algorithms.schedules import NAMES
 from paceline.comm.arithmetic import name_of
 from paceline.comm.shm.header import DTYPES
+from paceline.core.processes.missing_ranks import failed, named_ranks, ranks_by_value
+from paceline.core.torch_internals.distributed.c10d import get_default_group, get_known_groups
 from paceline.errors import DesyncError, PacelineError, UsageError, WorldError
-from paceline.rollcall import failed, named_ranks, ranks_by_value
-from paceline.torch_internals.c10d import get_default_group, get_known_groups
 
 TAG = 5202
 """Keeps our messages apart from sends of the user's own on the same group."""

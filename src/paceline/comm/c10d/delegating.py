@@ -12,9 +12,9 @@ import torch.distributed as dist
 from paceline.comm.c10d.work import Runner
 from paceline.comm.forking import keep_in_children
 from paceline.comm.gloo import connect_gloo
+from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.core.torch_internals.distributed.c10d import PrefixStore, ProcessGroup, Store
 from paceline.errors import UsageError
-from paceline.torch_internals.c10d import PrefixStore, ProcessGroup, Store
-from paceline.torch_internals.compile import class_never_compiled
 
 if TYPE_CHECKING:
     from paceline.comm.shm.engine import Engine

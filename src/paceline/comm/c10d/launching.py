@@ -13,8 +13,8 @@ from paceline.comm.shm.collectives import Collectives
 from paceline.comm.shm.engine import Engine
 from paceline.comm.shm.header import Note
 from paceline.comm.shm.operation import Operation
+from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.errors import UsageError
-from paceline.torch_internals.compile import class_never_compiled
 
 
 @class_never_compiled

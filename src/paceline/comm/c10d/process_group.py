@@ -21,9 +21,9 @@ from paceline.comm.c10d.work import Handle, last_of
 from paceline.comm.open_native import agree_to_share, open_engine
 from paceline.comm.shm.collectives import Collectives
 from paceline.comm.shm.header import DTYPES
-from paceline.errors import UsageError
-from paceline.rendezvous import store_of_group
-from paceline.torch_internals.c10d import (
+from paceline.core.processes.private_store import store_of_group
+from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.core.torch_internals.distributed.c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
@@ -33,7 +33,7 @@ from paceline.torch_internals.c10d import (
     ReduceScatterOptions,
     Store,
 )
-from paceline.torch_internals.compile import class_never_compiled
+from paceline.errors import UsageError
 
 
 @class_never_compiled

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.forking import expect_own_process
+from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.errors import CommunicationError
-from paceline.torch_internals.compile import class_never_compiled
 
 
 @class_never_compiled

@@ -19,8 +19,8 @@ from paceline.comm.shm.engine import Engine
 from paceline.comm.shm.header import Header, Kind, Note
 from paceline.comm.shm.operation import Operation
 from paceline.comm.shm.stage import HALVES, Begun, Stage
+from paceline.core.telemetry.spans import REDUCE, recorder
 from paceline.errors import UsageError
-from paceline.tracing import REDUCE, recorder
 
 SMALL_BYTES = 4096
 """Tensors up to this size are reduced by every rank for itself: fewer bytes are saved than a second signal costs."""

@@ -6,8 +6,8 @@ import os
 import resource
 from collections.abc import Sequence
 
+from paceline.core.torch_internals.distributed.c10d import Store
 from paceline.errors import UsageError
-from paceline.torch_internals.c10d import Store
 
 
 def needed(size: int, local: int) -> int:

@@ -35,8 +35,8 @@ from paceline.comm.shm.doorbells import Signals
 from paceline.comm.shm.header import SLOTS, Header
 from paceline.comm.shm.introduction import Peer, world_rank
 from paceline.comm.shm.operation import Operation, is_computed, is_finished, mismatch
+from paceline.core.telemetry.spans import waiting
 from paceline.errors import CommunicationError
-from paceline.tracing import waiting
 
 _SPINS = 20
 _NAP_S = 1.0

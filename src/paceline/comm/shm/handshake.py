@@ -1,7 +1,7 @@
 """The handshake: the ranks of one host find each other and exchange the descriptors of their memory and signals.
 
 Each rank listens on an abstract Unix socket, for the time of the handshake only. The sockets' names and the group's
-secret are in a private store (:mod:`paceline.rendezvous`), where no other user can read or write them.
+secret are in a private store (:mod:`paceline.core.processes.private_store`), where no other user can read or write them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from datetime import timedelta
 
 from paceline.comm.shm.arena import Arena
 from paceline.comm.shm.introduction import Introduction, Peer, Rejected, credentials
+from paceline.core.processes.missing_ranks import late, read_from
+from paceline.core.torch_internals.distributed.c10d import Store
 from paceline.errors import CommunicationError
-from paceline.rollcall import late, read_from
-from paceline.torch_internals.c10d import Store
 
 _SECRET_BYTES = 32
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paceline.comm.shm.header import Header, Kind
+from paceline.core.processes.missing_ranks import ranks_by_value
 from paceline.errors import DesyncError
-from paceline.rollcall import ranks_by_value
 
 
 class Operation:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.core.processes.missing_ranks import named_ranks
+from paceline.core.state.data_position import Origin, difference, who_has
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED
 from paceline.errors import DesyncError, NonFiniteGradient
-from paceline.rollcall import named_ranks
-from paceline.sources import Origin, difference, who_has
 
 Allocate = Callable[..., Tensor]
 """``allocate(numel, dtype=…)``: a zeroed tensor on the CPU."""

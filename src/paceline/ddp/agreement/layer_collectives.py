@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 
+from paceline.core.state.unwrapping import Communicates
 from paceline.errors import UsageError
-from paceline.unwrapping import Communicates
 
 
 def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Communicates]:

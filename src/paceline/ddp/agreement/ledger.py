@@ -13,13 +13,13 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from paceline import sources
+from paceline.core.state import data_position
+from paceline.core.state.device_streams import is_queued, read_later
+from paceline.core.torch_internals.autograd import GraphTask, current_task, is_plain_backward, queue_callback
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.mean_loss_warning import MistakenMeans
 from paceline.ddp.agreement.weighting import UNCOUNTED, UNWEIGHTED, WEIGHTED
 from paceline.errors import UsageError
-from paceline.streams import is_queued, read_later
-from paceline.torch_internals.autograd import GraphTask, current_task, is_plain_backward, queue_callback
 
 
 class Positioned(Protocol):
@@ -99,7 +99,7 @@ class Ledger:
     def report(self, size: int, *, aborted: bool = False, hook_failed: bool = False) -> Status:
         """The rank's status as of now, for a group of `size` ranks."""
         self.add_up()
-        told: dict[str, Any] = {"aborted": aborted, "hook_failed": hook_failed, "data": sources.told(size)}
+        told: dict[str, Any] = {"aborted": aborted, "hook_failed": hook_failed, "data": data_position.told(size)}
         status = Status(**vars(self.status) | told)
         if self.sampler is not None:
             status.epoch, status.position = self.sampler.epoch, self.sampler.position
@@ -109,7 +109,7 @@ class Ledger:
         """A step has been synchronized: weights and pending forwards are used up."""
         self.forwards_since_sync = self.local_backwards = 0
         self.synchronizations += 1
-        sources.note_synchronization()
+        data_position.note_synchronization()
         self._used_inside = bool(self._open)
         self._weigh_again(0, 0)
         self._unclaimed.clear()

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from paceline.torch_internals.autograd import backward_call, place_of
+from paceline.core.torch_internals.autograd import backward_call, place_of
 
 LOOKS = 3
 """Weighted backwards that are looked at, in each wrapper."""

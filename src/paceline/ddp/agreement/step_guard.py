@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline.core.telemetry.spans import OPTIMIZER, Recorder, recorder
+from paceline.core.torch_internals.compile import never_compiled
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.errors import UsageError
-from paceline.torch_internals.compile import never_compiled
-from paceline.tracing import OPTIMIZER, Recorder, recorder
 
 _BY_HAND = "; if they are the same on every rank already, call model.gradients_are_averaged() on all of them first"
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.core.torch_internals.distributed.ddp import BufferHookLocation
 from paceline.ddp.agreement.join_events import Event, JoinEvents
 from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.consistency.buffers_at_rest import BuffersAtRest
 from paceline.ddp.consistency.replica_check import ReplicaCheck
 from paceline.ddp.transport.channel import Channel
-from paceline.torch_internals.compile import class_never_compiled
-from paceline.torch_internals.ddp import BufferHookLocation
 
 
 @class_never_compiled

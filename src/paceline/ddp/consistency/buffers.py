@@ -9,9 +9,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from paceline.core.torch_internals.distributed.dtensor import local_of
+from paceline.core.torch_internals.tensors import keep_versions
 from paceline.ddp.transport.channel import Channel
-from paceline.torch_internals.dtensor import local_of
-from paceline.torch_internals.tensors import keep_versions
 
 
 class Buffers:

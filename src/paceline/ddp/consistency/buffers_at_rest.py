@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.core.torch_internals.distributed.dtensor import local_of
+from paceline.core.torch_internals.tensors import copy_each, zero_each
 from paceline.ddp.consistency.buffers import Buffers
 from paceline.ddp.transport.channel import Channel, Launched
-from paceline.torch_internals.dtensor import local_of
-from paceline.torch_internals.tensors import copy_each, zero_each
 
 _ALIGNMENT = 16  # bytes; every dtype may begin there
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.core.processes.missing_ranks import named_ranks
+from paceline.core.state.digests import quick_digest
 from paceline.ddp.transport.channel import Channel
-from paceline.digests import quick_digest
 from paceline.errors import UsageError
-from paceline.rollcall import named_ranks
 
 _ABSENT = 0x6E6F6E65
 """Stands for the digest of a gradient that is None."""

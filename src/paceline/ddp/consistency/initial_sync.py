@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from paceline.ddp.config import InitSync
+from paceline.core.state.digests import tensor_digest
+from paceline.core.torch_internals.distributed.dtensor import is_sharded, local_of
+from paceline.ddp.options.config import InitSync
 from paceline.ddp.transport.channel import Channel
-from paceline.digests import tensor_digest
 from paceline.errors import ReplicaMismatch
-from paceline.torch_internals.dtensor import is_sharded, local_of
 
 Named = Sequence[tuple[str, Tensor]]
 

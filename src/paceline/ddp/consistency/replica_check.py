@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core.processes.missing_ranks import named_ranks
+from paceline.core.state.digests import quick_digest
+from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.transport.channel import Channel, Pausing
 from paceline.ddp.transport.gathering import gather_numbers
-from paceline.digests import quick_digest
-from paceline.rollcall import named_ranks
-from paceline.torch_internals.dtensor import local_of
 
 _WHAT = "comparison of replicas"
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from paceline.ddp.config import UnusedParameters
+from paceline.core.processes.missing_ranks import named_ranks
+from paceline.ddp.options.config import UnusedParameters
 from paceline.ddp.transport.channel import Channel, Pausing
 from paceline.ddp.transport.gathering import gather_numbers
 from paceline.errors import UnusedParameterWarning, UsageError
-from paceline.rollcall import named_ranks
 
 
 class UnusedReport:

@@ -9,28 +9,28 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from paceline.core.telemetry.spans import Recorder
+from paceline.core.torch_internals.distributed.dtensor import as_local, release
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.join_events import JoinEvents
 from paceline.ddp.agreement.late_reading import LateReading, patience
 from paceline.ddp.agreement.ledger import Ledger
-from paceline.ddp.config import Options
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.replica_check import ReplicaCheck
 from paceline.ddp.consistency.unused_parameters import UnusedReport
-from paceline.ddp.engine.arrivals import Arrivals
-from paceline.ddp.engine.bucket_set import BucketSet
-from paceline.ddp.engine.exposed_time import ExposedTime
-from paceline.ddp.engine.graph_capture import expect_capturable, is_capturing
-from paceline.ddp.engine.module_changes import Named
-from paceline.ddp.engine.published_gradients import PublishedGradients
-from paceline.ddp.engine.shared_parameters import Sharing
+from paceline.ddp.engine.device.exposed_time import ExposedTime
+from paceline.ddp.engine.device.graph_capture import expect_capturable, is_capturing
+from paceline.ddp.engine.gradients.arrivals import Arrivals
+from paceline.ddp.engine.gradients.bucket_set import BucketSet
+from paceline.ddp.engine.gradients.published_gradients import PublishedGradients
+from paceline.ddp.engine.parameters.module_changes import Named
+from paceline.ddp.engine.parameters.shared_parameters import Sharing
+from paceline.ddp.options.config import Options
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.finisher import Algorithms, AllReduce, Finisher
-from paceline.torch_internals.dtensor import as_local, release
-from paceline.tracing import Recorder
 
 if TYPE_CHECKING:
-    from paceline.ddp.engine.new_parameters import NewParameters
+    from paceline.ddp.engine.backward.new_parameters import NewParameters
 
 GradientHook = Callable[[int, Tensor], None]
 """Called as ``hook(index, parameter)`` when a gradient was accumulated into a parameter."""

@@ -20,27 +20,27 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from paceline.core.telemetry.spans import BACKWARD, GRADIENT, Recorder
+from paceline.core.torch_internals.autograd import Accumulators, GraphTask, queue_callback
+from paceline.core.torch_internals.compile import class_never_compiled, expect_eager_backward
 from paceline.ddp.agreement.join_events import Event
 from paceline.ddp.consistency.gradient_check import expect_equal_gradients
-from paceline.ddp.engine.backward import Backward
-from paceline.ddp.engine.bucket_set import BucketSet
-from paceline.ddp.engine.concurrent_wrappers import begin_others, enter
-from paceline.ddp.engine.ending import Ending
-from paceline.ddp.engine.exception_recovery import restore_gradients
-from paceline.ddp.engine.many_gradients import none_has_gradient
-from paceline.ddp.engine.new_parameters import AgreedChange
-from paceline.ddp.engine.optimizer_in_backward import OptimizersInBackward, optimizer_inside
+from paceline.ddp.engine.backward.backward import Backward
+from paceline.ddp.engine.backward.concurrent_wrappers import begin_others, enter
+from paceline.ddp.engine.backward.finish import Ending
+from paceline.ddp.engine.backward.new_parameters import AgreedChange
+from paceline.ddp.engine.backward.pending_forwards import Forward, PendingForwards
+from paceline.ddp.engine.backward.phase import Phase
+from paceline.ddp.engine.backward.restore import restore_gradients
+from paceline.ddp.engine.backward.resync import Settling
+from paceline.ddp.engine.gradients.bucket_set import BucketSet
+from paceline.ddp.engine.gradients.bulk_checks import none_has_gradient
+from paceline.ddp.engine.parameters.optimizer_in_backward import OptimizersInBackward, optimizer_inside
 from paceline.ddp.engine.parts import EngineParts, GradientHook
-from paceline.ddp.engine.pending_forwards import Forward, PendingForwards
-from paceline.ddp.engine.phase import Phase
-from paceline.ddp.engine.settling import Settling
 from paceline.ddp.transport.channel import Channel, Pausing
 from paceline.ddp.transport.finisher import Finisher
 from paceline.ddp.transport.scattered_gradients import scattered_and_shared
 from paceline.errors import ReplicaMismatch
-from paceline.torch_internals.autograd import Accumulators, GraphTask, queue_callback
-from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
-from paceline.tracing import BACKWARD, GRADIENT, Recorder
 
 
 @class_never_compiled
@@ -250,7 +250,7 @@ class Reducer(Settling):
         if not any(status.aborted for status in outcome.statuses):
             self._in_backward.step(parts.ledger)
 
-    # -- parameters that the module got after it was wrapped, see paceline.ddp.engine.module_changes ---------------
+    # -- parameters that the module got after it was wrapped, see paceline.ddp.engine.parameters.module_changes ---------------
 
     def _is_meant(self) -> bool:
         self._look_for_new_parameters()  # first, as all that trains may be new

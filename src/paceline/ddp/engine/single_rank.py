@@ -9,23 +9,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from paceline.core.torch_internals.autograd import Accumulators, GraphTask, has_ended, queue_callback
+from paceline.core.torch_internals.compile import class_never_compiled, expect_eager_backward
+from paceline.core.torch_internals.distributed.dtensor import as_local, release
+from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.control_block import non_finite
 from paceline.ddp.agreement.ledger import Block, Ledger
 from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED, compute_scale
-from paceline.ddp.engine.finite_check import FiniteCheck
-from paceline.ddp.engine.gradient_engine import GradientEngine
-from paceline.ddp.engine.graph_capture import CHECK_FINITE, cannot_capture, is_capturing
-from paceline.ddp.engine.module_changes import ModuleWatch, Named
-from paceline.ddp.engine.new_parameters import OnChange
-from paceline.ddp.engine.optimizer_in_backward import OptimizersInBackward
+from paceline.ddp.engine.backward.new_parameters import OnChange
+from paceline.ddp.engine.device.graph_capture import CHECK_FINITE, cannot_capture, is_capturing
+from paceline.ddp.engine.gradients.finite_check import FiniteCheck
+from paceline.ddp.engine.interface import GradientEngine
+from paceline.ddp.engine.parameters.module_changes import ModuleWatch, Named
+from paceline.ddp.engine.parameters.optimizer_in_backward import OptimizersInBackward
+from paceline.ddp.engine.parameters.shared_parameters import Share, Sharing
 from paceline.ddp.engine.reducer import Reducer
-from paceline.ddp.engine.shared_parameters import Share, Sharing
-from paceline.ddp.engine.sparse import stored_elements
+from paceline.ddp.transport.sparse import stored_elements
 from paceline.errors import DesyncError
-from paceline.torch_internals.autograd import Accumulators, GraphTask, has_ended, queue_callback
-from paceline.torch_internals.compile import class_never_compiled, expect_eager_backward
-from paceline.torch_internals.dtensor import as_local, release
-from paceline.torch_internals.tensors import multiply_each
 
 
 @class_never_compiled

@@ -25,17 +25,17 @@ from torch import Tensor
 from paceline.comm.own_group import is_alive
 from paceline.comm.registered_memory import RegisteredMemory
 from paceline.comm.shm.header import Note
-from paceline.communicators import release
-from paceline.errors import CommunicationError, PacelineError
-from paceline.rollcall import failed
-from paceline.torch_internals.c10d import (
+from paceline.core.processes.missing_ranks import failed
+from paceline.core.processes.nccl_communicators import release
+from paceline.core.telemetry.spans import COLLECTIVE, recorder
+from paceline.core.torch_internals.distributed.c10d import (
     AllgatherOptions,
     AllreduceOptions,
     ReduceScatterOptions,
     broadcast_coalesced,
 )
-from paceline.torch_internals.tensors import copy_each
-from paceline.tracing import COLLECTIVE, recorder
+from paceline.core.torch_internals.tensors import copy_each
+from paceline.errors import CommunicationError, PacelineError
 
 Result = TypeVar("Result")
 Pausing: TypeAlias = Generator[bool, None, Result]

@@ -20,7 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.buckets import Bucket
+from paceline.core.processes.missing_ranks import named_ranks
+from paceline.core.state.buckets import Bucket
+from paceline.core.telemetry.spans import BUCKET_WAIT, Recorder
+from paceline.core.torch_internals.distributed.ddp import Future
+from paceline.core.torch_internals.distributed.dtensor import is_sharded
+from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weighting import compute_correction
@@ -29,11 +34,6 @@ from paceline.ddp.transport.finisher import CONTROL, AlreadyDone, Notes
 from paceline.ddp.transport.grad_bucket import GradBucket
 from paceline.ddp.transport.hook_signature import Hook, name_of
 from paceline.errors import CommunicationError, DesyncError, HookError, PacelineError
-from paceline.rollcall import named_ranks
-from paceline.torch_internals.ddp import Future
-from paceline.torch_internals.dtensor import is_sharded
-from paceline.torch_internals.tensors import multiply_each
-from paceline.tracing import BUCKET_WAIT, Recorder
 
 GRACE_S = 5.0
 """How long a rank whose hook failed stays for the others to learn of it, in seconds, before it raises."""

@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.buckets import Bucket
 from paceline.comm import algorithms
 from paceline.comm.shm.header import Note
 from paceline.comm.topology import host_number
+from paceline.core.state.buckets import Bucket
+from paceline.core.state.device_streams import is_queued
+from paceline.core.telemetry.spans import BUCKET_WAIT, COLLECTIVE, DONE, SENT, Recorder, recorder
+from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.control_block import ControlBlock
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.agreement.weighting import compute_correction, compute_scale
-from paceline.ddp.config import Algorithm
+from paceline.ddp.options.config import Algorithm
 from paceline.ddp.transport.channel import Channel, Launched
-from paceline.streams import is_queued
-from paceline.torch_internals.tensors import multiply_each
-from paceline.tracing import BUCKET_WAIT, COLLECTIVE, DONE, SENT, Recorder, recorder
 
 CONTROL = "exchange of control blocks"
 Notes = Sequence[tuple[float, float]]

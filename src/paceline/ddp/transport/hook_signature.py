@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.core.torch_internals.distributed.ddp import GradBucket
 from paceline.errors import HookError
-from paceline.torch_internals.ddp import GradBucket
 
 Hook = Callable[[Any, Any], Any]
 _ZERO = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"

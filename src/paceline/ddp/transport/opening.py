@@ -14,14 +14,14 @@ from paceline.comm.c10d.own_backend import NAME
 from paceline.comm.c10d.process_group import PacelineProcessGroup
 from paceline.comm.own_group import open_own_group
 from paceline.comm.registered_memory import RegisteredMemory
+from paceline.core.processes.missing_ranks import called_by_all, collective
+from paceline.core.torch_internals.distributed.nccl import nccl_of
 from paceline.ddp.agreement.late_reading import APART
-from paceline.ddp.config import NcclOptions
+from paceline.ddp.options.config import NcclOptions
 from paceline.ddp.transport.channel import Channel
 from paceline.ddp.transport.device_channel import DeviceChannel, HostChannel
 from paceline.ddp.transport.shared_channel import SharedChannel
 from paceline.errors import CommunicationError
-from paceline.rollcall import called_by_all, collective
-from paceline.torch_internals.nccl import nccl_of
 
 DEFAULT = NcclOptions()
 logger = logging.getLogger(__name__)

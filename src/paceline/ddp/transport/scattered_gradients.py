@@ -18,14 +18,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.buckets import Bucket, flattened, joined
 from paceline.comm.shm.header import Note
+from paceline.core.state.buckets import Bucket, flattened, joined
+from paceline.core.telemetry.spans import Recorder
+from paceline.core.torch_internals.empty_tensor import disabled_torch_function, made_like
 from paceline.ddp.agreement.ledger import Ledger
 from paceline.ddp.transport.channel import Channel, Launched
 from paceline.ddp.transport.finisher import AllReduce
 from paceline.errors import UsageError
-from paceline.torch_internals.empty_tensor import disabled_torch_function, made_like
-from paceline.tracing import Recorder
 
 
 class Plan(Protocol):

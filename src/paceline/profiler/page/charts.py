@@ -7,11 +7,11 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from paceline.html_pages import data_block
+from paceline.core.output.html import data_block
 from paceline.profiler.page.elements import Section, folded, select, table
 from paceline.profiler.page.outliers import Outlier, find_outliers
-from paceline.profiler.report import BUBBLE, COMMUNICATION, COMPUTE, Report, Timeline
-from paceline.profiler.wording import ms, notable_ranks
+from paceline.profiler.report.formatting import ms, notable_ranks
+from paceline.profiler.report.report import BUBBLE, COMMUNICATION, COMPUTE, Report, Timeline
 
 MOST_POINTS = 60_000
 """Of one figure on the page, over all ranks; more steps are binned, so that the file stays small."""

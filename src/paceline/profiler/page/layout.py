@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.html_pages import document, resource
+from paceline.core.output.html import document, resource
 from paceline.profiler.page import charts, overview, tables, waits
 from paceline.profiler.page.elements import Section, folded
 from paceline.profiler.page.pairs import pair_sections
 from paceline.profiler.page.rank_bars import legend, longest_step, rank_bars
-from paceline.profiler.report import Report
-from paceline.profiler.side_by_side import Comparison
-from paceline.profiler.wording import mean_parts
+from paceline.profiler.report.comparison import Comparison
+from paceline.profiler.report.formatting import mean_parts
+from paceline.profiler.report.report import Report
 
 SCRIPTS = ("common.js", "lanes.js", "drawing.js", "pointers.js", "timeline.js", "charts.js")
 FOLDER = "paceline.profiler.page"

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from html import escape
 
-from paceline.explain.scene import counted
 from paceline.profiler.page.elements import Section, meter
-from paceline.profiler.report import BUBBLE, COMMUNICATION, Advice, Report
-from paceline.profiler.wording import (
+from paceline.profiler.report.formatting import (
     compute_share,
     figure,
     figure_name,
@@ -21,6 +19,8 @@ from paceline.profiler.wording import (
     shares_only,
     typical_step,
 )
+from paceline.profiler.report.report import BUBBLE, COMMUNICATION, Advice, Report
+from paceline.tools.explain.pictures.scene import counted
 
 PREDICTED = {"accumulation": "Predicted share of all-reduce, by the micro-batches that are accumulated:"}
 """What the further figures of advice of a kind are."""

@@ -6,8 +6,8 @@ from html import escape
 
 from paceline.profiler.page.elements import Section, table
 from paceline.profiler.page.rank_bars import bar, legend, longest_step, rank_bars
-from paceline.profiler.side_by_side import Comparison, Pair
-from paceline.profiler.wording import kind_name, percent, sentence
+from paceline.profiler.report.comparison import Comparison, Pair
+from paceline.profiler.report.formatting import kind_name, percent, sentence
 
 
 def pair_sections(comparison: Comparison) -> list[Section]:

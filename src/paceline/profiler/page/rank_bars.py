@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from paceline.profiler.report import PARTS, Report
-from paceline.profiler.wording import MEANINGS, NAMES, ms, percent, rank_parts
+from paceline.profiler.report.formatting import MEANINGS, NAMES, ms, percent, rank_parts
+from paceline.profiler.report.report import PARTS, Report
 
 ROOMY = 16
 """With more ranks the bars are thin, and carry no figures."""

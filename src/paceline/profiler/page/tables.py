@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 
 from paceline.profiler.page.elements import Section, folded, metered, table
-from paceline.profiler.report import PARTS, Operator, Report
-from paceline.profiler.wording import NAMES, ms, nbytes, percent, rank_parts, share
+from paceline.profiler.report.formatting import NAMES, ms, nbytes, percent, rank_parts, share
+from paceline.profiler.report.report import PARTS, Operator, Report
 
 FIRST_OPERATORS, MOST_OPERATORS = 12, 60
 """Shown at once, and when asked for; the rest is in report.json."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from paceline.html_pages import data_block
+from paceline.core.output.html import data_block
 from paceline.profiler.page.elements import Section, metered, table
-from paceline.profiler.report import Report
-from paceline.profiler.wording import ms
+from paceline.profiler.report.formatting import ms
+from paceline.profiler.report.report import Report
 
 SHADES = 8
 GUTTER = 44.0

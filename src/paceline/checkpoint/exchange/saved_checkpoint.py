@@ -1,0 +1,247 @@
+"""A saved checkpoint as every rank knows it: the manifest and the states' nodes. Only rank 0 reads files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.checkpoint.exchange import tensor_transfer
+from paceline.checkpoint.format import manifest, safetensors_file, state_codec, verify
+from paceline.checkpoint.format.manifest import File, Manifest
+from paceline.checkpoint.objects.protocols import Mergeable
+from paceline.checkpoint.objects.registered import Outline, Registered
+from paceline.core import strict_json
+from paceline.core.processes import consensus
+from paceline.core.processes.world import World
+from paceline.core.state.optimizer_shards import is_shard
+from paceline.errors import CheckpointError, CheckpointMismatch, UsageError
+
+RANK_ROLE = "rank"
+GENERATORS = "rng"
+_NAME = re.compile(r"[a-z0-9_]{1,64}")
+_RESERVED = ("state", RANK_ROLE, GENERATORS)
+
+
+def expect_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
+    """Refuse a name under which nothing can be saved, and an object without a state.
+
+    Raises:
+        UsageError: if the name is malformed or `taken`, or the object lacks a method.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED:
+        raise UsageError(
+            f"{name!r} cannot be the name of a registered object; use lower-case letters, digits and "
+            f"underscores, and none of {', '.join(_RESERVED)}"
+        )
+    if name in taken:
+        raise UsageError(f"an object is registered as {name!r} already; give this one another name")
+    if not callable(getattr(object, "state_dict", None)) or not callable(getattr(object, "load_state_dict", None)):
+        raise UsageError(
+            f"the object to register as {name!r}, a {type(object).__qualname__}, does not have both "
+            "state_dict and load_state_dict; give it these methods"
+        )
+    if isinstance(object, Optimizer) and not hasattr(object, "defaults"):
+        raise UsageError(
+            f"the {type(object).__qualname__} to register as {name!r} wraps an optimizer without calling "
+            "Optimizer.__init__, so its steps cannot be seen; register the optimizer inside it, for local SGD that "
+            "and the model with per_rank=True, and after restore() set the averager's step and the hook's iter"
+        )
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint: ``objects`` has an entry per shared object, ``ranks`` per rank one per object of its own."""
+
+    path: Path
+    manifest: Manifest
+    objects: Mapping[str, Any]
+    ranks: Sequence[Mapping[str, Any]]
+
+    @property
+    def step(self) -> int:
+        """The step at which it was saved."""
+        return self.manifest.step
+
+    @classmethod
+    def open(cls, world: World, choose: Callable[[], tuple[Path, Manifest]]) -> Saved:
+        """Open, on every rank, the verified checkpoint whose path and manifest `choose` returns on rank 0.
+
+        Raises:
+            CheckpointError: if ``state.json`` is malformed, which its SHA-256 does not rule out.
+        """
+
+        def read() -> Any:
+            path, found = choose()
+            try:
+                state = strict_json.parse(verify.read_document(path / manifest.STATE))
+            except (ValueError, verify.Damaged) as error:
+                raise _malformed(path, error) from None
+            return {"path": str(path), "manifest": found.render().decode("ascii"), "state": state}
+
+        answer = consensus.decide(world, read)
+        path, known = Path(answer["path"]), manifest.parse(answer["manifest"].encode("ascii"))
+        state = answer["state"]
+        try:
+            objects, ranks = state["objects"], state["ranks"]
+            if any(type(entry) is not dict for entry in (objects, *ranks)):
+                raise ValueError("it has an entry that is no JSON object")
+            for entry in [*objects.values(), *(entry for rank in ranks for entry in rank.values())]:
+                if set(entry) - {"optimizer"} != {"state", "metadata", "buckets"}:
+                    raise ValueError("an object's entry has other keys than it should")
+            if any(GENERATORS not in rank for rank in ranks):
+                raise ValueError("a rank's random generators are missing")
+            if len(ranks) != known.world_size:
+                raise ValueError(f"it has {len(ranks)} ranks, the manifest says {known.world_size}")
+        except (ValueError, TypeError, KeyError) as error:
+            raise _malformed(path, error) from None
+        return cls(path, known, objects, ranks)
+
+    def outline(self, name: str, rank: int | None = None) -> Outline:
+        """Return the object `name` with meta tensors: shapes and dtypes but no data.
+
+        Args:
+            name: under which it is registered.
+            rank: whose state of its own it is; None for the state that all ranks share.
+
+        Raises:
+            CheckpointError: if its node is malformed.
+        """
+        file = self.manifest.file(name) if rank is None else self.manifest.file(RANK_ROLE, rank)
+        node = self.objects[name] if rank is None else self.ranks[rank][name]
+        try:
+            tensors = {} if file is None else {key: spec.empty("meta") for key, spec in file.tensors.items()}
+            state_codec.decode(node["metadata"], tensors)
+            description = state_codec.decode(node.get("optimizer"), {})
+            if description is not None and not isinstance(description, dict):
+                raise ValueError("an optimizer's description is no dict")
+            return Outline(state_codec.decode(node["state"], tensors), description)
+        except (ValueError, RuntimeError) as error:
+            raise _malformed(self.path, error) from None
+
+    def outline_for(self, entry: Registered, world: World) -> Outline:
+        """Return the outline of what this rank loads into `entry`; of shards that of one."""
+        rank = world.rank if world.rank < len(self.ranks) else 0
+        return self.outline(entry.name, rank if self.is_own(entry) else None)
+
+    def is_own(self, entry: Registered) -> bool:
+        """Whether `entry` was saved by each rank; an optimizer may have been sharded then, or not."""
+        if entry.holds_shard:
+            return entry.name not in self.objects
+        return entry.per_rank or (entry.is_optimizer and self.has_shards(entry.name))
+
+    def has_shards(self, name: str) -> bool:
+        """Whether `name` was saved in shards."""
+        return bool(self.ranks) and name in self.ranks[0] and is_shard(self.outline(name, 0).state)
+
+    def shard_tensors(self, world: World, name: str, rank: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of the shard of `name` that `rank` saved, on the CPU of every rank.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 cannot read them.
+        """
+        file = self.manifest.file(RANK_ROLE, rank)
+        if file is None:
+            return {}
+        specs = {key: spec for key, spec in file.tensors.items() if key.startswith(f"{name}.")}
+        tensors = self._read(world, replace(file, tensors=specs))
+        return tensor_transfer.broadcast_tensors(world, specs, tensors)
+
+    def tensors(self, world: World, name: str) -> dict[str, torch.Tensor]:
+        """Return the tensors of the shared object `name`, on the CPU of every rank.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 cannot read them.
+        """
+        file = self.manifest.file(name)
+        return {} if file is None else tensor_transfer.broadcast_tensors(world, file.tensors, self._read(world, file))
+
+    def rank_tensors(self, world: World, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """Return the tensors of this rank's own state, on the CPU, but for objects `without`. Every rank calls this.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 cannot read them.
+        """
+        own_tensors: dict[str, torch.Tensor] = {}
+        for rank in range(world.size):
+            file = self.manifest.file(RANK_ROLE, rank)
+            if file is None:
+                continue
+            specs = {key: spec for key, spec in file.tensors.items() if key.partition(".")[0] not in without}
+            tensors = self._read(world, replace(file, tensors=specs))
+            if rank == world.rank:
+                own_tensors = tensors if rank == 0 else tensor_transfer.receive_tensors(0, specs)
+            elif world.rank == 0:
+                tensor_transfer.send_tensors(rank, specs, tensors)
+        return own_tensors
+
+    def _read(self, world: World, file: File) -> dict[str, torch.Tensor]:
+        """Return the tensors of `file` on rank 0, nothing on the others."""
+        tensors: dict[str, torch.Tensor] = {}
+
+        def read() -> None:
+            try:
+                tensors.update(safetensors_file.read(self.path / file.path, file.tensors))
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"rank 0 cannot read {self.path / file.path} ({error}); restore again, and another "
+                    "checkpoint is used if this one is damaged"
+                ) from error
+
+        consensus.decide(world, read)
+        return tensors
+
+
+def _malformed(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path / manifest.STATE} is malformed though its checksum is right ({error}); Paceline did not "
+        "write it: find out who did, or remove the folder to use the one before"
+    )
+
+
+def compare(entries: Collection[Registered], saved: Saved, world: World, allow_changed: bool) -> None:
+    """Compare `entries`, which the ranks of `world` have registered, with `saved`.
+
+    Settings of optimizers may differ if `allow_changed`.
+
+    Raises:
+        CheckpointMismatch: if they do not fit; names what differs first.
+        CheckpointError: if `saved` is malformed.
+    """
+    shared = [entry for entry in entries if not saved.is_own(entry)]
+    _compare_names({entry.name for entry in shared}, set(saved.objects), saved.step)
+    own_names = {entry.name for entry in entries if saved.is_own(entry)}
+    for nodes in saved.ranks:
+        _compare_names(own_names, set(nodes) - {GENERATORS}, saved.step)
+    in_shards = [entry for entry in entries if saved.is_own(entry) and saved.has_shards(entry.name)]
+    own = [entry for entry in entries if entry.per_rank and saved.is_own(entry) and entry not in in_shards]
+    fixed = {entry.name for entry in own if not isinstance(entry.object, Mergeable)}
+    if fixed and saved.manifest.world_size != world.size:
+        raise CheckpointMismatch(
+            f"{min(fixed)!r} has a state per rank, saved by {saved.manifest.world_size} ranks, but this run "
+            f"has {world.size}; resume with {saved.manifest.world_size} ranks"
+        )
+    for entry in [*shared, *in_shards]:
+        entry.check(saved.outline_for(entry, world), saved.step, allow_changed)
+    if saved.manifest.world_size == world.size:
+        for entry in own:
+            entry.check(saved.outline(entry.name, world.rank), saved.step, allow_changed)
+        saved.outline(GENERATORS, world.rank)  # a malformed one is refused
+
+
+def _compare_names(registered: set[str], saved: set[str], step: int) -> None:
+    if missing := sorted(registered - saved):
+        raise CheckpointMismatch(
+            f"{missing[0]!r} is registered but not in the checkpoint of step {step}, which has "
+            f"{strict_json.shown(sorted(saved))}; register what was saved"
+        )
+    if extra := sorted(saved - registered):
+        raise CheckpointMismatch(
+            f"the checkpoint of step {step} has {strict_json.shown(extra[0])}, which is not registered as that; "
+            "register what was saved"
+        )

@@ -1,0 +1,190 @@
+"""The manifest of a checkpoint: a list of its files, with which each can be verified.
+
+``manifest.json`` is written last. Its ``sha256`` covers the rest of it, and its bytes are the only rendering
+of its content, so any change to it shows. ``files`` lists every file with its size, SHA-256, role (a
+registered name, or ``state`` or ``rank``), rank (null where all ranks share it) and, per tensor, the slice of
+the whole that it holds: ``[[0, size], …]`` of one that is whole, ``[[start, stop]]`` of a piece of a flat one, as a
+sharded optimizer's rank has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.checkpoint.format.safetensors_file import CODES, Spec
+from paceline.core import strict_json
+
+FORMAT_VERSION = 1
+NAME = "manifest.json"
+STATE = "state.json"
+_FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class NewerFormat(ValueError):
+    """A manifest of a format that this Paceline does not know yet."""
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a checkpoint; ``size`` in bytes. ``tensors`` is empty unless it is a safetensors file."""
+
+    path: str
+    size: int
+    sha256: str
+    role: str
+    rank: int | None
+    tensors: Mapping[str, Spec]
+    aliases: Mapping[str, str]
+    starts: Mapping[str, int] = field(default_factory=dict)
+    """By name of a tensor that is a piece of a flat one, which element is its first; none for the first piece."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of a checkpoint."""
+
+    step: int
+    world_size: int
+    torch_version: str
+    paceline_version: str
+    files: tuple[File, ...]
+
+    def file(self, role: str, rank: int | None = None) -> File | None:
+        """Return the file with that role (of that rank), or None."""
+        return next((file for file in self.files if (file.role, file.rank) == (role, rank)), None)
+
+    def render(self) -> bytes:
+        """Return the manifest as the bytes of ``manifest.json``."""
+        body: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "step": self.step,
+            "world_size": self.world_size,
+            "torch_version": self.torch_version,
+            "paceline_version": self.paceline_version,
+            "files": [_file_out(file) for file in self.files],
+            "aliases": {file.path: dict(file.aliases) for file in self.files if file.aliases},
+        }
+        digest = hashlib.sha256(strict_json.render(body)).hexdigest()
+        return strict_json.render({**body, "sha256": digest}, indent=1) + b"\n"
+
+
+def parse(raw: bytes) -> Manifest:
+    """Parse the bytes of a ``manifest.json``.
+
+    Raises:
+        ValueError: if they are damaged, malformed, of another format version, or name a path outside the
+            folder.
+        NewerFormat: if they are of a later format version, which says nothing about damage.
+    """
+    body = strict_json.parse(raw)
+    if not isinstance(body, dict):
+        raise ValueError("it is no JSON object")
+    version = body.get("format_version")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise NewerFormat(
+            f"its format_version is {strict_json.shown(version)}, this Paceline reads {FORMAT_VERSION}; use the Paceline "
+            "that wrote it, or a newer one"
+        )
+    if version != FORMAT_VERSION:
+        raise ValueError(f"its format_version is {strict_json.shown(version)}, this Paceline reads {FORMAT_VERSION}")
+    try:
+        aliases = body["aliases"]
+        files = tuple(_file_in(entry, aliases) for entry in body["files"])
+        manifest = Manifest(
+            step=_count(body["step"]),
+            world_size=_count(body["world_size"]),
+            torch_version=_text(body["torch_version"]),
+            paceline_version=_text(body["paceline_version"]),
+            files=files,
+        )
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"an entry is missing or malformed ({type(error).__name__}: {str(error)[:80]})") from None
+    if len({file.path for file in files}) < len(files):
+        raise ValueError("it lists a file twice")
+    if manifest.file("state") is None:
+        raise ValueError(f"it does not list {STATE}")
+    if manifest.render() != raw:
+        raise ValueError("its own checksum does not match its content")
+    return manifest
+
+
+def _file_out(file: File) -> dict[str, Any]:
+    tensors = {
+        name: {"shape": spec.shape, "dtype": spec.dtype, "slice": _slice(spec, file.starts.get(name, 0))}
+        for name, spec in file.tensors.items()
+    }
+    return {
+        "path": file.path,
+        "size": file.size,
+        "sha256": file.sha256,
+        "role": file.role,
+        "rank": file.rank,
+        "tensors": tensors,
+    }
+
+
+def _slice(spec: Spec, start: int) -> list[list[int]]:
+    """Return the slice of a tensor: of each dimension the first element and the one behind the last."""
+    whole = [[0, size] for size in spec.shape]
+    return [[start, start + spec.shape[0]], *whole[1:]] if start else whole
+
+
+def _file_in(entry: Any, aliases: Any) -> File:
+    path = _text(entry["path"])
+    if not _FILE.fullmatch(path) or path == NAME:
+        raise ValueError(f"it lists {path[:80]!r}, which is no file name that a checkpoint has")
+    digest = _text(entry["sha256"])
+    if not _SHA256.fullmatch(digest):
+        raise ValueError(f"the SHA-256 of {path!r} is malformed")
+    tensors = {name: _spec_in(tensor) for name, tensor in entry["tensors"].items()}
+    starts = {name: start for name, spec in tensors.items() if (start := _start_in(entry["tensors"][name], spec))}
+    if starts and entry["rank"] is None:
+        raise ValueError("a tensor that all ranks share is stored in slices, which this Paceline does not read")
+    targets = {alias: _text(target) for alias, target in aliases.get(path, {}).items()}
+    if dangling := [target for target in targets.values() if target not in tensors]:
+        raise ValueError(f"an alias in {path!r} leads to {strict_json.shown(dangling[0])}, which is not there")
+    return File(
+        path=path,
+        size=_count(entry["size"]),
+        sha256=digest,
+        role=_text(entry["role"]),
+        rank=None if entry["rank"] is None else _count(entry["rank"]),
+        tensors=tensors,
+        aliases=targets,
+        starts=starts,
+    )
+
+
+def _start_in(entry: Any, spec: Spec) -> int:
+    """Return the first element of the slice that `entry` states."""
+    start = _count(entry["slice"][0][0]) if spec.shape else 0
+    if entry["slice"] != _slice(spec, start):
+        raise ValueError("a tensor is stored in a slice of another size, or of more than the first dimension")
+    return start
+
+
+def _spec_in(entry: Any) -> Spec:
+    shape, dtype = tuple(_count(size) for size in entry["shape"]), _text(entry["dtype"])
+    if dtype not in CODES:
+        raise ValueError(f"{dtype[:40]!r} is no dtype that checkpoints use")
+    if math.prod(max(1, size) for size in shape) >= 2**56:
+        raise ValueError(f"a tensor of shape {strict_json.shown(shape)} is larger than any memory")
+    return Spec(shape, dtype)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{str(value)[:40]!r} is no count")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{str(value)[:40]!r} is no text")
+    return value

@@ -1,0 +1,182 @@
+"""Notes on a checkpoint, ``metadata.json``: the user's metadata, and whether it may be deleted."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from paceline.checkpoint.format import manifest, state_codec, verify
+from paceline.checkpoint.format.state_codec import Encoder, Unencodable
+from paceline.core import strict_json
+from paceline.core.processes import consensus
+from paceline.errors import CheckpointWarning, UsageError
+
+NAME = "metadata.json"  # and its role, which no registered object can have
+
+
+@dataclass(frozen=True)
+class Notes:
+    """``metadata`` has names as keys; ``protected`` if the checkpoint is never deleted to make room."""
+
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    protected: bool = False
+    keep_best: tuple[str, str] | None = None
+    """The number in the metadata by which the run that saved it chose the best one, and "max" or "min"."""
+
+    def __bool__(self) -> bool:
+        return bool(self.metadata) or self.protected
+
+    def render(self) -> bytes:
+        """Return the bytes of ``metadata.json``."""
+        body: dict[str, Any] = {"protected": self.protected, "metadata": Encoder().encode(self.metadata)}
+        if self.keep_best is not None:
+            body["keep_best"] = list(self.keep_best)
+        return strict_json.render(body, indent=1) + b"\n"
+
+
+def check(metadata: Mapping[str, Any] | None, protect: bool) -> Notes:
+    """Return the notes that a save was given, checked; tensors of one element count as numbers.
+
+    Raises:
+        UsageError: if they cannot be saved; names the path to the value.
+    """
+    if metadata is not None and (not isinstance(metadata, Mapping) or any(type(key) is not str for key in metadata)):
+        raise UsageError(f"metadata must be a dict with strings as keys, not {strict_json.shown(metadata)}")
+    if not isinstance(protect, bool):
+        raise UsageError(f"protect must be True or False, not {protect!r}")
+    numbers = {
+        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for key, value in (metadata or {}).items()
+    }
+    encoder = Encoder()
+    try:
+        encoder.encode(numbers)
+    except Unencodable as error:
+        raise UsageError(f"metadata{error.path} {error.reason}; give numbers, strings, lists and dicts") from None
+    if encoder.tensors:
+        raise UsageError(f"metadata has a tensor, {min(encoder.tensors)!r}; register an object whose state has it")
+    return Notes(numbers, protect)
+
+
+def parse(raw: bytes) -> Notes:
+    """Parse the bytes of a ``metadata.json``.
+
+    Raises:
+        ValueError: if they hold none.
+    """
+    body = strict_json.parse(raw)
+    if not isinstance(body, dict) or body.keys() - {"keep_best"} != {"protected", "metadata"}:
+        raise ValueError("it has other entries than it should")
+    if type(body["protected"]) is not bool:
+        raise ValueError("its entry protected is neither true nor false")
+    metadata = state_codec.decode(body["metadata"], {})
+    if not isinstance(metadata, dict):
+        raise ValueError("its metadata are no dict")
+    return Notes(metadata, body["protected"], _ranking_in(body.get("keep_best")))
+
+
+def _ranking_in(entry: Any) -> tuple[str, str] | None:
+    if entry is None:
+        return None
+    if not isinstance(entry, list) or [type(part) for part in entry] != [str, str] or entry[1] not in ("max", "min"):
+        raise ValueError("its entry keep_best is no name with max or min")
+    return entry[0], entry[1]
+
+
+def read(folder: Path) -> Notes:
+    """Return the notes in the checkpoint `folder`; a checkpoint whose notes cannot be read counts as protected."""
+    if not (folder / NAME).exists():
+        return Notes()
+    try:
+        return parse(verify.read_document(folder / NAME))
+    except (ValueError, verify.Damaged):
+        return Notes(protected=True)
+
+
+def read_verified(folder: Path, step: int) -> Notes:
+    """Return the notes in the checkpoint `folder` of `step`, verified by its manifest; other files are not read.
+
+    Raises:
+        Damaged: if they or the manifest are altered, missing or malformed.
+    """
+    found = verify.read_manifest(folder, step)
+    if (file := found.file(NAME)) is None:
+        return Notes()
+    return verify.read_listed(folder, file, parse, manifest.NAME)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)  # NumPy's, too
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The rule of which checkpoints stay: the ``newest``, the protected ones, and the one with the best metadata."""
+
+    newest: int
+    metric: str | None = None
+    better: Literal["max", "min"] = "max"
+
+    def check(self) -> None:
+        """Refuse values that make no sense.
+
+        Raises:
+            UsageError: names the argument.
+        """
+        if type(self.newest) is not int or self.newest < 1:
+            raise UsageError(f"keep must be a whole number >= 1, not {self.newest!r}")
+        if self.metric is not None and (not isinstance(self.metric, str) or not self.metric):
+            raise UsageError(f"keep_best must be the name of a number in the metadata, not {self.metric!r}")
+        if self.better not in ("max", "min"):
+            raise UsageError(f"best must be max or min, not {self.better!r}")
+
+    def note(self, given: Notes) -> Notes:
+        """Return the notes `given` with the metric of this rule, which has to be a number if it is there and not None.
+
+        Raises:
+            UsageError: names the metric and its value.
+        """
+        if self.metric is None:
+            return given
+        value = given.metadata.get(self.metric)
+        if value is not None and not _is_number(value):
+            raise UsageError(
+                f"keep_best={self.metric!r} compares numbers, but metadata[{self.metric!r}] is "
+                f"{strict_json.shown(value)}; give a number, or leave it out"
+            )
+        if value is not None and math.isnan(value) and consensus.here().rank == 0:
+            warnings.warn(
+                f"keep_best={self.metric!r}: that of this checkpoint is NaN, so the best one stays the one before",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        return replace(given, keep_best=(self.metric, self.better))
+
+    def best(self, notes: Mapping[int, Notes]) -> int | None:
+        """Return the step whose metric is best, the first of equal ones; None if none has it. NaN is never best."""
+        found: int | None = None
+        for step in sorted(notes):
+            value = notes[step].metadata.get(self.metric or "")
+            if value is None or not _is_number(value) or math.isnan(value):
+                continue
+            other = None if found is None else notes[found].metadata[self.metric or ""]
+            if other is None or (value > other if self.better == "max" else value < other):
+                found = step
+        return found
+
+    def doomed(self, steps: Sequence[int], saved: int, notes: Mapping[int, Notes]) -> list[int]:
+        """Return those of `steps`, in ascending order, that may be deleted once `saved` is durable.
+
+        Later checkpoints, of a run that went further and was resumed from an earlier step, are left alone: they are not
+        older.
+        """
+        old = [step for step in steps if step <= saved][: -self.newest]
+        best = self.best(notes) if self.metric else None
+        return [step for step in old if step != best and not notes[step].protected]

@@ -1,0 +1,315 @@
+"""Encodes nested states as plain JSON and a flat set of named tensors, and decodes them, without pickle.
+
+``None``, booleans, whole numbers, finite floats, strings and lists stand for themselves. All else is an
+object with one key, which says what it is::
+
+    {"dict": {"lr": 0.1}}             a dict with string keys    {"items": [[0, ...]]}    one with other keys
+    {"OrderedDict": ...}, {"Counter": ...}   likewise: a node of a dict inside
+    {"tuple": [...]}, {"Size": ...}   a tuple, a torch.Size      {"bytes": "aGk="}        base64
+    {"float": "nan"}                  nan, inf or -inf           {"int": "-0x1f..."}      beyond 64 bits
+    {"complex": [node, node]}         a Python complex           {"dtype": "torch.int8"}  a torch.dtype
+    {"tensor": "state.0.exp_avg"}     a tensor by its name       {"complex tensor": ...}  stored as reals
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from paceline.core import strict_json
+from paceline.core.torch_internals.distributed.dtensor import is_sharded
+
+_SAME_HASH = 100  # keys of one dict, at most: looking one up among them takes that many comparisons
+DEPTH = 100  # levels of nesting; a value that contains itself ends here
+
+
+class Unencodable(Exception):
+    """A value that has no encoding. ``path`` leads to it, as Python subscripts: ``['lr_lambdas'][0]``."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+class Encoder:
+    """Encodes values; collects their tensors in :attr:`tensors`, named by where they were found.
+
+    A tensor that lies in the same memory as an earlier one (tied weights) is not collected again: both nodes
+    name the first, and :attr:`aliases` maps the second's name to the first's.
+
+    Args:
+        whole: turns a DTensor into the tensor to collect; without it there is no encoding of one. Tied ones are
+            collected under each name.
+    """
+
+    def __init__(self, whole: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        self._whole = whole
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self._seen: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, prefix: str = "") -> Any:
+        """Return the node of `value`; names of its tensors start with `prefix`.
+
+        Raises:
+            Unencodable: if something inside `value` has no encoding.
+        """
+        return self._encode(value, prefix, "", 0)
+
+    def _encode(self, value: Any, name: str, path: str, depth: int) -> Any:
+        if depth > DEPTH:
+            raise Unencodable(path[:80] + "...", f"is nested deeper than {DEPTH} levels; does it contain itself?")
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, name, path)
+        kind = type(value)
+        if kind is list:
+            return self._all(value, name, path, depth)
+        if kind is tuple or kind is torch.Size:
+            return {"Size" if kind is torch.Size else "tuple": self._all(value, name, path, depth)}
+        if kind is dict:
+            return self._dict(value, name, path, depth)
+        if kind is OrderedDict or kind is Counter:
+            return {kind.__name__: self._dict(value, name, path, depth)}
+        return _plain(value, path)
+
+    def _all(self, values: Sequence[Any], name: str, path: str, depth: int) -> list[Any]:
+        if depth < DEPTH and all(type(value) is int and value.bit_length() < 64 for value in values):
+            return list(values)  # a generator's state has hundreds, in every save
+        return [
+            self._encode(value, _join(name, index), f"{path}[{index}]", depth + 1) for index, value in enumerate(values)
+        ]
+
+    def _dict(self, value: dict[Any, Any], name: str, path: str, depth: int) -> Any:
+        encoded = [
+            (key, self._encode(item, _join(name, key), f"{path}[{key!r}]", depth + 1)) for key, item in value.items()
+        ]
+        if all(type(key) is str for key in value):
+            for key in value:
+                _plain(key, path)
+            return {"dict": dict(encoded)}
+        return {"items": [[_key(key, path), node] for key, node in encoded]}
+
+    def _tensor(self, value: torch.Tensor, name: str, path: str) -> Any:
+        if self._whole is not None and is_sharded(value):
+            value = self._whole(value)
+        if reason := _unstorable(value):
+            raise Unencodable(path, reason)
+        tag = "complex tensor" if value.is_complex() else "tensor"
+        name = self._free(name)
+        place = _place(value)
+        if first := self._seen.get(place):
+            self.aliases[name] = first
+            return {tag: first}
+        if value.numel():
+            self._seen[place] = name
+        self.tensors[name] = value.detach()
+        return {tag: name}
+
+    def _free(self, name: str) -> str:
+        """Return `name`, or the first of `name#2`, `name#3`, … that no other tensor has."""
+        name, count = name or "_", 1
+        taken = {"__metadata__"}  # safetensors' own key
+        free = name
+        while free in self.tensors or free in self.aliases or free in taken:
+            count += 1
+            free = f"{name}#{count}"
+        return free
+
+
+def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the value of `node`, the inverse of :meth:`Encoder.encode`; tensors are looked up in `tensors`.
+
+    Tensors come back contiguous and in `tensors`' own memory, tied ones as one object.
+
+    Raises:
+        ValueError: if `node` is no encoding, or names a tensor that is not there.
+    """
+    try:
+        return _value(node, tensors)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _value(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    if isinstance(node, list):
+        return [_value(item, tensors) for item in node]
+    if not isinstance(node, dict) or len(node) != 1:
+        raise ValueError("a node is neither a value nor an object with one key")
+    ((tag, content),) = node.items()
+    try:
+        return _decode(tag, content, tensors)
+    except (TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
+        why = f"{type(error).__name__}: {str(error)[:80]}"
+        raise ValueError(f"a node {strict_json.shown(tag)} cannot be read: {why}") from None
+
+
+def _decode(tag: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    match tag:
+        case "tensor":
+            return tensors[content]
+        case "complex tensor":
+            return torch.view_as_complex(tensors[content])
+        case "dict":
+            return {key: _value(item, tensors) for key, item in content.items()}
+        case "items":
+            return _from_items([(_value(key, {}), _value(item, tensors)) for key, item in content])
+        case "OrderedDict":
+            return OrderedDict(_value(content, tensors))
+        case "Counter":
+            return Counter(_value(content, tensors))
+        case "tuple":
+            return tuple([_value(item, tensors) for item in content])
+        case "Size":
+            return torch.Size([_value(item, tensors) for item in content])
+        case "bytes":
+            return base64.b64decode(content, validate=True)
+        case "float" if content in ("nan", "inf", "-inf"):
+            return float(content)
+        case "int":
+            return int(content, 16)
+        case "complex":
+            real, imaginary = content
+            return complex(_value(real, {}), _value(imaginary, {}))
+        case "dtype":
+            return DTYPES[content]
+    raise ValueError(f"a node has the unknown tag {tag[:40]!r}")
+
+
+def tensors_in(node: Any) -> Iterator[tuple[str, bool]]:
+    """Yield the names of the tensors that `node` refers to, in order; with each whether it is a complex one.
+
+    Raises:
+        ValueError: if `node` is no encoding.
+    """
+    left = [node]
+    while left:
+        each = left.pop()
+        if isinstance(each, list):
+            left += reversed(each)
+        elif isinstance(each, dict):
+            try:
+                ((tag, content),) = each.items()
+                if tag in ("tensor", "complex tensor"):
+                    yield content, tag == "complex tensor"
+                elif tag in ("OrderedDict", "Counter", "tuple", "Size"):
+                    left.append(content)
+                elif tag == "dict":
+                    left += reversed(content.values())
+                elif tag == "items":
+                    left += [item for _, item in reversed(content)]
+            except (TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"a node cannot be read: {str(error)[:80]}") from None
+
+
+def _from_items(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return a dict with any keys. Strings are hashed with a secret; other keys can be made to collide."""
+    most = max(Counter(hash(key) for key, _ in pairs).values(), default=0)
+    if most > _SAME_HASH:
+        raise ValueError(f"{most} of a dict's keys have the same hash")
+    return strict_json.unique(pairs)
+
+
+def _plain(value: Any, path: str) -> Any:
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # a NumPy scalar; a metric often is one
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if kind is str:
+        if not _is_text(value):
+            raise Unencodable(path, "is a string that UTF-8 cannot encode (it has a lone surrogate)")
+        return value
+    if kind is int:
+        return value if value.bit_length() < 64 else {"int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode("ascii")}
+    if kind is complex:
+        return {"complex": [_plain(value.real, path), _plain(value.imag, path)]}
+    if kind is torch.dtype and str(value) in DTYPES:
+        return {"dtype": str(value)}
+    raise Unencodable(path, f"is a {kind.__module__}.{kind.__qualname__}")
+
+
+def _key(key: Any, path: str) -> Any:
+    """Return the node of a dict's key: a plain value, or a tuple of them."""
+    if type(key) is tuple:
+        return {"tuple": [_key(part, path) for part in key]}
+    return _plain(key, f"{path} (key {key!r})")
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _join(name: str, key: Any) -> str:
+    text = str(key)
+    if not _is_text(text):
+        text = ascii(text)
+    return f"{name}.{text}" if name else text
+
+
+def _unstorable(value: torch.Tensor) -> str | None:
+    """Return why `value` cannot be stored, or None."""
+    kind = type(value)
+    if isinstance(value, UninitializedParameter | UninitializedBuffer):
+        return "is an uninitialized parameter; run the module once first"
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        return f"is a tensor of the class {kind.__module__}.{kind.__qualname__}"
+    if value.layout is not torch.strided:
+        return f"is a tensor with layout {value.layout}; only strided ones can be stored"
+    if value.is_meta:
+        return "is a meta tensor, which has no data"
+    if value.dtype not in STORABLE and not value.is_complex():
+        return f"is a tensor of {value.dtype}"
+    return None
+
+
+def _place(value: torch.Tensor) -> tuple[Any, ...]:
+    """Return a key that is equal for two tensors exactly if they are the same elements of the same memory."""
+    return (
+        value.device,
+        value.untyped_storage().data_ptr(),
+        value.storage_offset(),
+        value.shape,
+        value.stride(),
+        value.dtype,
+        value.is_conj(),
+        value.is_neg(),
+    )
+
+
+STORABLE = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint64,
+        torch.uint32,
+        torch.uint16,
+        torch.uint8,
+        torch.bool,
+    }
+)
+DTYPES = {str(dtype): dtype for dtype in (*STORABLE, torch.complex64, torch.complex128)}

@@ -1,0 +1,157 @@
+"""Verifies a checkpoint folder. It reads every byte, in pieces, and trusts nothing that it reads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from paceline.checkpoint.format import manifest, safetensors_file
+from paceline.checkpoint.format.manifest import File, Manifest
+from paceline.core import strict_json
+
+Value = TypeVar("Value")
+PIECE = 2**20  # bytes
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be used; the message is the reason."""
+
+
+class Newer(Damaged):
+    """A checkpoint of a later format version; whether it is damaged is not known."""
+
+
+def read_whole(folder: Path, step: int) -> Manifest:
+    """Verify every file of the checkpoint `folder` by size and SHA-256; return its manifest.
+
+    Raises:
+        Damaged: if anything is missing, altered, of another step or malformed.
+    """
+    found = read_manifest(folder, step)
+    for _, damage in damages(folder, found):
+        raise damage
+    return found
+
+
+def damages(folder: Path, found: Manifest, every_byte: bool = True) -> Iterator[tuple[File, Damaged]]:
+    """Yield each file of the checkpoint `folder` that is not as its manifest `found` says, with the reason.
+
+    Args:
+        folder: of the checkpoint.
+        found: its manifest.
+        every_byte: whether to read every byte; if not, sizes and lists of tensors are compared alone.
+    """
+    altered = set()
+    for file in found.files:
+        try:
+            check_bytes(folder / file.path, file, every_byte)
+        except Damaged as damage:
+            altered.add(file.path)
+            yield file, damage
+    for file in found.files:
+        if file.path.endswith(".safetensors") and file.path not in altered:
+            try:
+                _check_tensors(folder / file.path, file)
+            except Damaged as damage:
+                yield file, damage
+
+
+def read_manifest(folder: Path, step: int) -> Manifest:
+    """Return the manifest of the checkpoint `folder`; the files that it lists are not read.
+
+    Raises:
+        Damaged: if it is missing, altered, of another step or malformed.
+        Newer: if it is of a later format version.
+    """
+    try:
+        found = manifest.parse(read_document(folder / manifest.NAME))
+    except manifest.NewerFormat as error:
+        raise Newer(f"{manifest.NAME}: {error}") from None
+    except ValueError as error:
+        raise Damaged(f"{manifest.NAME}: {error}") from None
+    if found.step != step:
+        raise Damaged(f"{manifest.NAME} is that of step {found.step}, not of step {step}")
+    return found
+
+
+def read_listed(folder: Path, file: File, parse: Callable[[bytes], Value], name: str) -> Value:
+    """Return what `parse` makes of the JSON document that the manifest of the checkpoint `folder` lists as `file`.
+
+    Raises:
+        Damaged: if it is altered or malformed, which is said of `name`.
+    """
+    check_bytes(folder / file.path, file)
+    try:
+        return parse(read_document(folder / file.path))
+    except ValueError as error:
+        raise Damaged(f"{name}: {error}") from None
+
+
+def read_document(path: Path) -> bytes:
+    """Return the bytes of a JSON document, refusing to read more than the permitted size.
+
+    Raises:
+        Damaged: if it is not there, no regular file, or too large.
+    """
+    with _regular(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > strict_json.LIMIT:
+            raise Damaged(f"{path.name} has {size} bytes, the limit is {documents.LIMIT}")
+        raw = bytearray()
+        while piece := os.read(descriptor, PIECE):
+            raw += piece
+            if len(raw) > strict_json.LIMIT:
+                raise Damaged(f"{path.name} grew while it was read")
+        return bytes(raw)
+
+
+def check_bytes(path: Path, file: File, every_byte: bool = True) -> None:
+    """Compare the content of `path` with the manifest's entry `file`; unless `every_byte` is true, its size alone.
+
+    Raises:
+        Damaged: if it is missing, or has another size or SHA-256.
+    """
+    with _regular(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size != file.size:
+            raise Damaged(f"{file.path} has {size} bytes, the manifest says {file.size}")
+        if not every_byte:
+            return
+        digest = hashlib.sha256()
+        while piece := os.read(descriptor, PIECE):
+            digest.update(piece)
+        if digest.hexdigest() != file.sha256:
+            raise Damaged(f"the content of {file.path} does not have the SHA-256 that the manifest states")
+
+
+def _check_tensors(path: Path, file: File) -> None:
+    try:
+        specs = safetensors_file.read_specs(path)
+    except (ValueError, OSError) as error:
+        raise Damaged(f"{file.path}: {error}") from None
+    if specs != dict(file.tensors):
+        raise Damaged(f"{file.path} holds other tensors than the manifest says")
+
+
+@contextmanager
+def _regular(path: Path) -> Iterator[int]:
+    """Return a descriptor for reading the regular file `path`; refuse links, devices and pipes."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise Damaged(f"{path.name} is missing") from None
+    except OSError as error:
+        raise Damaged(f"{path.name} cannot be read ({error.strerror})") from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Damaged(f"{path.name} is no regular file")
+        yield descriptor
+    except OSError as error:
+        raise Damaged(f"{path.name} cannot be read ({error.strerror})") from None
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,228 @@
+"""Restores a saved checkpoint into the registered objects: all of it on every rank, or nothing on any."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.checkpoint.exchange.collected_states import generators
+from paceline.checkpoint.exchange.saved_checkpoint import Saved
+from paceline.checkpoint.format import metadata
+from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.format.metadata import Notes
+from paceline.checkpoint.format.safetensors_file import stored
+from paceline.checkpoint.format.state_codec import Encoder
+from paceline.checkpoint.format.verify import Damaged, read_whole
+from paceline.checkpoint.objects.optimizer_states import follow
+from paceline.checkpoint.objects.registered import Registered
+from paceline.checkpoint.storage.step_folders import Storage
+from paceline.core.processes import consensus
+from paceline.core.processes.world import World
+from paceline.core.telemetry.failpoints import strike
+from paceline.core.telemetry.step_progress import step_name
+from paceline.core.torch_internals.distributed.dtensor import whole_of
+from paceline.errors import CheckpointWarning, DesyncError, NoCheckpoint
+
+Result = TypeVar("Result")
+
+
+def choose(store: Storage, step: int | None) -> tuple[Path, Manifest]:
+    """Return, on rank 0, the path and manifest of the checkpoint of `step`, or of the newest whole one.
+
+    Raises:
+        NoCheckpoint: if there is none, or that of `step` is damaged; names the damaged ones.
+    """
+    if step is not None:
+        return _choose_step(store, step)
+    newest = store.newest()
+    if newest is not None:
+        return newest
+    damaged = ", ".join(step_name(step) for step in store.steps())
+    if damaged:
+        raise NoCheckpoint(
+            f"no checkpoint in {store.folder} is whole (damaged: {damaged}); bring one back from a "
+            "copy, or start anew in another folder"
+        )
+    raise NoCheckpoint(
+        f"there is no checkpoint in {store.folder} to resume from; check the path, or start without resuming"
+    )
+
+
+def expect_same_step(world: World, step: int | None) -> None:
+    """Compare what the ranks are about to restore.
+
+    Raises:
+        DesyncError: if it differs.
+    """
+    for rank, theirs in enumerate(consensus.gather(world, step)):
+        if theirs != step:
+            raise DesyncError(
+                f"rank {rank} restores step {theirs} but rank {world.rank} restores step {step}; choose the "
+                "same step on every rank"
+            )
+
+
+def _choose_step(store: Storage, step: int) -> tuple[Path, Manifest]:
+    return store.path(step), _unless_damaged(store, step, read_whole)
+
+
+def read_notes(store: Storage, step: int) -> Notes:
+    """Return the notes of `step`, on rank 0; its other files are not read.
+
+    Raises:
+        NoCheckpoint: if there is no such checkpoint, or they are damaged.
+    """
+    return _unless_damaged(store, step, metadata.read_verified)
+
+
+def _unless_damaged(store: Storage, step: int, read: Callable[[Path, int], Result]) -> Result:
+    if step not in (steps := store.steps()):
+        raise NoCheckpoint(
+            f"there is no checkpoint of step {step} in {store.folder}, which has {steps}; choose one of them"
+        )
+    try:
+        return read(store.path(step), step)
+    except Damaged as damage:
+        raise NoCheckpoint(
+            f"the checkpoint {store.path(step)} is damaged: {damage}; choose another step, or none for the newest that "
+            "is whole"
+        ) from None
+
+
+def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_changed: bool) -> None:
+    """Load `saved`, which fits, into `entries` and this rank's generators.
+
+    With `allow_changed`, settings of optimizers that differ are this run's afterwards, and rank 0 warns of them.
+
+    If loading fails on any rank, every rank puts back what it has loaded so far, and raises.
+    """
+    undo: list[_Before] = []
+    try:
+        for entry in entries:
+            if saved.is_own(entry):
+                if saved.has_shards(entry.name):
+                    _load_shards(world, entry, saved, undo)
+            else:
+                tensors = saved.tensors(world, entry.name)
+                _load(world, entry, saved.objects[entry.name], tensors, saved.step, undo)
+            strike("restore")
+        if saved.manifest.world_size == world.size:
+            in_shards = [entry.name for entry in entries if saved.is_own(entry) and saved.has_shards(entry.name)]
+            tensors = saved.rank_tensors(world, without=in_shards)
+            own = [entry for entry in entries if saved.is_own(entry) and entry.name not in in_shards]
+            for entry in [*own, generators()]:
+                _load(world, entry, saved.ranks[world.rank][entry.name], tensors, saved.step, undo)
+        else:
+            for entry in entries:
+                if saved.is_own(entry) and not saved.has_shards(entry.name):
+                    _load_merged(world, entry, saved, undo)
+            consensus.decide(world, lambda: _warn_of_other_size(saved, world))
+        # Last, because a layout ends the search for the order in which gradients arrive.
+        for entry in entries:
+            if not saved.is_own(entry):
+                consensus.agree(world, consensus.error_of(entry.load_layout, saved.objects[entry.name]))
+        if allow_changed:
+            consensus.agree(world, consensus.error_of(_take_over, world, saved, entries))
+    except BaseException:
+        _put_back(undo, saved.step)
+        raise
+
+
+@dataclass
+class _Before:
+    """A copy of an object's state before a restore."""
+
+    entry: Registered
+    node: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    took_another: bool = False  # whether the object's load_state_dict has taken a state since
+
+    @classmethod
+    def of(cls, entry: Registered) -> _Before:
+        encoder = Encoder(None if entry.per_rank else whole_of)  # by all ranks together
+        node = entry.capture(encoder)
+        return cls(entry, node, {name: stored(tensor.clone()) for name, tensor in encoder.tensors.items()})
+
+
+def _load(
+    world: World, entry: Registered, node: Any, tensors: Mapping[str, torch.Tensor], step: int, undo: list[_Before]
+) -> None:
+    def load() -> None:
+        undo.append(before := _Before.of(entry))
+        entry.load(node, tensors, step)
+        before.took_another = True
+
+    consensus.agree(world, consensus.error_of(load))
+
+
+def _load_shards(world: World, entry: Registered, saved: Saved, undo: list[_Before]) -> None:
+    """Load an optimizer from the shards of all ranks that saved it, one after the other: no rank holds them all."""
+    assembly = entry.assembly()
+    errors: list[Exception] = []
+    for rank, nodes in enumerate(saved.ranks):
+        tensors = saved.shard_tensors(world, entry.name, rank)
+        error = consensus.error_of(entry.add_shard, assembly, nodes[entry.name], tensors)
+        errors += [] if error is None else [error]
+    consensus.agree(world, errors[0] if errors else None)
+
+    def load() -> None:
+        undo.append(before := _Before.of(entry))
+        entry.load_shards(assembly, saved.outline_for(entry, world), saved.step)
+        before.took_another = True
+
+    consensus.agree(world, consensus.error_of(load))
+
+
+def _load_merged(world: World, entry: Registered, saved: Saved, undo: list[_Before]) -> None:
+    def load() -> None:
+        undo.append(before := _Before.of(entry))
+        entry.load_rank_states([nodes[entry.name] for nodes in saved.ranks], saved.step)
+        before.took_another = True
+
+    consensus.agree(world, consensus.error_of(load))
+
+
+def _take_over(world: World, saved: Saved, entries: Sequence[Registered]) -> None:
+    changes: list[str] = []
+    for entry in entries:
+        outline = saved.outline_for(entry, world)
+        changes += entry.changes(outline)
+        entry.take_over(outline)
+    for entry in entries:
+        if isinstance(entry.object, LRScheduler):
+            follow(entry.object)
+    if changes and world.rank == 0:
+        warnings.warn(
+            f"this run's settings are taken over: {'; '.join(changes)} in the checkpoint of step {saved.step}",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+
+
+def _put_back(undo: Iterable[_Before], step: int) -> None:
+    """Load the earlier states, without any communication, because other ranks may have ended."""
+    for before in reversed(list(undo)):
+        error = consensus.error_of(before.entry.load, before.node, before.tensors, step)
+        if error is not None and before.took_another:  # one that takes no state at all has not changed
+            warnings.warn(
+                f"{before.entry.name!r} does not take back the state that it had before the restore of step {step} "
+                f"failed ({error}); make it anew before training goes on",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+
+
+def _warn_of_other_size(saved: Saved, world: World) -> None:
+    warnings.warn(
+        f"step {saved.step} was saved by {saved.manifest.world_size} ranks and this run has {world.size}, "
+        "so every rank keeps its random generators as they are seeded now instead of going on with the "
+        "saved ones",
+        CheckpointWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,52 @@
+"""DTensors in states: saved whole, and laid out again as the object has them that loads them.
+
+So a checkpoint of tensor parallelism is one like any other: it can be restored on a mesh of another shape, or by a
+model that is not parallelized.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from paceline.core.torch_internals.distributed.dtensor import is_sharded, part_like
+
+
+def has_any(values: Iterable[Any]) -> bool:
+    """Return whether there is a DTensor among `values`."""
+    return any(isinstance(value, torch.Tensor) and is_sharded(value) for value in values)
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of `optimizer`, in the order in which its state numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def of_module(own_state: Any, state: Any) -> Any:
+    """Return a module's `state` with DTensors where its `own_state` has them, laid out alike."""
+    if not isinstance(own_state, dict) or not isinstance(state, dict) or not has_any(own_state.values()):
+        return state
+    return OrderedDict((key, _laid_out(value, own_state.get(key))) for key, value in state.items())
+
+
+def of_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> Any:
+    """Return the `state` of `optimizer` with DTensors laid out as its parameters, where these are DTensors."""
+    own = parameters(optimizer)
+    if not has_any(own) or not isinstance(state, dict):
+        return state
+    entries = {
+        index: {name: _laid_out(value, own[index]) for name, value in entry.items()}
+        if isinstance(index, int) and index < len(own) and isinstance(entry, Mapping)
+        else entry
+        for index, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+def _laid_out(value: Any, like: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or not isinstance(like, torch.Tensor) or not is_sharded(like):
+        return value
+    return part_like(value, like) if value.shape == like.shape else value

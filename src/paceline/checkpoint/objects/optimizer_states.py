@@ -1,0 +1,177 @@
+"""Descriptions of optimizers in checkpoints, to compare a saved one with this run's, and to load it completely.
+
+torch's ``load_state_dict`` compares only the number of parameters in each group. It takes the saved settings in place
+of this run's, Adam's state for SGD, and one group's state for another's. It also casts state, such as an fp32 copy of
+a bf16 parameter, to the parameter's dtype. So a checkpoint also says:
+
+    class      the optimizer's class, by its name
+    options    per group the settings that it had when it was registered, before training and schedules change them
+    names      per group the parameters' names, after that of the registered module; null where no module has it
+    shapes, dtypes
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from paceline.core.state.unwrapping import plain_name, unwrap
+from paceline.core.strict_json import shown
+from paceline.errors import CheckpointMismatch
+
+_NO_OPTIONS = ("params", "param_names")
+_RATES = ("lr", "initial_lr")
+
+Options = list[dict[str, Any]]
+
+
+def options_of(optimizer: Optimizer) -> Options:
+    """Return a copy of the settings of each group of `optimizer`."""
+    return [
+        {name: copy.deepcopy(value) for name, value in group.items() if name not in _NO_OPTIONS}
+        for group in optimizer.param_groups
+    ]
+
+
+def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> dict[int, str]:
+    """Return the names of the parameters of `modules`, by ``id``."""
+    return {
+        id(parameter): f"{module_name}.{plain_name(name)}"
+        for module_name, module in modules
+        for name, parameter in unwrap(module).named_parameters()
+    }
+
+
+def describe(optimizer: Optimizer, options: Options, names: Mapping[int, str]) -> dict[str, Any]:
+    """Describe `optimizer`, which had `options` when it was registered, as plain values."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    options = options + options_of(optimizer)[len(options) :]  # groups may be added later
+    return {
+        "class": getattr(optimizer, "optimizer_class", type(optimizer)).__qualname__,
+        "options": [{name: _plain(value) for name, value in group.items()} for group in options],
+        "names": [[names.get(id(parameter)) for parameter in group] for group in groups],
+        "shapes": [[list(parameter.shape) for parameter in group] for group in groups],
+        "dtypes": [[parameter.dtype for parameter in group] for group in groups],
+    }
+
+
+def check(name: str, own: Mapping[str, Any], saved: Mapping[str, Any], step: int, allow_changed: bool) -> None:
+    """Compare two descriptions of the optimizer `name`: `own` of this run and `saved` in the checkpoint of `step`.
+
+    Raises:
+        CheckpointMismatch: for the first difference; in options only unless `allow_changed`.
+    """
+    if own["class"] != saved["class"]:
+        raise CheckpointMismatch(
+            f"{name!r} is of class {own['class']} in this run but of class {saved['class']!s:.80} in the checkpoint "
+            f"of step {step}; build the optimizer that was saved, or start anew in another folder"
+        )
+    for aspect in ("names", "shapes"):
+        for index, (now, before) in enumerate(zip(own[aspect], saved[aspect], strict=True)):
+            _check_group(name, index, aspect, now, before, step)
+    for change in [] if allow_changed else changes(name, own, saved):
+        raise CheckpointMismatch(
+            f"{change} in the checkpoint of step {step}; give the saved value, or take over this run's with "
+            "allow_changed_settings=True (--allow-changed-settings)"
+        )
+
+
+def changes(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Describe the settings that differ: ``momentum of group 0 of 'optimizer' is 0.5 in this run and 0.9``."""
+    return [
+        f"{'lr' if key in _RATES else key} of group {index} of {name!r} is {shown(now[key])} in this run "
+        f"and {shown(before[key])}"
+        for index, (now, before) in enumerate(zip(own["options"], saved["options"], strict=False))
+        for key in _changed(now, before)
+    ]
+
+
+def take_over(optimizer: Optimizer, options: Options, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Set on `optimizer`, after it has loaded the state described by `saved`, those of its own `options` that differ.
+
+    The learning rate keeps the factor that a schedule has given it.
+    """
+    groups = zip(optimizer.param_groups, options, own["options"], saved["options"], strict=False)
+    for group, originals, now, before in groups:
+        for key in _changed(now, before):
+            if key not in _RATES:
+                group[key] = copy.deepcopy(originals[key])
+                continue
+            group["lr"] = group["lr"] * (now[key] / before[key]) if before[key] else copy.deepcopy(originals["lr"])
+            if key == "initial_lr":
+                group[key] = copy.deepcopy(originals[key])
+
+
+def follow(scheduler: LRScheduler) -> None:
+    """Make `scheduler`, which has loaded its state, continue from its optimizer's new rates."""
+    groups = scheduler.optimizer.param_groups
+    if any("initial_lr" not in group for group in groups):
+        return
+    for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        if hasattr(each, "base_lrs"):
+            each.base_lrs = [group["initial_lr"] for group in groups]
+    if isinstance(scheduler, LambdaLR):  # its rate is a function of the step, which may have changed, too
+        for group, base, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = base * factor(scheduler.last_epoch)
+    scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def bring_back_dtypes(optimizer: Optimizer, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Undo the casts of ``load_state_dict(state)`` where the parameter has the dtype that `saved` describes."""
+    indices = (index for group in state["param_groups"] for index in group["params"])
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    dtypes = (dtype for group in saved["dtypes"] for dtype in group)
+    for index, parameter, dtype in zip(indices, parameters, dtypes, strict=True):
+        if parameter.dtype == dtype and parameter in optimizer.state and index in state["state"]:
+            optimizer.state[parameter] = uncast(optimizer.state[parameter], state["state"][index])
+
+
+def uncast(now: Any, saved: Any) -> Any:
+    """Return the state `now`, with the tensors of the `saved` one where they have another floating dtype."""
+    if isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
+        same = now.dtype == saved.dtype or not saved.is_floating_point() or now.shape != saved.shape
+        return now if same else saved.to(device=now.device, copy=True)
+    if isinstance(now, dict) and isinstance(saved, dict):
+        # torch keeps the counter "step" in float32 on purpose
+        now.update({key: uncast(now[key], saved[key]) for key in now.keys() & saved.keys() if key != "step"})
+    if type(now) in (list, tuple) and type(saved) is type(now) and len(now) == len(saved):
+        return type(now)(map(uncast, now, saved))
+    return now
+
+
+def _check_group(name: str, index: int, aspect: str, now: list[Any], before: list[Any], step: int) -> None:
+    remedy = "give the groups and their parameters in the order in which they were saved"
+    for place, (current, saved) in enumerate(zip(now, before, strict=True)):
+        if current is None or saved is None or current == saved:
+            continue
+        prefix = "of shape " if aspect == "shapes" else ""
+        current, saved = (tuple(current), tuple(saved)) if aspect == "shapes" else (repr(current), shown(saved))
+        raise CheckpointMismatch(
+            f"parameter {place} of group {index} of {name!r} is {prefix}{current} in this run but {prefix}{saved} in "
+            f"the checkpoint of step {step}; {remedy}"
+        )
+
+
+def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """Return the names of options that differ; of the learning rates only the one that a schedule leaves alone."""
+    common = [key for key in now if key in before]
+    if "initial_lr" in common:
+        common.remove("lr")
+    return [
+        key for key in common if now[key] != before[key] and not (now[key] != now[key] and before[key] != before[key])
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` so that equal settings are equal: tensors as numbers, lists as tuples."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return value

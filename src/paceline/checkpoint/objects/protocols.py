@@ -1,0 +1,46 @@
+"""Objects that can be registered, as protocols: what a Checkpointer asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from paceline.core.state.optimizer_shards import Window
+
+
+class Stateful(Protocol):
+    """An object with a state that can be taken and loaded: module, optimizer, scheduler, sampler, GradScaler."""
+
+    def state_dict(self) -> Any:
+        """Return the state, as nested plain values and tensors."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Load a state that :meth:`state_dict` returned."""
+
+
+@runtime_checkable
+class Mergeable(Protocol):
+    """An object with a state per rank that also takes the states of another number of ranks, without tensors."""
+
+    def load_rank_states(self, states: Sequence[Any], /) -> None:
+        """Load this rank's part of the states that all ranks had."""
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """An optimizer of whose state each rank holds a shard; see :mod:`paceline.core.state.optimizer_shards`."""
+
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The optimizer that it shares out."""
+
+    def local_state(self) -> dict[str, Any]:
+        """Return this rank's shard."""
+
+    def windows(self) -> dict[int, Window]:
+        """Return what this rank holds of each parameter's state."""
+
+    def load_state_dict(self, state: Any, /) -> None:
+        """Load a shard of this rank, an :class:`Assembly` of shards, or the state of the unsharded optimizer."""

@@ -1,0 +1,262 @@
+"""A registered object: captures its state, compares it with a saved one, and loads that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.format.state_codec import Encoder, Unencodable, decode
+from paceline.checkpoint.objects import dtensor_states, optimizer_states
+from paceline.checkpoint.objects.protocols import Mergeable, Sharded
+from paceline.checkpoint.objects.validation import as_in, check_module, check_optimizer, without_compile
+from paceline.core.state.optimizer_shards import Assembly, Window
+from paceline.core.state.unwrapping import Accumulates, HasBucketLayout, unwrap
+from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A saved object without its tensors' data: its state and, for an optimizer, the description."""
+
+    state: Any
+    optimizer: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Registered:
+    """An `object` and its `name`; ``per_rank`` if every rank has a state of its own."""
+
+    name: str
+    object: Any
+    per_rank: bool = False
+    peers: Mapping[str, Registered] = field(default_factory=dict)
+    """All that are registered with it, among whose modules the parameters of an optimizer have their names."""
+    options: optimizer_states.Options = field(default_factory=list)
+    """An optimizer's settings when it was registered."""
+
+    @classmethod
+    def of(cls, name: str, object: Any, per_rank: bool, peers: Mapping[str, Registered]) -> Registered:
+        """Register `object` as it is now under `name`; `peers` are the objects registered with it."""
+        per_rank = per_rank or isinstance(object, Sharded)
+        return cls(name, object, per_rank, peers, optimizer_states.options_of(object) if _is_optimizer(object) else [])
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it has DTensors, which it takes a collective to save."""
+        if isinstance(self.object, nn.Module):
+            return dtensor_states.has_any(self.object.state_dict().values())
+        if _is_optimizer(self.object):
+            return dtensor_states.has_any(dtensor_states.parameters(self.object))
+        return False
+
+    @property
+    def is_optimizer(self) -> bool:
+        """Whether it is an optimizer, sharded or not."""
+        return _is_optimizer(self.object)
+
+    @property
+    def holds_shard(self) -> bool:
+        """Whether each rank holds a shard of it, which together are one state."""
+        return isinstance(self.object, Sharded)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the object says, by an attribute ``state_is_constant``, that its state never changes."""
+        return not isinstance(self.object, nn.Module) and bool(getattr(self.object, "state_is_constant", False))
+
+    def expect_whole(self, step: int) -> None:
+        """Refuse to save a model while its gradients, which no checkpoint holds, wait for an optimizer step.
+
+        Raises:
+            UsageError: says when to save instead.
+        """
+        if isinstance(self.object, Accumulates) and self.object.holds_local_gradients():
+            raise UsageError(
+                f"step {step} was not saved: {self.name!r} is in the middle of an accumulation window, whose gradients "
+                "no checkpoint holds, so a resume would lose those micro-batches; save after optimizer.step(), when "
+                "model.do_sync is true"
+            )
+
+    def capture(self, encoder: Encoder, prefix: str = "") -> dict[str, Any]:
+        """Return the node of the object's state; its tensors go to `encoder`, their names starting with `prefix`.
+
+        Args:
+            encoder: gets the tensors.
+            prefix: of their names.
+
+        Raises:
+            UsageError: if the state holds a value that cannot be encoded; names object and path.
+        """
+        state = self.object.local_state() if isinstance(self.object, Sharded) else self._target.state_dict()
+        metadata = getattr(state, "_metadata", None)
+        if isinstance(self.object, nn.Module):
+            state, metadata = without_compile(state), without_compile(metadata)
+        try:
+            node = {
+                "state": encoder.encode(state, prefix),
+                "metadata": encoder.encode(metadata, f"{prefix}_metadata"),
+                "buckets": self.object.bucket_layout() if isinstance(self.object, HasBucketLayout) else None,
+            }
+            if _is_optimizer(self.object):
+                node["optimizer"] = encoder.encode(self._description(), f"{prefix}_optimizer")
+            return node
+        except Unencodable as error:
+            raise UsageError(
+                f"{self.name}.state_dict(){error.path} {error.reason}, which a checkpoint cannot hold; let "
+                "its state_dict return tensors, numbers, strings, lists, tuples and dicts only"
+            ) from None
+
+    def check(self, saved: Outline, step: int, allow_changed: bool) -> None:
+        """Compare with `saved`, the state of `step`, before anything is loaded. Its tensors need no data.
+
+        An object with a method ``check_state_dict`` compares by itself.
+
+        Raises:
+            CheckpointMismatch: if it is the state of another model or of another optimizer; one with other settings
+                unless `allow_changed`.
+        """
+        if isinstance(self.object, nn.Module):
+            check_module(self.name, without_compile(self._target.state_dict()), without_compile(saved.state), step)
+        elif _is_optimizer(self.object):
+            check_optimizer(self.name, self.object, saved.state, step)
+            if saved.optimizer is not None:
+                try:
+                    optimizer_states.check(self.name, self._description(), saved.optimizer, step, allow_changed)
+                except (TypeError, KeyError, ValueError, AttributeError) as error:
+                    if isinstance(error, PacelineError):
+                        raise
+                    raise self._malformed(step, error) from None
+        elif callable(compare := getattr(self.object, "check_state_dict", None)):
+            compare(saved.state)
+
+    def changes(self, saved: Outline) -> list[str]:
+        """Describe the settings of an optimizer that differ from those `saved`."""
+        return (
+            [] if saved.optimizer is None else optimizer_states.changes(self.name, self._description(), saved.optimizer)
+        )
+
+    def take_over(self, saved: Outline) -> None:
+        """Restore this run's settings on an optimizer that has loaded the state `saved`."""
+        if saved.optimizer is not None:
+            optimizer_states.take_over(self.object, self.options, self._description(), saved.optimizer)
+
+    def load(self, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], step: int) -> None:
+        """Load the state of `step` that `node` and `tensors` hold.
+
+        Raises:
+            UsageError: as the object's ``load_state_dict`` raises it.
+            CheckpointMismatch: if ``load_state_dict`` fails otherwise.
+            CheckpointError: if `node` is malformed.
+        """
+        try:
+            state, metadata = decode(node["state"], tensors), decode(node["metadata"], tensors)
+            description = decode(node.get("optimizer"), tensors)
+        except ValueError as error:
+            raise self._malformed(step, error) from None
+        try:
+            if isinstance(self.object, nn.Module):
+                own_state = self._target.state_dict()
+                state = dtensor_states.of_module(own_state, as_in(own_state, state))
+                metadata = as_in(getattr(own_state, "_metadata", None), metadata)
+            elif _is_optimizer(self.object):
+                state = dtensor_states.of_optimizer(self.object, state)
+            if metadata is not None:
+                state._metadata = metadata
+            self._target.load_state_dict(state)
+            if description is not None and _is_optimizer(self.object):
+                optimizer_states.bring_back_dtypes(self.object, state, description)
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise CheckpointMismatch(
+                f"{self.name!r} does not take its state of step {step} ({type(error).__name__}: {error}); "
+                "register the kind of object that was saved"
+            ) from error
+
+    def load_rank_states(self, nodes: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Load the states of all ranks of `step`, of which there were more or fewer.
+
+        Raises:
+            CheckpointMismatch: if the object does not take them.
+            CheckpointError: if a node is malformed.
+        """
+        assert isinstance(self.object, Mergeable)
+        try:
+            states = [decode(node["state"], {}) for node in nodes]
+        except ValueError as error:
+            raise self._malformed(step, error) from None
+        try:
+            self.object.load_rank_states(states)
+        except Exception as error:
+            raise CheckpointMismatch(
+                f"{self.name!r} does not take the states of {len(nodes)} ranks of step {step} "
+                f"({type(error).__name__}: {error}); resume with as many ranks"
+            ) from error
+
+    def assembly(self) -> Assembly:
+        """Return what puts together, from shards, as much of an optimizer's state as this rank loads."""
+        if isinstance(self.object, Sharded):
+            return Assembly(self.object.windows())
+        parameters = enumerate(dtensor_states.parameters(self.object))
+        return Assembly({index: Window(tuple(each.shape), each.stride(), None) for index, each in parameters})
+
+    def add_shard(self, assembly: Assembly, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Add the shard that `node` and `tensors` hold.
+
+        Raises:
+            CheckpointMismatch: if it is of other parameters.
+            ValueError: if `node` is malformed.
+        """
+        assembly.add(decode(node["state"], tensors))
+
+    def load_shards(self, assembly: Assembly, outline: Outline, step: int) -> None:
+        """Load what was put together from the shards of `step`.
+
+        Raises:
+            CheckpointMismatch: if one is missing, or the optimizer does not take it.
+        """
+        if isinstance(self.object, Sharded):
+            self.object.load_state_dict(assembly)
+            return
+        state = dtensor_states.of_optimizer(self.object, {"state": assembly.state(), "param_groups": assembly.groups})
+        self.object.load_state_dict(state)
+        if outline.optimizer is not None:
+            optimizer_states.bring_back_dtypes(self.object, state, outline.optimizer)
+
+    def load_layout(self, node: Mapping[str, Any]) -> None:
+        """Load the bucket layout that `node` holds.
+
+        Raises:
+            CheckpointMismatch: if it does not fit the model.
+        """
+        if node["buckets"] is not None and isinstance(self.object, HasBucketLayout):
+            try:
+                self.object.load_bucket_layout(node["buckets"])
+            except PacelineError:
+                raise
+            except Exception as error:
+                raise CheckpointMismatch(
+                    f"the bucket layout of {self.name!r} does not fit ({type(error).__name__}: {error}); build the "
+                    "model that was saved"
+                ) from error
+
+    def _description(self) -> dict[str, Any]:
+        modules = [(entry.name, entry.object) for entry in self.peers.values() if isinstance(entry.object, nn.Module)]
+        return optimizer_states.describe(self.object, self.options, optimizer_states.parameter_names(modules))
+
+    def _malformed(self, step: int, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"the state of {self.name!r} of step {step} is malformed ({error}); use another checkpoint"
+        )
+
+    @property
+    def _target(self) -> Any:
+        return unwrap(self.object) if isinstance(self.object, nn.Module) else self.object
+
+
+def _is_optimizer(object: Any) -> TypeGuard[torch.optim.Optimizer]:
+    return isinstance(object, torch.optim.Optimizer)

@@ -1,0 +1,97 @@
+"""States of modules and optimizers, compared with saved ones before anything is loaded."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.core.state.unwrapping import plain_name
+from paceline.errors import CheckpointMismatch
+
+
+def without_compile(state: Any) -> Any:
+    """Return `state` with keys that do not say which sub-modules are compiled; other kinds of state unchanged."""
+    if not isinstance(state, dict) or not any("_orig_mod" in str(key) for key in state):
+        return state
+    return OrderedDict((_plain_path(key), value) for key, value in state.items())
+
+
+def as_in(own_state: Any, state: Any) -> Any:
+    """Return `state` with the keys of `own_state`, which may have other sub-modules compiled."""
+    plain = without_compile(state)
+    if (
+        not isinstance(own_state, dict)
+        or not isinstance(plain, dict)
+        or not any("_orig_mod" in str(key) for key in own_state)
+    ):
+        return plain
+    renamed = OrderedDict((key, plain[_plain_path(key)]) for key in own_state if _plain_path(key) in plain)
+    known = {_plain_path(key) for key in own_state}
+    renamed.update((key, value) for key, value in plain.items() if key not in known)
+    return renamed
+
+
+def _plain_path(name: str) -> str:
+    """Return the name of a parameter or module without the parts that ``torch.compile`` puts into it."""
+    return plain_name(f"{name}.").removesuffix(".")
+
+
+def check_module(name: str, own_state: Mapping[str, Any], saved: Any, step: int) -> None:
+    """Compare a module's state with the one `saved` in `step`.
+
+    Raises:
+        CheckpointMismatch: names the first difference.
+    """
+    remedy = "build the model that was saved, or choose another checkpoint folder"
+    if not isinstance(saved, dict):
+        raise CheckpointMismatch(f"{name!r} is a module, but no module was saved as it in step {step}; {remedy}")
+    for key, value in own_state.items():
+        if key not in saved:
+            raise CheckpointMismatch(f"parameter {key!r} of {name!r} is not in the checkpoint of step {step}; {remedy}")
+        other = saved[key]
+        if not isinstance(value, torch.Tensor) and not isinstance(other, torch.Tensor):
+            continue
+        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+            raise CheckpointMismatch(
+                f"{key!r} of {name!r} is a {type(other).__name__} in the checkpoint of step {step} but a "
+                f"{type(value).__name__} in this run; {remedy}"
+            )
+        if value.shape != other.shape:
+            raise CheckpointMismatch(
+                f"parameter {key!r} of {name!r} has shape {tuple(other.shape)} in the checkpoint of step "
+                f"{step} but {tuple(value.shape)} in this run; {remedy}"
+            )
+        if value.dtype != other.dtype:
+            raise CheckpointMismatch(
+                f"parameter {key!r} of {name!r} has dtype {other.dtype} in the checkpoint of step {step} "
+                f"but {value.dtype} in this run; {remedy}"
+            )
+    for key in saved:
+        if key not in own_state:
+            raise CheckpointMismatch(
+                f"the checkpoint of step {step} has a parameter {key!r} of {name!r}, this run's has none; {remedy}"
+            )
+
+
+def check_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Any, step: int) -> None:
+    """Compare an optimizer's groups with those `saved` in `step`.
+
+    Raises:
+        CheckpointMismatch: if they are of other sizes, or no optimizer was saved.
+    """
+    try:
+        before = [len(group["params"]) for group in saved["param_groups"]]
+    except (TypeError, KeyError):
+        raise CheckpointMismatch(
+            f"{name!r} is an optimizer, but no optimizer was saved as it in step {step}; register it under "
+            "the name that it was saved as"
+        ) from None
+    now = [len(group["params"]) for group in optimizer.param_groups]
+    if before != now:
+        raise CheckpointMismatch(
+            f"{name!r} has parameter groups of {before} parameters in the checkpoint of step {step} but of "
+            f"{now} in this run; build the optimizer as it was when saved"
+        )

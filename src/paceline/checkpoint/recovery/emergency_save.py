@@ -1,0 +1,180 @@
+"""The rescue: ranks that are left when one is gone save the last completed step, into memory.
+
+At a failure every rank that is left, and whose optimizer has not stepped since the last boundary, could save it: they
+have the same parameters and optimizer states, and the own states of all ranks, also of those that are gone, are in
+memory. The first to take the lock does; the others wait, and find it done. It is an ordinary checkpoint in the job's
+folder, so a full disk does not matter. Where memory has no room, and when the launcher will not start the ranks again,
+it goes to the checkpoint folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.checkpoint.exchange import collected_states
+from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint.exchange.saved_checkpoint import GENERATORS
+from paceline.checkpoint.format.metadata import Keep
+from paceline.checkpoint.objects.registered import Registered
+from paceline.checkpoint.saving.checkpoint_store import RunFolder
+from paceline.checkpoint.saving.checkpoint_writer import Draft
+from paceline.checkpoint.steps.missing_rank_state import carry_over
+from paceline.checkpoint.steps.rank_states import OwnStates, read_own_states
+from paceline.checkpoint.steps.step_barrier import Gate, states_path
+from paceline.checkpoint.steps.step_boundary import Boundary
+from paceline.checkpoint.steps.step_snapshot import State, load_buffers
+from paceline.checkpoint.storage import free_space, step_folders
+from paceline.checkpoint.storage.step_folders import Storage
+from paceline.core.telemetry.failpoints import strike
+from paceline.core.telemetry.step_progress import RESCUE, RESTARTS
+from paceline.errors import CheckpointError, UsageError
+
+COMPLETES_S = 2.0
+"""How long a rank that has the gate behind it, and runs, may take to the end of its step."""
+DESTINATION = "destination"
+"""File in a folder of rescued checkpoints: the checkpoint folder that they belong to."""
+
+
+def rescued_folder(records: Path) -> Path:
+    """Return the folder in memory for rescued checkpoints of the checkpoint folder whose step records are there."""
+    return records.parent.parent / RESCUE / records.name
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The objects that a Checkpointer saves, and the folder for them."""
+
+    folder: Path
+    registered: Mapping[str, Registered]
+    """Which grows while objects are registered."""
+    run_folder: Callable[[], RunFolder | None]
+    """Gives the opened checkpoint folder, on rank 0."""
+
+    def entries(self) -> list[Registered]:
+        """Return the registered objects."""
+        return list(self.registered.values())
+
+
+class Rescue:
+    """Saves the boundary of this rank when an error ends it.
+
+    Args:
+        boundary: with a gate.
+        contents: of the Checkpointer.
+    """
+
+    def __init__(self, boundary: Boundary, contents: Contents) -> None:
+        self._boundary, self._contents = boundary, contents
+        self.was_called = False
+
+    def __call__(self, error: BaseException) -> None:
+        """Save the last boundary, unless another rank has. A mistake of the user's is none to go on from.
+
+        Raises:
+            CheckpointError: if it cannot be saved.
+        """
+        self.was_called = True
+        gate = self._boundary.gate
+        blamed = getattr(error, "blamed", None) is not None
+        if gate is None or not self._boundary.can_be_saved or (isinstance(error, UsageError) and not blamed):
+            return
+        if any(entry.is_sharded for entry in self._contents.entries()):
+            return  # nobody has the parts of DTensors of the rank that is gone, and to gather them would wait for it
+        step, memory = self._boundary.step, rescued_folder(gate.folder)
+        with _turn(memory):
+            if step in _steps(memory) or step in _steps(self._contents.folder):
+                return
+            strike("rescue")
+            gate.wait_for_step(step, COMPLETES_S)
+            try:
+                ranks = _all_own_states(gate, step)
+                load_buffers(self._contents.entries(), ranks[0].buffers)
+                shared = [collected_states.shared(entry) for entry in self._boundary.states()]
+                self._save(step, shared, ranks, memory)
+            except (OSError, ValueError, MemoryError) as problem:
+                raise CheckpointError(f"the completed step {step} was not rescued: {problem}") from problem
+
+    def _save(self, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates], memory: Path) -> None:
+        if int(os.environ.get(RESTARTS, "0")):
+            try:
+                store = Storage(memory)
+                (memory / DESTINATION).write_text(str(self._contents.folder))
+                self._write(store, step, shared, ranks)
+                store.prune(step, Keep(1, None, "max"))
+                return
+            except (OSError, UsageError) as error:
+                if memory.parent.parent in self._contents.folder.parents:  # a Trainer's that has no other folder
+                    raise
+                reason = error.strerror if isinstance(error, OSError) else error
+                print(
+                    f"note: no room in memory for step {step} ({reason}); it goes to {self._contents.folder}",
+                    file=sys.stderr,
+                )
+        # While rank 0 lives the folder is its own, and its turn comes.
+        opened = self._contents.run_folder()
+        self._write(Storage(self._contents.folder) if opened is None else opened.settled(), step, shared, ranks)
+
+    def _write(self, store: Storage, step: int, shared: Sequence[Capture], ranks: Sequence[OwnStates]) -> None:
+        own = [_joined(states) for states in ranks]
+        size = sum(free_space.needed(each.tensors.values()) for each in [*shared, *own])
+        with Draft(store, step, len(ranks), size) as draft:
+            for each in shared:
+                draft.add_shared(each)
+            for rank, each in enumerate(own):
+                draft.add_own(rank, each)
+            draft.commit()
+
+
+def _joined(states: OwnStates) -> Capture:
+    """Return what is saved for one rank."""
+    generators = collected_states.own([Registered(GENERATORS, State(states.generators), per_rank=True)])
+    return Capture(
+        {**states.objects.nodes, **generators.nodes},
+        {**states.objects.tensors, **generators.tensors},
+        {**states.objects.aliases, **generators.aliases},
+    )
+
+
+def _all_own_states(gate: Gate, step: int) -> list[OwnStates]:
+    """Return the states of all ranks at the end of `step`; those that ended in it would have come to it as this one."""
+    found = [_own_states(gate, rank, step) for rank in range(gate.size)]
+    before = _own_states(gate, gate.rank, step, prepared=True)
+    for rank in range(gate.size):
+        if gate.completed(rank) < step:
+            found[rank], unknown = carry_over(found[rank], before, found[gate.rank])
+            if unknown:
+                print(
+                    f"note: rank {rank} ended between the optimizer and the end of step {step}, where its "
+                    f"{', '.join(unknown)} changed in a way that nobody knows; it goes on with what it had before",
+                    file=sys.stderr,
+                )
+    return found
+
+
+def _own_states(gate: Gate, rank: int, step: int, *, prepared: bool = False) -> OwnStates:
+    found = read_own_states(states_path(gate.folder, rank), step, prepared=prepared)
+    if found is None:
+        raise CheckpointError(f"rank {rank} has not stored its own states of it")
+    return found
+
+
+def _steps(folder: Path) -> list[int]:
+    return step_folders.steps_in(folder) if folder.is_dir() else []
+
+
+@contextmanager
+def _turn(memory: Path) -> Iterator[None]:
+    """Wait until no other rank is at it; a rank that is killed meanwhile makes room for the next."""
+    memory.parent.mkdir(mode=0o700, exist_ok=True)
+    descriptor = os.open(memory.with_name(f"{memory.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

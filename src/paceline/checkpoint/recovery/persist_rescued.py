@@ -1,0 +1,83 @@
+"""Copies rescued checkpoints from memory into the folders that they belong to; run by the launcher when a job ends.
+
+``python -m paceline.checkpoint.recovery.persist_rescued FOLDER``, with a folder for each checkpoint folder in it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from paceline.checkpoint.recovery.emergency_save import DESTINATION
+from paceline.checkpoint.saving.checkpoint_store import newest_rescued
+from paceline.checkpoint.storage import step_folders
+from paceline.checkpoint.storage.step_folders import Storage, reason
+from paceline.errors import PacelineError
+
+
+def keep(folder: Path) -> tuple[str, bool] | None:
+    """Copy the newest checkpoint in the rescued `folder`, if that is newer than those on disk.
+
+    Returns:
+        a line for the user, and whether it is where a resume looks for it; None if nothing is to copy.
+    """
+    found = newest_rescued(folder)
+    if found is None:
+        return None
+    path, manifest = found
+    destination = Path((folder / DESTINATION).read_text())
+    if folder.parent.parent in destination.parents:  # that of a Trainer without one: it ends with the job's folder
+        remedy = "give it one: checkpoint_dir=, or --checkpoint-dir of a recipe"
+        return (
+            f"the last completed step, {manifest.step}, is lost, as the training has no checkpoint folder; {remedy}"
+        ), False
+    try:
+        if any(step >= manifest.step for step in step_folders.steps_in(destination)):
+            return None
+        final = _copy(path, manifest.step, Storage(destination))
+    except (OSError, PacelineError) as error:
+        why = f"step {manifest.step} cannot be saved to {destination} ({_reason(error)})"
+        return f"{why}; {_put_elsewhere(path, folder.name, destination)}", False
+    return f"the last completed step, {manifest.step}, is saved to {final}", True
+
+
+def _copy(path: Path, step: int, store: Storage) -> Path:
+    """Copy the checkpoint `path` into `store`; returns where it is."""
+    draft = store.start(step, sum(file.stat().st_size for file in path.iterdir()))
+    try:
+        for file in path.iterdir():
+            with open(file, "rb") as content:
+                step_folders.write_file(draft / file.name, iter(lambda: content.read(2**22), b""))
+        return store.commit(draft, step)
+    except BaseException:
+        store.abandon(draft)
+        raise
+
+
+def _put_elsewhere(path: Path, key: str, destination: Path) -> str:
+    """Copy the checkpoint `path` to the user's home; returns words for where it is, and what to do with it."""
+    try:
+        kept = Path(tempfile.mkdtemp(prefix=f"rescued-{key}-", dir=Path.home()))
+        try:
+            shutil.copytree(path, kept / path.name)
+        except BaseException:
+            shutil.rmtree(kept, ignore_errors=True)
+            raise
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        return f"it is lost, as it cannot be copied to the home folder either ({_reason(error)})"
+    return f"it is kept in {kept / path.name}; to go on from it, make room and move that folder to {destination}"
+
+
+def _reason(error: Exception) -> object:
+    if isinstance(error, shutil.Error):  # of copytree: a list of files with what was wrong
+        return error.args[0][0][2]
+    return reason(error) if isinstance(error, OSError) else error
+
+
+if __name__ == "__main__":
+    kept = [told for each in sorted(Path(sys.argv[1]).iterdir()) if each.is_dir() and (told := keep(each)) is not None]
+    for line, _ in kept:
+        print(line)
+    sys.exit(0 if all(is_saved for _, is_saved in kept) else 1)

@@ -1,0 +1,143 @@
+"""Signals that ask a training to end, kept until all ranks have agreed on the step after which they do.
+
+At the gate before every optimizer step each rank tells the others what it was asked, so all end after the same step.
+Without a gate the ranks ask each other by a small collective, about once a second.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import NoReturn
+
+from paceline.checkpoint.steps.step_boundary import Boundary
+from paceline.core.processes import consensus
+from paceline.core.processes.missing_ranks import named_ranks
+from paceline.core.telemetry.flight_record import handles
+from paceline.core.telemetry.step_progress import ECHO_S, STOP_SIGNALS, StepRecord, Stopping
+from paceline.errors import CommunicationError, Preempted
+
+ASK_S = 1.0
+"""About so long are ranks without a gate on their own."""
+
+
+class StopRequests:
+    """The requests that reach this rank, and what all ranks agree on.
+
+    Args:
+        boundary: of the steps; gets this rank's wish.
+        record: of this rank, for the launcher; None where nobody reads it.
+        saves: whether there is a folder on disk, which outlives the job.
+    """
+
+    def __init__(self, boundary: Boundary, record: StepRecord | None, saves: bool) -> None:
+        self._boundary, self._record, self._saves = boundary, record, saves
+        self._process = os.getpid()
+        self._is_watching = False
+        """Whether :meth:`watch` was called."""
+        self._installed: list[signal.Signals] = []
+        """Signals whose handler is this object's."""
+        self._noted = 0.0
+        """When the latest request came."""
+        self._asked: tuple[int, float] = (0, 0.0)
+        """The step after which ranks without a gate last asked each other, and when; rank 0's time."""
+        self._ask = 0
+        """The step after which they ask next."""
+
+    def watch(self) -> None:
+        """Note signals from now on, where the script handles none of them; does nothing in another thread.
+
+        Not before the first step ends: who only saves now and then expects them to end the process.
+        """
+        if self._is_watching:
+            return
+        self._is_watching = True
+        if not self._saves:
+            self._tell(Stopping.IN_VAIN)
+        elif threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                if _is_unhandled(number):
+                    signal.signal(number, self._note)
+                    self._installed.append(number)
+            if signal.SIGTERM in self._installed:
+                self._tell(Stopping.READY)
+
+    def agreed(self) -> signal.Signals | None:
+        """Return the signal for which all ranks end after the step that has just ended; None if they go on.
+
+        Without a gate it is a collective now and then.
+        """
+        if not self._saves:
+            return None
+        wishes = self._boundary.wishes if self._boundary.gate is not None else self._wishes()
+        return next((number for bit, number in enumerate(STOP_SIGNALS) if wishes & 1 << bit), None)
+
+    def end(self, number: signal.Signals) -> NoReturn:
+        """Tell the launcher that all ranks end because of `number`, and have saved the last step; and end.
+
+        Raises:
+            Preempted: always.
+        """
+        self._tell(Stopping.SAVED, number)
+        raise Preempted(128 + number)
+
+    def close(self) -> None:
+        """Leave signals to what handled them before."""
+        for number in self._installed:
+            if signal.getsignal(number) == self._note and threading.current_thread() is threading.main_thread():
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        self._installed = []
+        self._tell(Stopping.NOT)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now, bit = time.monotonic(), 1 << STOP_SIGNALS.index(signal.Signals(number))
+        is_second = bool(self._boundary.wish & bit) and now - self._noted > ECHO_S
+        if os.getpid() != self._process or is_second:  # a forked child has no step to end
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        gate = self._boundary.gate
+        if gate is not None and (gone := gate.gone()):  # so the launcher tells a rank that is far from meeting others
+            raise CommunicationError(
+                f"rank {gate.rank}: {named_ranks(gone)} ended; look for that rank's own error"
+            ).because_of(gone)
+        if not self._boundary.wish & bit:
+            self._noted = now
+        self._boundary.wish |= bit
+        self._tell(Stopping.ASKED)
+
+    def _wishes(self) -> int:
+        """Return the wishes of all ranks, if it is time to ask them; 0 else."""
+        world, step = consensus.here(), self._boundary.step
+        if world.size == 1:
+            return self._boundary.wish
+        if step < self._ask or self._boundary.joins:
+            return 0
+        now, (asked, at) = time.monotonic(), self._asked
+        # From rank 0's answer all know when they ask next; at first there is nothing to tell that by.
+        steps = int((step - asked) * ASK_S / max(now - at, 1e-9)) if at else 1
+        told = consensus.gather(world, [self._boundary.wish, max(1, min(steps, 2 * (step - asked)))])
+        self._asked, self._ask = (step, now), step + int(told[0][1])
+        wishes = 0
+        for wish, _ in told:
+            wishes |= int(wish)
+        return wishes
+
+    def _tell(self, state: Stopping, number: int = 0) -> None:
+        if self._record is not None and self._record.stopping is not Stopping.SAVED:  # which is the last word
+            self._record.stop(state, number, self._boundary.step)
+
+
+def _is_unhandled(number: signal.Signals) -> bool:
+    """Return whether the default happens at a signal, the end of the process, in place of which a step can be saved.
+
+    Ctrl-C to a process without a launcher or other ranks stays Python's ``KeyboardInterrupt``: of a cell, at a prompt.
+    """
+    handler = signal.getsignal(number)
+    if number == signal.SIGINT:
+        return handler is signal.default_int_handler and not consensus.is_alone()
+    # A handler in C, such as faulthandler's, is none that Python knows of.
+    return handler == signal.SIG_DFL and not handles(os.getpid(), number)

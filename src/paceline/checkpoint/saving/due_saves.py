@@ -1,0 +1,98 @@
+"""Saves that a training does on its way: one that is not written is said, and training goes on (decision 0018)."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.core.telemetry.step_progress import StepRecord
+from paceline.errors import CheckpointError, CheckpointWarning
+
+
+class Saver(Protocol):
+    """A Checkpointer, as far as it saves."""
+
+    def save(self, step: int, metadata: Any = None) -> Path:
+        """Save `step`, or begin to."""
+
+    def wait(self) -> None:
+        """Wait until what was begun is durable."""
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """The error of what was begun, as soon as it has failed."""
+
+
+class DueSaves:
+    """What becomes of the saves that are due, the same on every rank.
+
+    Args:
+        record: this rank's, which tells the launcher of a job that saves nothing; None if there is none.
+        is_told: whether this rank warns.
+    """
+
+    def __init__(self, record: StepRecord | None, is_told: bool) -> None:
+        self.failed: list[int] = []
+        """The steps that were due and are not written."""
+        self._record, self._is_told = record, is_told
+        self._is_durable = record is not None and record.is_durable
+        """Whether anything was saved, also by an earlier start of the job."""
+        self._begun = -1
+        """The step that is being written in the background, or was."""
+        self._cause: object = None
+        """Of the last failure that was told; None since a save was written."""
+
+    def save(self, saver: Saver, step: int, metadata: Any = None, is_last: bool = False) -> None:
+        """Save `step`; on rank 0 warn if that failed, or if the save in the background before did."""
+        self.finish(saver)
+        try:
+            saver.save(step, metadata)
+        except CheckpointError as error:
+            self._lost(step, error, is_last)
+        else:
+            self._begun = step
+
+    def look(self, saver: Saver) -> None:
+        """Warn, after any step, as soon as the save in the background has failed."""
+        if (error := saver.failure) is not None:
+            self._warn(error, is_last=False)
+
+    def finish(self, saver: Saver, is_last: bool = False) -> None:
+        """Wait until the save in the background is durable; warn if it failed."""
+        try:
+            saver.wait()
+        except CheckpointError as error:
+            self._lost(self._begun, error, is_last)
+
+    def written(self) -> None:
+        """Note that a save is durable, whoever asked for it."""
+        self._is_durable, self._cause = True, None
+        if self._record is not None:
+            self._record.saved()
+
+    def expect_some(self, folder: Path) -> None:
+        """Refuse the end of a training that was to save steps in `folder`, and has saved none since its start.
+
+        Raises:
+            CheckpointError: on every rank.
+        """
+        if self.failed and not self._is_durable:
+            raise CheckpointError(
+                f"the training has ended, but nothing of it is saved: none of its {len(self.failed)} saves to {folder} "
+                "was written; see the first warning for the cause, remove it and train again"
+            )
+
+    def _lost(self, step: int, error: CheckpointError, is_last: bool) -> None:
+        self.failed.append(step)
+        if self._record is not None:
+            self._record.lost_save()
+        self._warn(error, is_last)
+
+    def _warn(self, error: CheckpointError, is_last: bool) -> None:
+        cause = getattr(error.__cause__, "errno", None) or type(error.__cause__)
+        if not self._is_told or (cause == self._cause and not is_last):
+            return
+        self._cause = cause
+        goes_on = "training has ended with it" if is_last else "training goes on, and the next save tries again"
+        warnings.warn(f"{error}; {goes_on}", CheckpointWarning, stacklevel=2)

@@ -1,0 +1,85 @@
+"""The states that a rank which ended between the gate and the end of its step would have had there.
+
+They are told from what is stored: the rank's own states at the gate, and those of a survivor at the gate and at the
+end. What the survivor did not change in between, the other did not, either. What was equal on both at the gate, such as
+a counter of updates, is equal at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint.steps.rank_states import OwnStates
+
+
+def carry_over(lost: OwnStates, before: OwnStates, after: OwnStates) -> tuple[OwnStates, list[str]]:
+    """Return the states of a lost rank at the end of the step, and the names of those that nobody can tell.
+
+    Args:
+        lost: its states at the gate.
+        before: those of a survivor at the gate.
+        after: those of the survivor at the end of the step.
+    """
+    unknown: list[str] = []
+    generators = dict(lost.generators)
+    for name, ours in after.generators.items():
+        generators[name] = _at_end(generators.get(name), before.generators.get(name), ours, name, unknown)
+    buffers = list(lost.buffers)
+    if len(buffers) == len(before.buffers) == len(after.buffers):
+        columns = zip(lost.buffers, before.buffers, after.buffers, strict=True)
+        buffers = [_at_end(*column, f"buffer {number}", unknown) for number, column in enumerate(columns)]
+    objects = _objects_at_end(lost.objects, before.objects, after.objects, unknown)
+    return replace(lost, generators=generators, objects=objects, buffers=buffers), unknown
+
+
+def _objects_at_end(lost: Capture, before: Capture, after: Capture, unknown: list[str]) -> Capture:
+    nodes, tensors = dict[str, Any](), dict[str, torch.Tensor]()
+    for name in lost.nodes:
+        states = [(each.nodes.get(name), _tensors_of(name, each)) for each in (lost, before, after)]
+        node, found = _at_end(states[0], states[1], states[2], name, unknown)
+        nodes[name] = node
+        tensors |= found
+    return Capture(nodes, tensors, {**lost.aliases, **after.aliases} if lost.aliases else after.aliases)
+
+
+def _tensors_of(name: str, capture: Capture) -> dict[str, torch.Tensor]:
+    """Return the tensors of one object, whose names begin with its own; another's may do so, too, and be longer."""
+    owners = {key: max((each for each in capture.nodes if key.startswith(each)), key=len) for key in capture.tensors}
+    return {key: tensor for key, tensor in capture.tensors.items() if owners[key] == name}
+
+
+def _at_end(lost: Any, before: Any, after: Any, name: str, unknown: list[str]) -> Any:
+    if are_equal(before, after):
+        return lost
+    if are_equal(lost, before):
+        return after
+    unknown.append(name)
+    return lost
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Return whether nested values are equal to the bit."""
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor)
+            and (one.dtype, one.shape) == (other.dtype, other.shape)
+            and bool(torch.equal(_bits(one), _bits(other)))
+        )
+    if isinstance(one, Mapping):
+        return (
+            isinstance(other, Mapping)
+            and one.keys() == other.keys()
+            and all(are_equal(value, other[key]) for key, value in one.items())
+        )
+    if isinstance(one, Sequence) and not isinstance(one, str | bytes):
+        return isinstance(other, Sequence) and len(one) == len(other) and all(map(are_equal, one, other))
+    return bool(one == other)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

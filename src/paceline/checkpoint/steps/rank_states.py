@@ -1,0 +1,125 @@
+"""The states that a rank alone has, kept in memory that outlives it: random generators, buffers, registered objects.
+
+A file in the folder of the job's step records has four slots, see :mod:`paceline.checkpoint.steps.double_buffered_file`, which the rank
+fills in turns. So a rank that is killed leaves the step before, and this step as it was when its gradients were there,
+which may be twice.
+
+Plain values are stored by ``marshal``, which runs no code when it is read, and is fast.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import marshal
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint.steps.double_buffered_file import SlotFile, as_stored, layout_of, slots_in, tensors_in
+from paceline.core.state.rng import rng_state_of
+
+_SLOTS = 4
+_MT19937 = 624 * 4 + 4
+"""Bytes of NumPy's Mersenne Twister: its words, and the position among them."""
+
+
+@dataclass(frozen=True)
+class OwnStates:
+    """The states of one rank at one step."""
+
+    generators: Mapping[str, Any]
+    """As :func:`paceline.core.state.rng.rng_state` returns them."""
+    objects: Capture
+    """Of the objects that are registered as each rank's own."""
+    buffers: Sequence[torch.Tensor]
+    """Of registered modules, in a fixed order."""
+
+
+class OwnStatesFile:
+    """The file of one rank, written by it.
+
+    Raises:
+        OSError: if it cannot be made, or memory is full; also from :meth:`write`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._number = SlotFile(path, _SLOTS), 0
+        self._numpy: tuple[bytes, Any] | None = None
+        """NumPy's generator as it was last, as it lies in memory and as it is stored."""
+        self._plain: tuple[tuple[Any, ...], bytes] = (), b""
+        """The plain values that were stored last, and their bytes."""
+
+    def write(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
+        """Store this rank's generators, and what is given, as its states at `step`."""
+        tensors = [as_stored(tensor) for tensor in (*objects.tensors.values(), *buffers)]
+        names = list(objects.tensors)
+        values = (self._generators(), dict(objects.nodes), dict(objects.aliases), names, layout_of(tensors))
+        self._number += 1
+        self._file.write(self._number % _SLOTS, step, self._dumped(values), tensors)
+
+    def _dumped(self, values: tuple[Any, ...]) -> bytes:
+        """Return `values` as they are stored. At the end of a step they are often as before the optimizer."""
+        if values != self._plain[0]:
+            self._plain = values, marshal.dumps(values)
+        return self._plain[1]
+
+    def _generators(self) -> tuple[Any, ...]:
+        """Return what :func:`paceline.core.state.rng.rng_state` tells, in the form that is taken and stored fastest."""
+        in_cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None
+        return torch.get_rng_state().numpy().tobytes(), random.getstate(), self._in_numpy(), in_cuda
+
+    def _in_numpy(self) -> Any:
+        """Return the state of NumPy's generator. Taking it costs more than all else, so it is looked at first.
+
+        Its memory does not tell whether the second number of a pair is kept; but then the state was taken with it.
+        """
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return None
+        generator = numpy.random.get_bit_generator()
+        memory = b""
+        if type(generator) is numpy.random.MT19937:
+            memory = ctypes.string_at(generator.ctypes.state_address, _MT19937)
+            if self._numpy is not None and self._numpy[0] == memory and not self._numpy[1][3]:
+                return self._numpy[1]
+        kind, keys, *rest = numpy.random.get_state()
+        state = (kind, keys.tobytes(), *rest)
+        self._numpy = (memory, state) if memory else None
+        return state
+
+
+def read_own_states(path: Path, step: int, *, prepared: bool = False) -> OwnStates | None:
+    """Return what the rank whose file is `path` stored last for `step`, or first if `prepared`; None if nothing.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    content = bytearray(path.read_bytes())
+    fitting = [slot for slot in slots_in(content, _SLOTS) if slot.step == step]
+    if not fitting:
+        return None
+    slot = (min if prepared else max)(fitting, key=lambda slot: slot.number)
+    generators, nodes, aliases, names, layout = marshal.loads(slot.plain)
+    tensors = tensors_in(content, slot.at, layout)
+    objects = Capture(nodes, dict(zip(names, tensors, strict=False)), aliases)
+    return OwnStates(_unpacked(generators), objects, tensors[len(names) :])
+
+
+def _unpacked(generators: tuple[Any, ...]) -> dict[str, Any]:
+    in_torch, in_python, in_numpy, in_cuda = generators
+    if in_numpy is not None:
+        import numpy  # loaded when the state was taken, so the run uses it
+
+        kind, keys, *rest = in_numpy
+        in_numpy = (kind, numpy.frombuffer(keys, dtype="uint32"), *rest)
+    return rng_state_of(_bytes_of(in_torch), in_python, in_numpy, None if in_cuda is None else _bytes_of(in_cuda))
+
+
+def _bytes_of(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -1,0 +1,175 @@
+"""The gate before an optimizer step: none passes before every rank has stored what is its own of that step."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint.steps.rank_states import OwnStatesFile
+from paceline.core.processes.missing_ranks import REMEDY, named_ranks
+from paceline.core.telemetry.flight_record import is_running
+from paceline.core.telemetry.spans import COLLECTIVE, recorder
+from paceline.core.telemetry.step_progress import StepRecord, record_path
+from paceline.errors import CommunicationError
+
+_SPINS = 100
+"""Looks at the other ranks before this one sleeps between two: they come at about the same time."""
+_SLEEP_S = 50e-6
+_LOOK_S = 0.005
+"""Between two looks at whether the ranks that are waited for still run."""
+
+
+class Gate:
+    """This rank's part of the gate, in the folder of the job's records.
+
+    Args:
+        folder: the same on all ranks, which are on one host.
+        rank: this one.
+        size: of the world.
+        timeout: how long to wait for a rank, in seconds.
+        record: this rank's, in the folder; a new one by default.
+
+    Raises:
+        OSError: if the record or the file of own states cannot be made.
+    """
+
+    def __init__(self, folder: Path, rank: int, size: int, timeout: float, record: StepRecord | None = None) -> None:
+        self.folder, self.size, self.rank, self._timeout = folder, size, rank, timeout
+        self._states = OwnStatesFile(states_path(folder, rank))
+        self.record = record or StepRecord(record_path(folder, rank), make=True)
+        self._completed_at: float | None = None
+        """When the last step was."""
+        self._others: dict[int, StepRecord] = {}
+        """Of the other ranks, by rank; filled when they are first waited for."""
+
+    def prepare(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor], wish: int = 0) -> int:
+        """Store this rank's own states at `step`, and wait until every rank has done so.
+
+        Args:
+            step: that all ranks are about to take.
+            objects: states of objects that are registered as each rank's own.
+            buffers: of registered modules.
+            wish: what this rank wishes for, as bits.
+
+        Returns:
+            the wishes of all ranks, joined by *or*; the same on all of them.
+
+        Raises:
+            CommunicationError: if a rank ended, or does not come in time; then no rank passes.
+            OSError: if memory is full.
+        """
+        self._states.write(step, objects, buffers)
+        part = self.record.prepare(step, wish)
+        waiting = self._absent(part, range(self.size))
+        if waiting:
+            with recorder.span(COLLECTIVE):
+                self._wait(step, part, waiting)
+        for other in self._others.values():
+            wish |= other.wish(step)
+        return wish
+
+    @property
+    def is_left(self) -> bool:
+        """Whether another rank steps without waiting, so that nothing holds for all any more."""
+        return any(other.is_alone for other in self._others.values())
+
+    def complete(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor]) -> None:
+        """Store this rank's own states as of the end of `step`, which it has completed.
+
+        Raises:
+            OSError: if memory is full.
+        """
+        self._states.write(step, objects, buffers)
+        now = time.monotonic()
+        self.record.complete(step, 0.0 if self._completed_at is None else now - self._completed_at)
+        self._completed_at = now
+
+    def completed(self, rank: int) -> int:
+        """Return the last step that `rank` has completed; -1 for none."""
+        other = self.record if rank == self.rank else self._other(rank)
+        return -1 if other is None else other.completed
+
+    def gone(self) -> list[int]:
+        """Return the ranks that were ended before their training was; one that leaves by itself needs no rescue."""
+        others = [(rank, self._other(rank)) for rank in range(self.size) if rank != self.rank]
+        return [rank for rank, other in others if other and not other.has_left and not is_running(other.pid)]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank has come to the end of its training, or left."""
+        others = [self._other(rank) for rank in range(self.size) if rank != self.rank]
+        return all(other is None or other.has_left for other in others)
+
+    def wait_for_step(self, step: int, seconds: float) -> None:
+        """Wait until every rank that runs has completed `step`, which all have prepared."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            others = [self._other(rank) for rank in range(self.size) if rank != self.rank]
+            if all(not other or other.completed >= step or not is_running(other.pid) for other in others):
+                return
+            time.sleep(_LOOK_S)
+
+    def wait_for_end(self, seconds: float) -> list[int]:
+        """Wait until every rank has come to the end of its training or is gone; returns those that are gone."""
+        deadline = time.monotonic() + seconds
+        while not (gone := self.gone()) and time.monotonic() < deadline:
+            if self.is_over:
+                break
+            time.sleep(_LOOK_S)
+        return gone
+
+    def _wait(self, step: int, part: int, waiting: list[int]) -> None:
+        began = looked = time.monotonic()
+        for turn in itertools.count():
+            waiting = self._absent(part, waiting)
+            if not waiting:
+                return
+            if turn < _SPINS:
+                os.sched_yield()
+                continue
+            time.sleep(_SLEEP_S)
+            now = time.monotonic()
+            if now - looked < _LOOK_S:
+                continue
+            looked = now
+            gone = [rank for rank in waiting if rank in self._others and not is_running(self._others[rank].pid)]
+            if gone and self._absent(part, gone):  # it may have come just before it ended
+                raise CommunicationError(
+                    f"rank {self.rank}: {named_ranks(gone)} ended before the optimizer step {step}, which no rank "
+                    "takes now; look for that rank's own error"
+                ).because_of(gone)
+            if now - began > self._timeout:
+                raise CommunicationError(
+                    f"rank {self.rank}: {named_ranks(waiting)} did not come to the optimizer step {step} within "
+                    f"{self._timeout:g} s; {REMEDY}"
+                ).because_of(waiting)
+
+    def _absent(self, part: int, ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if rank != self.rank and self._prepared(rank) < part]
+
+    def _prepared(self, rank: int) -> int:
+        other = self._other(rank)
+        if other is None:
+            return -1
+        return sys.maxsize if other.is_alone else other.prepared_part
+
+    def _other(self, rank: int) -> StepRecord | None:
+        """Return the record of another rank; None if it has not opened its Checkpointer yet."""
+        if rank not in self._others:
+            try:
+                self._others[rank] = StepRecord(record_path(self.folder, rank))
+            except (OSError, ValueError):
+                return None
+        return self._others[rank]
+
+
+def states_path(folder: Path, rank: int) -> Path:
+    """Return the path of the file with the own states of `rank`."""
+    return folder / f"rank-{rank}.states"

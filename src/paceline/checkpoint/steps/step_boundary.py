@@ -1,0 +1,244 @@
+"""The end of a training step, at which everything registered is consistent, and the way back to it.
+
+Parameters and the states of optimizers stay as they are until the next optimizer step, so nothing of them is copied.
+What changes in between is: settings of optimizers, small buffers of modules, and the states of all other objects; these
+copies are small, see :mod:`paceline.checkpoint.steps.step_snapshot`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.exchange import collected_states
+from paceline.checkpoint.objects.registered import Registered
+from paceline.checkpoint.steps.optimizer_rollback import Turn
+from paceline.checkpoint.steps.step_barrier import Gate
+from paceline.checkpoint.steps.step_snapshot import Freezer, SmallBuffers, parameters_of, thaw_object
+from paceline.checkpoint.storage.free_space import nothing_is_kept
+from paceline.core.state.unwrapping import Accumulates, joins
+from paceline.core.telemetry.failpoints import strike
+from paceline.core.telemetry.spans import black_box
+from paceline.core.telemetry.step_progress import StepRecord
+from paceline.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+class Watched:
+    """Parts of the registered objects that are looked at in every step, found once: looking for them would take longer.
+
+    Parameters that a module gets later are missed.
+    """
+
+    def __init__(self, entries: Sequence[Registered]) -> None:
+        self.entries = tuple(entries)
+        self.own = [entry for entry in entries if entry.per_rank and not entry.holds_shard]
+        self.shared = [(Freezer(entry), entry.is_constant) for entry in entries if not entry.per_rank]
+        self.accumulating = [entry.object for entry in entries if isinstance(entry.object, Accumulates)]
+        self.modules = [entry.object for entry in entries if isinstance(entry.object, nn.Module)]
+        self.optimizers = [entry.object for entry in entries if isinstance(entry.object, torch.optim.Optimizer)]
+        self.parameters = parameters_of(entries)
+        self.buffers = SmallBuffers(entries)
+        self.holds_shards = any(entry.holds_shard for entry in entries)
+        self.is_on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
+
+    def versions(self) -> list[int]:
+        """Return the version counters of all parameters."""
+        return [parameter._version for parameter in self.parameters]
+
+
+class Boundary:
+    """The last step boundary of this rank.
+
+    Args:
+        entries: gives the registered objects.
+        gate: where ranks wait for each other; None where nobody could use what they store.
+        record: of this rank, where there is one without a gate.
+    """
+
+    def __init__(
+        self, entries: Callable[[], list[Registered]], gate: Gate | None, record: StepRecord | None = None
+    ) -> None:
+        self.step = 0
+        """Optimizer steps done."""
+        self.wish = 0
+        """Of this rank, for the steps to come, as bits."""
+        self.wishes = 0
+        """Of all ranks, at the last step."""
+        self._entries, self._gate = entries, gate
+        self._record = record
+        """Where completed steps are counted once the gate is left, so that those computed again can be told."""
+        self._is_armed = False
+        """Whether :meth:`mark` was called, from where on optimizers wait for the other ranks."""
+        self._turn = Turn()
+        """The optimizer steps since the boundary."""
+        self._hooks: dict[int, Any] = {}
+        """Handles of the hooks of optimizers, by the optimizer's id."""
+        self._frozen: dict[str, Any] | None = None
+        """What was copied at the boundary, by the name of the object; None if nothing was."""
+        self._versions: list[int] = []
+        """Of the parameters, at the boundary."""
+        self._watched = Watched([])
+        self._process = os.getpid()
+
+    @property
+    def gate(self) -> Gate | None:
+        """The gate; None if there is none, or it is of no use any more."""
+        return self._gate
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether :meth:`states` can tell the states of all shared objects at the boundary."""
+        return self._frozen is not None and self._turn.can_go_back
+
+    @property
+    def joins(self) -> bool:
+        """Whether this is inside ``join``, where ranks take different numbers of steps."""
+        return any(map(joins, self._look().modules))
+
+    def watch(self, entry: Registered) -> None:
+        """Notice the steps of `entry`, if it is an optimizer."""
+        if not entry.is_optimizer or id(entry.object) in self._hooks:
+            return
+        self._hooks[id(entry.object)] = entry.object.register_step_pre_hook(self._optimizer_steps)
+
+    def go_on_from(self, step: int) -> None:
+        """Take `step` for the number of steps done; everything registered is as of its end."""
+        self.step, self._frozen = step, None
+        if (box := black_box()) is not None:
+            box.go_on_from(step)
+        self._turn.end()
+
+    def mark(self) -> bool:
+        """Mark that everything registered is consistent; returns whether this ends an optimizer step.
+
+        It does not while gradients accumulate, and after a step that a GradScaler has skipped.
+
+        Raises:
+            CommunicationError: if a rank has ended.
+        """
+        if self._turn.has_begun:
+            strike("stepped")
+        watched = self._look()
+        is_first, self._is_armed = not self._is_armed, True
+        if any(model.holds_local_gradients() for model in watched.accumulating):
+            return False
+        if self._hooks and not self._turn.has_begun and not is_first:
+            return False
+        is_step = self._turn.has_begun or not self._hooks
+        self.step += is_step
+        if self._gate is not None and self._is_of_no_use(watched):
+            if watched.holds_shards and self._gate.rank == 0:
+                logger.warning(
+                    "the optimizer is sharded, and no other rank has a lost rank's shard: a failure will cost the "
+                    "steps since the last save on disk, so save often: Checkpointer(every=…)"
+                )
+            self.leave_gate()
+        if self._gate is not None and is_first:  # the optimizer has not waited
+            self._prepare(self.step, watched)
+        if self._gate is not None:
+            self._freeze(watched)
+            self._gate.complete(self.step, collected_states.own(watched.own), watched.buffers.now())
+        elif self._record is not None:
+            self._record.complete(self.step)
+        self._turn.end()
+        if (box := black_box()) is not None:
+            box.mark(self.step)
+        strike("boundary")
+        return is_step
+
+    def states(self) -> Iterator[Registered]:
+        """Yield the objects that all ranks share, with the states that they had at the boundary.
+
+        This ends the training, because modules and optimizers are changed back in place.
+
+        Raises:
+            CheckpointError: if something has changed that was not copied.
+        """
+        assert self._frozen is not None
+        if self._versions != [self._turn.version_of(parameter) for parameter in self._watched.parameters]:
+            raise CheckpointError("a parameter was changed since the end of the last step")
+        self._turn.go_back()
+        for entry in self._entries():
+            if not entry.per_rank:
+                yield thaw_object(entry, self._frozen[entry.name])
+
+    def retire(self) -> None:
+        """Let optimizers step without waiting, after which :meth:`states` can tell nothing."""
+        self._is_armed = False
+
+    def close(self) -> None:
+        """Let optimizers step without being noticed."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        self._frozen = None
+
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if os.getpid() != self._process:
+            return
+        is_first = not self._turn.has_begun
+        if not self._is_armed and not is_first and (box := black_box()) is not None:
+            box.lose_count()
+        if is_first:
+            strike("prepared")
+        watched = self._look()
+        if self._is_armed and self._gate is not None and self._turn.has_new_gradients(optimizer):
+            if self._is_of_no_use(watched):
+                self.leave_gate()
+            else:
+                self._prepare(self.step + 1, watched)
+        self._turn.step(optimizer, watched.optimizers)
+        if is_first:
+            strike("gate")
+
+    def _look(self) -> Watched:
+        entries = self._entries()
+        if len(entries) != len(self._watched.entries):
+            self._watched = Watched(entries)
+        return self._watched
+
+    def _freeze(self, watched: Watched) -> None:
+        before = self._frozen or {}
+        self._frozen = {
+            each.entry.name: before[each.entry.name] if is_constant and each.entry.name in before else each.freeze()
+            for each, is_constant in watched.shared
+        }
+        self._versions = watched.versions()
+
+    def leave_gate(self) -> None:
+        """Let optimizers step without the other ranks, which do the same when they see it; nothing can be rescued."""
+        assert self._gate is not None
+        self._record = self._gate.record
+        self._record.step_alone()
+        self._gate, self._frozen = None, None
+
+    def _prepare(self, step: int, watched: Watched) -> None:
+        """Meet the other ranks before `step`, unless one of them cannot.
+
+        Where memory is full nothing can be rescued from then on.
+        """
+        assert self._gate is not None
+        try:
+            self.wishes = self._gate.prepare(step, collected_states.own(watched.own), watched.buffers.now(), self.wish)
+        except OSError as error:
+            logger.warning("rank %d: %s", self._gate.rank, nothing_is_kept(error, self._gate.folder))
+            self.leave_gate()
+            return
+        if self._gate.is_left:
+            self.leave_gate()
+
+    def _is_of_no_use(self, watched: Watched) -> bool:
+        """Whether the surviving ranks could not tell what the others need.
+
+        Inside ``join`` ranks take different numbers of steps; without a registered optimizer nobody says when
+        parameters change; on a GPU the host is ahead of what the device has computed; and of a sharded optimizer
+        nobody else has a rank's shard.
+        """
+        return not self._hooks or not watched.is_on_cpu or self.joins or watched.holds_shards

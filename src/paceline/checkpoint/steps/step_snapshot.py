@@ -1,0 +1,205 @@
+"""Copies of what changes in the middle of a training step, and references to what does not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.objects.registered import Registered
+from paceline.core.state.unwrapping import unwrap
+from paceline.errors import CheckpointError
+
+SMALL = 2**16
+"""Elements of a tensor that is copied. Larger ones are parameters, or buffers that do not change, as a rule."""
+_PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A large tensor, which is not copied, and its version counter, which tells whether it has changed."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Kept:
+        """Keep `tensor` as it is now."""
+        return cls(tensor, tensor._version)
+
+    def unchanged(self, name: str) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            CheckpointError: if it was changed in place since.
+        """
+        if self.tensor._version != self.version:
+            raise CheckpointError(f"{name} was changed since the end of the last step")
+        return self.tensor
+
+
+class State:
+    """An object that has the state that it is given."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+        return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take another state."""
+        self._state = state
+
+
+def freeze(value: Any) -> Any:
+    """Return a copy of the nested `value`, with large tensors as :class:`Kept`."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.numel() <= SMALL else Kept.of(value)
+    kind = type(value)
+    if kind is dict:
+        return {key: freeze(each) for key, each in value.items()}
+    if kind in (list, tuple):
+        return kind(freeze(each) for each in value)
+    if isinstance(value, Mapping):
+        frozen = copy.copy(value)
+        for key, each in value.items():
+            frozen[key] = freeze(each)  # type: ignore[index]
+        return frozen
+    return copy.deepcopy(value)
+
+
+def thaw(value: Any, name: str) -> Any:
+    """Return what :func:`freeze` copied, with the tensors themselves.
+
+    Raises:
+        CheckpointError: if one of these was changed since; calls it `name`.
+    """
+    if isinstance(value, Kept):
+        return value.unchanged(name)
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(thaw(each, name) for each in value)
+    if isinstance(value, Mapping):
+        thawed = copy.copy(value)
+        for key, each in value.items():
+            thawed[key] = thaw(each, name)  # type: ignore[index]
+        return thawed
+    return value
+
+
+class Freezer:
+    """Copies of an object what it needs to go back to its state, besides parameters, their state and small buffers.
+
+    Parts of a module are looked for once; one that it gets later is missed here, and noticed by :func:`load_buffers`.
+    """
+
+    def __init__(self, entry: Registered) -> None:
+        self.entry = entry
+        self._large: list[tuple[str, nn.Module, str]] = []
+        """Of a module's large buffers: the whole name, and where the buffer is."""
+        self._extra: list[nn.Module] = []
+        """Parts of a module that have a state besides parameters and buffers."""
+        if isinstance(entry.object, nn.Module):
+            module = unwrap(entry.object)
+            self._extra = _with_extra_state(module)
+            for prefix, part in module.named_modules():
+                for name, buffer in part.named_buffers(prefix, recurse=False):
+                    if buffer.numel() > SMALL:
+                        self._large.append((name, part, name.rpartition(".")[2]))
+
+    def freeze(self) -> Any:
+        """Return the copy."""
+        what = self.entry.object
+        if isinstance(what, nn.Module):
+            large = {name: Kept.of(getattr(part, attribute)) for name, part, attribute in self._large}
+            return large, [freeze(part.get_extra_state()) for part in self._extra]
+        if isinstance(what, torch.optim.Optimizer):
+            groups = what.param_groups
+            return [{key: freeze(value) for key, value in group.items() if key != "params"} for group in groups]
+        return freeze(what.state_dict())
+
+
+def thaw_object(entry: Registered, frozen: Any) -> Registered:
+    """Return an entry whose object has the state that :meth:`Freezer.freeze` found. Modules and optimizers change back.
+
+    Small buffers of modules are left to :func:`load_buffers`.
+
+    Raises:
+        CheckpointError: if a large tensor was changed since.
+    """
+    if isinstance(entry.object, nn.Module):
+        module, (large, extra) = unwrap(entry.object), frozen
+        for name in large.keys() & module.state_dict().keys():  # others are not saved
+            large[name].unchanged(f"buffer {name!r} of {entry.name!r}")
+        for part, state in zip(_with_extra_state(module), extra, strict=True):
+            part.set_extra_state(thaw(state, entry.name))
+        return entry
+    if isinstance(entry.object, torch.optim.Optimizer):
+        for group, options in zip(entry.object.param_groups, frozen, strict=True):
+            group.update(thaw(options, entry.name))
+        return entry
+    return replace(entry, object=State(thaw(frozen, entry.name)))
+
+
+def small_buffers(entries: Iterable[Registered]) -> list[torch.Tensor]:
+    """Return the small buffers of all modules among `entries`."""
+    return SmallBuffers(entries).now()
+
+
+def load_buffers(entries: Iterable[Registered], values: Iterable[torch.Tensor]) -> None:
+    """Load what :func:`small_buffers` found and was stored since.
+
+    Raises:
+        CheckpointError: if the modules have other buffers now.
+    """
+    try:
+        with torch.no_grad():
+            for buffer, value in zip(small_buffers(entries), values, strict=True):
+                (torch.view_as_real(buffer) if buffer.is_complex() else buffer).copy_(value)
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the buffers of modules are others than at the end of the last step ({error})") from None
+
+
+def parameters_of(entries: Iterable[Registered]) -> list[torch.Tensor]:
+    """Return the parameters of modules and optimizers among `entries`, some of them twice."""
+    found: list[torch.Tensor] = []
+    for entry in entries:
+        if isinstance(entry.object, nn.Module):
+            found += entry.object.parameters()
+        elif isinstance(entry.object, torch.optim.Optimizer):
+            found += [parameter for group in entry.object.param_groups for parameter in group["params"]]
+    return found
+
+
+def _with_extra_state(module: nn.Module) -> list[nn.Module]:
+    plain = nn.Module.get_extra_state
+    return [part for part in module.modules() if type(part).get_extra_state is not plain]
+
+
+class SmallBuffers:
+    """The small buffers of all modules among some entries, found once.
+
+    One that a module makes later is missed here, and noticed by :func:`load_buffers`.
+    """
+
+    def __init__(self, entries: Iterable[Registered]) -> None:
+        found: dict[int, tuple[nn.Module, str]] = {}
+        for entry in entries:
+            if isinstance(entry.object, nn.Module):
+                for part in unwrap(entry.object).modules():
+                    for name, buffer in part.named_buffers(recurse=False):
+                        if buffer.numel() <= SMALL:
+                            found.setdefault(id(buffer), (part, name))
+        self._places = list(found.values())
+
+    def now(self) -> list[torch.Tensor]:
+        """Return the buffers, also those that were put into another's place."""
+        return [getattr(part, name) for part, name in self._places]

@@ -1,0 +1,85 @@
+"""Free space, compared with what a save needs before it writes anything."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from paceline.checkpoint.format.safetensors_file import spec_of
+
+ALIGNED = 64
+"""Bytes."""
+PER_TENSOR = 512
+"""Bytes for a tensor's entries in the header and in the manifest, and its share of ``state.json``."""
+MARGIN = 64 * 2**10
+"""Bytes for all else: plain values, and what is lost to whole blocks."""
+
+
+def aligned(size: int) -> int:
+    """Return `size` bytes up to where the next tensor of any dtype may begin."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def needed(tensors: Iterable[torch.Tensor]) -> int:
+    """Return how many bytes `tensors` take in a checkpoint, without :data:`MARGIN`."""
+    return sum(spec_of(tensor).nbytes + PER_TENSOR for tensor in tensors)
+
+
+def expect_room(folder: Path, size: int) -> None:
+    """Raise unless the file system of `folder` has room for `size` bytes; one that does not tell is trusted.
+
+    Raises:
+        OSError: with both figures, as a full disk raises it.
+    """
+    free = _free(folder)
+    if free is not None and free < size + MARGIN:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {_both(size, free)}")
+
+
+def explained(error: OSError, reason: str, folder: Path, size: int) -> str:
+    """Return the `reason` of a failed write of `size` bytes to `folder`, with what is needed and what there is."""
+    if error.errno == errno.EFBIG:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return f"{reason}: {readable(size + MARGIN)} are needed, {readable(limit)} are allowed for a file (ulimit -f)"
+    free = _free(folder) if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+    return reason if free is None or "are needed" in reason else f"{reason}: {_both(size, free)}"
+
+
+def nothing_is_kept(error: OSError, folder: Path) -> str:
+    """Return the words for ranks of which no step can be rescued, as `folder` of the job took no more."""
+    remedy = "enlarge it (of a container: docker run --shm-size=8g), or name another place in PACELINE_JOBS"
+    return (
+        "a failure costs the steps since the last save on disk, as the job's folder takes no more "
+        f"({folder.parent.parent}: {error.strerror or error}); "
+        f"{'raise ulimit -f' if error.errno == errno.EFBIG else remedy}"
+    )
+
+
+def _free(folder: Path) -> int | None:
+    """Return how many bytes the file system of `folder` has free; None if it does not tell."""
+    try:
+        about = os.statvfs(folder)
+    except OSError:
+        return None  # whatever is wrong with the folder shows when it is written to
+    if about.f_blocks == 0:
+        return None  # as some network file systems say
+    blocks = about.f_bfree if os.geteuid() == 0 else about.f_bavail  # what is kept for root is not for others
+    return blocks * about.f_frsize
+
+
+def _both(size: int, free: int) -> str:
+    return f"{readable(size + MARGIN)} are needed, {readable(free)} are free"
+
+
+def readable(size: float) -> str:
+    """Return a number of bytes for people: ``512 B``, ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

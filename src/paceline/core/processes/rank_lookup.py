@@ -1,0 +1,218 @@
+"""``paceline.get``: a rank's place in the world, or in one dimension of a device mesh, by a short name.
+
+paceline.get("rank")                        among all ranks
+paceline.get("rank", mesh["dp"])            along a mesh's dimension, given as a 1-D mesh
+paceline.get.register_mesh(mesh)
+paceline.get("rank", "dp")                  along that dimension of the registered mesh
+paceline.get("rank")                        in the registered mesh, if that has one dimension and no names
+
+:class:`cache_mesh` gives a function of one's own a registered mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, Literal, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.core.processes.world import current
+from paceline.errors import UsageError, WorldError
+
+Answer = TypeVar("Answer")
+Where = DeviceMesh | str | None
+EVERYWHERE = ("grank", "lrank", "device")
+"""Names whose values do not depend on a mesh, but for the type of the device."""
+GROUPED = ("ws", "rank", "pg")
+"""Names whose values belong to one group of ranks: the world, or one dimension of a mesh."""
+
+
+class Get:
+    """Answers ``get(what, mesh=None)``: a rank's place, asked for by name.
+
+    | what       | without a mesh                          | with the dimension of a mesh        |
+    |------------|-----------------------------------------|-------------------------------------|
+    | ``ws``     | number of all ranks                     | number of ranks along it            |
+    | ``rank``   | rank among all                          | rank in its process group           |
+    | ``pg``     | the process group of all ranks          | that of the ranks along it          |
+    | ``grank``  | rank among all                          | the same                            |
+    | ``lrank``  | rank on this host                       | the same; in a mesh without names this rank's place |
+    | ``device`` | where this rank's replica belongs       | this rank's device of the mesh's type |
+
+    ``mesh`` is a ``DeviceMesh`` of one dimension, such as a slice ``mesh["dp"]``, or the name of a dimension of the
+    mesh given to :meth:`register_mesh`, which lasts as long as the process group. A mesh is of one dimension also if
+    all others have size 1, as ``DeviceMesh("cpu", [[0, 1]])``. Once one without names is registered, it is taken where
+    no mesh is given. Rank and process group go together: torch sorts ranks in some groups, so where a mesh is not in
+    the order of ranks, its coordinates are another thing.
+
+    Raises:
+        WorldError: before :func:`paceline.init`, if this rank is not part of the mesh, or if a name is given and no
+            mesh is registered.
+        UsageError: for an unknown name, and for a mesh of several dimensions where it must be one.
+    """
+
+    def __init__(self) -> None:
+        self._mesh: DeviceMesh | None = None
+        self._group: Any = None
+        """Weak reference to the process group of all ranks in which the mesh was registered."""
+
+    @overload
+    def __call__(self, what: Literal["ws", "rank", "grank", "lrank"], mesh: Where = None) -> int: ...
+
+    @overload
+    def __call__(self, what: Literal["pg"], mesh: Where = None) -> dist.ProcessGroup: ...
+
+    @overload
+    def __call__(self, what: Literal["device"], mesh: Where = None) -> torch.device: ...
+
+    def __call__(self, what: str, mesh: Where = None) -> Any:
+        """Return the value that `what` names; see the class."""
+        if what not in (*GROUPED, *EVERYWHERE):
+            raise UsageError(f"get({what!r}) is unknown; ask for one of {', '.join((*GROUPED, *EVERYWHERE))}")
+        world = current()
+        if mesh is None and what != "grank":
+            mesh = self._default()
+        if mesh is None:
+            values = {"ws": world.size, "rank": world.rank, "pg": dist.group.WORLD}
+        else:
+            mesh = self._named(mesh) if isinstance(mesh, str) else _expect_mesh(mesh)
+            if mesh.get_coordinate() is None:
+                raise WorldError(
+                    f"rank {world.rank} is not part of the mesh, which has ranks {mesh.mesh.flatten().tolist()}; "
+                    "ask on those ranks only"
+                )
+            if what in GROUPED:
+                dimension = _dimension(mesh, what)
+                values = {
+                    "ws": mesh.size(dimension),
+                    "rank": mesh.get_local_rank(dimension),
+                    "pg": mesh.get_group(dimension),
+                }
+            if what == "lrank" and not mesh.mesh_dim_names:
+                return mesh.get_local_rank(_dimension(mesh, what))
+        if what in GROUPED:
+            return values[what]
+        if what == "device":
+            return world.device if mesh is None else _device(mesh)
+        return world.rank if what == "grank" else world.local_rank
+
+    def register_mesh(self, mesh: DeviceMesh) -> Get:
+        """Make the dimensions of `mesh` known to later calls, until another mesh is registered or the group ends.
+
+        One of a single dimension without a name is from then on what calls without a mesh are about.
+
+        Raises:
+            UsageError: if it is no ``DeviceMesh``, or has several dimensions without names.
+            WorldError: before :func:`paceline.init`.
+        """
+        current()
+        if not _expect_mesh(mesh).mesh_dim_names and len(_dimensions(mesh)) > 1:
+            raise UsageError(
+                "the mesh has no names to ask for; make it with "
+                f"init_device_mesh({mesh.device_type!r}, {tuple(mesh.mesh.shape)}, mesh_dim_names=(…))"
+            )
+        self._mesh, self._group = mesh, weakref.ref(dist.group.WORLD)
+        return self
+
+    def _registered(self) -> DeviceMesh | None:
+        return None if self._mesh is None or self._group() is not dist.group.WORLD else self._mesh
+
+    def _default(self) -> DeviceMesh | None:
+        """Return the mesh for calls that name none."""
+        mesh = self._registered()
+        return None if mesh is None or mesh.mesh_dim_names else mesh
+
+    def _named(self, name: str) -> DeviceMesh:
+        if (mesh := self._registered()) is None:
+            raise WorldError(
+                f"dimension {name!r} was asked for, but no mesh is registered in this process group; call "
+                "paceline.get.register_mesh(mesh) first, or give the mesh itself"
+            )
+        if not mesh.mesh_dim_names:
+            raise UsageError(f"dimension {name!r} was asked for, but the registered mesh has no names; leave it out")
+        try:
+            return mesh[name]
+        except KeyError:
+            known = ", ".join(map(repr, mesh.mesh_dim_names))
+            raise UsageError(f"the registered mesh has no dimension {name!r}; it has {known}") from None
+
+
+class cache_mesh(Generic[Answer]):
+    """A decorator for functions ``f(what, mesh)``, which calls without a mesh then get the registered one::
+
+        @paceline.cache_mesh
+        def size_of(what, mesh=None):
+            return mesh.size() if mesh is not None else dist.get_world_size()
+
+        size_of.register_mesh(mesh)
+        size_of("ranks")                  with the registered mesh
+        size_of("ranks", other)           with another one
+
+    A mesh lasts as long as the process group in which it was registered; without one, the function gets None.
+    """
+
+    def __init__(self, function: Callable[..., Answer]) -> None:
+        self._function = function
+        self._mesh: DeviceMesh | None = None
+        self._group: Any = None
+        """Weak reference to the process group of all ranks in which the mesh was registered."""
+        functools.update_wrapper(self, function)
+
+    def __call__(self, what: Any, mesh: DeviceMesh | None = None) -> Answer:
+        """Call the function with `mesh`, else with the registered one."""
+        if mesh is None and self._mesh is not None and dist.is_initialized() and self._group() is dist.group.WORLD:
+            mesh = self._mesh
+        return self._function(what, mesh)
+
+    def register_mesh(self, mesh: DeviceMesh) -> cache_mesh[Answer]:
+        """Give `mesh` to later calls that name none, until another one is registered or the process group ends.
+
+        Raises:
+            UsageError: if it is no ``DeviceMesh``.
+            WorldError: before :func:`paceline.init`.
+        """
+        current()
+        self._mesh, self._group = _expect_mesh(mesh), weakref.ref(dist.group.WORLD)
+        return self
+
+
+def _expect_mesh(mesh: Any) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(
+            f"mesh must be a DeviceMesh or the name of a dimension of the registered one, not {type(mesh).__name__}"
+        )
+    return mesh
+
+
+def _dimensions(mesh: DeviceMesh) -> list[int]:
+    """Return the dimensions along which there is more than one rank."""
+    return [index for index in range(mesh.ndim) if mesh.size(index) > 1]
+
+
+def _dimension(mesh: DeviceMesh, what: str) -> int:
+    """Return the only dimension of `mesh` with more than one rank."""
+    if mesh.ndim == 1 or (not mesh.mesh_dim_names and len(_dimensions(mesh)) <= 1):
+        return next(iter(_dimensions(mesh)), mesh.ndim - 1)
+    names = mesh.mesh_dim_names
+    remedy = f"give one of them, mesh[{names[0]!r}]" if names else "give a mesh of one dimension"
+    raise UsageError(
+        f"get({what!r}) is about one dimension, but the mesh has {mesh.ndim}"
+        f"{' (' + ', '.join(names) + ')' if names else ''}; {remedy}"
+    )
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    """Return this rank's device, of the mesh's type."""
+    device_type = mesh.device_type
+    return (
+        torch.device(device_type)
+        if device_type == "cpu"
+        else torch.device(device_type, torch.get_device_module(device_type).current_device())
+    )
+
+
+get = Get()

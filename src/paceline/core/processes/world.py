@@ -1,0 +1,320 @@
+"""The world: this process's rank, the number of ranks, and the device.
+
+The names follow torchrun's contract. Nothing is kept here: torch.distributed holds the process group, and a
+:class:`World` is a value made from it and from the environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from paceline.core.processes.gpus import choose_gpu, expect_own_gpu, gpu_name
+from paceline.core.processes.missing_ranks import called_by_all, collective, failed_to_connect
+from paceline.core.processes.nccl_communicators import aborting, destroy_all
+from paceline.core.processes.private_store import world_stores
+from paceline.core.processes.schedulers import adopted
+from paceline.core.processes.store_epochs import meet
+from paceline.core.telemetry.failpoints import strike
+from paceline.core.telemetry.failure_callbacks import show_mistakes_in_one_line
+from paceline.core.torch_internals.distributed.c10d import HashStore, PrefixStore, Store, get_known_groups
+from paceline.core.torch_internals.distributed.nccl import abort_known_groups, nccl_of
+from paceline.errors import PacelineError, WorldError
+
+logger = logging.getLogger(__name__)
+
+OWN_BACKEND = "paceline"
+"""Registered by ``import paceline``, which importing this module does first, but for the command line's process."""
+TIMEOUT = "PACELINE_TIMEOUT"
+"""Environment variable: seconds that collectives wait for a rank, where ``init`` is given no other number."""
+REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class World:
+    """A rank's place in the job.
+
+    ``node`` is the index of the host, ``local_rank`` and ``local_size`` count the ranks on it. ``device`` is
+    where this rank's replica belongs: its GPU where there is CUDA and the backend is NCCL or Paceline's own, else CPU.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints, logs and writes for all."""
+        return self.rank == 0
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on rank 0 only; takes what the built-in ``print`` takes."""
+        if self.is_main:
+            print(*values, **options)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        if self.size > 1:
+            with called_by_all("World.barrier()"), collective("barrier"):
+                dist.barrier()
+
+    @contextmanager
+    def main_first(self) -> Iterator[bool]:
+        """Run the block on rank 0 first and on the others after it, for instance to fill a cache once.
+
+        Yields whether this is rank 0. If the block raises on rank 0, the others raise too instead of running
+        it on a half-made result.
+
+        Raises:
+            WorldError: on the other ranks, if the block failed on rank 0.
+        """
+        if self.is_main:
+            failure = "the block was left early"
+            try:
+                yield True
+                failure = ""
+            except BaseException as error:
+                failure = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                self._announce(failure)
+        else:
+            failure = self._announce("")
+            if failure:
+                raise WorldError(
+                    f"rank {self.rank}: the main_first block failed on rank 0 ({failure}); see rank 0's error"
+                ).because_of([0])
+            yield False
+
+    def _announce(self, message: str) -> str:
+        """Return rank 0's `message` on every rank."""
+        if self.size == 1:
+            return message
+        box: list[Any] = [message]
+        with called_by_all("World.main_first()"), collective("broadcast"):
+            dist.broadcast_object_list(box, src=0)
+        return str(box[0])
+
+    def close(self) -> None:
+        """Leave the process group; the counterpart of :func:`init`. Harmless when already left.
+
+        With NCCL all ranks call it: it destroys communicators, which they do together.
+        """
+        if dist.is_initialized():
+            destroy_all()
+            dist.destroy_process_group()
+
+    def _abort(self) -> None:
+        """Leave the process group on an error: NCCL's work under way may have no end, as other ranks count on this one.
+
+        Other backends do not wait when they are left.
+        """
+        if not dist.is_initialized():
+            return
+        try:
+            if any(nccl_of(group) is not None for group in get_known_groups()):
+                with aborting():
+                    abort_known_groups()
+            else:
+                self.close()
+        except Exception:  # the error that is on its way says more
+            logger.exception("rank %d: the process groups could not be aborted", self.rank)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the process group, on an error without waiting for anything."""
+        is_failure = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+        self._abort() if is_failure else self.close()
+
+
+def init(backend: str | None = None, timeout: timedelta | float | None = None) -> World:
+    """Join the world that the launcher describes, or make a world of one.
+
+    Reads torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``,
+    ``MASTER_ADDR``, ``MASTER_PORT``), and sets it where srun or mpirun started several processes, see
+    :mod:`paceline.core.processes.schedulers`. Without any of it, this process is the only rank. May be called again: a process group
+    that exists, ours or the script's own, is used as it is. From then on a :class:`~paceline.errors.UsageError` that
+    ends a script without our launcher is shown in one line, with exit code 2, unless the script has a
+    ``sys.excepthook``.
+
+    Args:
+        backend: ``"paceline"``, ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group``
+            takes. By default NCCL for CUDA tensors with Gloo for CPU tensors where there is CUDA, else Paceline's own
+            group, which is Gloo with shared memory inside a host.
+        timeout: how long a collective, and making a process group, wait for a rank, as a ``timedelta`` or in seconds.
+            By default the seconds in ``PACELINE_TIMEOUT``, which ``paceline run --timeout`` sets, else torch's.
+
+    Raises:
+        CommunicationError: if a rank does not come in time; names it.
+        WorldError: if `timeout` is no positive number, if only part of the environment is there, a value is no number
+            or out of range, the backend is not available, or the existing process group has another one than the one
+            asked for.
+    """
+    show_mistakes_in_one_line()
+    patience = _patience(timeout, os.environ)
+    if dist.is_initialized():
+        _expect_backend(backend)
+        return current()
+    strike("rendezvous")
+    os.environ.update(adopted(os.environ))
+    place = _place(os.environ)
+    if backend is not None:
+        expect_available(backend)
+    gpu = None
+    if torch.cuda.is_available() and (backend is None or "nccl" in backend or backend == OWN_BACKEND):
+        gpu = choose_gpu(place["RANK"], place["LOCAL_RANK"], torch.cuda.device_count())
+        torch.cuda.set_device(gpu)
+    one_host = place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"]
+    if one_host and sys.platform == "linux":
+        # One host: nothing has to be reachable from outside. Gloo would pick the interface of the host name.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    chosen = backend or (OWN_BACKEND if gpu is None else "cpu:gloo,cuda:nccl")
+    # Bound to its GPU, the world has its NCCL communicator at once, and others are split from it.
+    bound = torch.device("cuda", gpu) if gpu is not None and "nccl" in chosen else None
+    try:
+        if "RANK" in os.environ:
+            rank, size = place["RANK"], place["WORLD_SIZE"]
+            store = _unused_store(rank, size, one_host, patience or default_pg_timeout)
+            if gpu is not None:
+                expect_own_gpu(store, rank, size, gpu_name(str(torch.cuda.get_device_properties(gpu).uuid), os.environ))
+        else:
+            rank, size, store = 0, 1, HashStore()
+        dist.init_process_group(chosen, timeout=patience, store=store, rank=rank, world_size=size, device_id=bound)
+    except PacelineError:
+        raise
+    except RuntimeError as error:
+        raise failed_to_connect(place["RANK"], place["WORLD_SIZE"], error) from error
+    except (ValueError, AttributeError) as error:
+        raise WorldError(f"backend {chosen!r} cannot be used: {error}") from error
+    return current()
+
+
+def _unused_store(rank: int, size: int, one_host: bool, timeout: timedelta) -> Store:
+    """Return a part of the job's store in which no group was made before, not even by an earlier ``init()``."""
+    # Alone, nobody else connects to it, and the port is free again when the group goes.
+    connect = world_stores if size == 1 else _kept_stores
+    store = connect(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, size, one_host, timeout, os.getpid())[0]
+    store.set_timeout(timeout)
+    return PrefixStore(f"paceline/{meet(store, rank, size, timeout)}/", store)
+
+
+_kept_stores = cache(world_stores)
+"""The same, kept until the process ends. If rank 0's server went with its first process group, another rank that
+initializes again could connect to it just as it goes."""
+
+
+def _patience(timeout: timedelta | float | None, environment: Mapping[str, str]) -> timedelta | None:
+    """Return how long to wait for a rank: `timeout`, else ``PACELINE_TIMEOUT``, else None for torch's default."""
+    name: str = "timeout"
+    value: Any = timeout
+    if timeout is None:
+        if TIMEOUT not in environment:
+            return None
+        name, value = TIMEOUT, environment[TIMEOUT]
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        duration = value if isinstance(value, timedelta) else timedelta(seconds=float(value))
+        if duration < timedelta(milliseconds=1):  # torch counts in these
+            raise ValueError
+    except (ValueError, TypeError, OverflowError):
+        raise WorldError(
+            f"{name}={value!r} is not a time to wait for a rank; give a number of seconds above 0, such as 600"
+        ) from None
+    return duration
+
+
+def current() -> World:
+    """Return the world as the existing process group and the environment describe it.
+
+    Raises:
+        WorldError: if there is no process group yet.
+    """
+    if not dist.is_initialized():
+        raise WorldError("there is no process group yet; call paceline.init() first")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # A group that the script made by itself may come without torchrun's local names: then one host is assumed.
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    node = int(os.environ.get("GROUP_RANK", rank // local_size))
+    backends = str(dist.get_backend_config())
+    on_cuda = torch.cuda.is_available() and ("nccl" in backends or f"cuda:{OWN_BACKEND}" in backends)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    return World(rank, size, local_rank, local_size, node, device)
+
+
+def _place(environment: Mapping[str, str]) -> dict[str, int]:
+    """Return this rank's numbers from `environment`, checked; those of a world of one if it names none."""
+    present = [name for name in REQUIRED if name in environment]
+    if not present:
+        return {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    missing = [name for name in REQUIRED if name not in environment]
+    if missing:
+        raise WorldError(
+            f"the environment has {', '.join(present)} but not {', '.join(missing)}; start the script with "
+            "'paceline run' or torchrun, or unset them all to run as one process"
+        )
+    place = {name: _number(environment, name) for name in ("RANK", "WORLD_SIZE")}
+    for name, default in (("LOCAL_RANK", place["RANK"]), ("LOCAL_WORLD_SIZE", place["WORLD_SIZE"])):
+        place[name] = _number(environment, name) if name in environment else default
+    if not 0 <= place["RANK"] < place["WORLD_SIZE"]:
+        raise WorldError(
+            f"RANK={place['RANK']} is not in 0..{place['WORLD_SIZE'] - 1} (WORLD_SIZE={place['WORLD_SIZE']}); "
+            "give every process a rank of its own below WORLD_SIZE"
+        )
+    return place
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise WorldError(f"{name}={environment[name]!r} is not a whole number; torchrun sets it") from None
+
+
+def expect_available(backend: str) -> None:
+    """Refuse a backend that this PyTorch does not have.
+
+    Raises:
+        WorldError: names it.
+    """
+    for part in backend.split(","):
+        name = part.rpartition(":")[2]
+        if not dist.is_backend_available(name):
+            raise WorldError(f"backend {name!r} is not available in this PyTorch; leave it out, or use 'gloo'")
+
+
+def usable_backends() -> str:
+    """Return the backends of the process group, ``cpu:gloo,cuda:nccl``, for the devices that are there."""
+    backends = str(dist.get_backend_config()).split(",")
+    return ",".join(each for each in backends if torch.cuda.is_available() or not each.startswith("cuda:"))
+
+
+def _expect_backend(backend: str | None) -> None:
+    if backend is None:
+        return
+    present = str(dist.get_backend_config())
+    if backend not in (present, dist.get_backend()) and backend not in present.replace(":", ",").split(","):
+        raise WorldError(
+            f"the process group exists with backend {usable_backends()!r} but {backend!r} was asked for; "
+            "initialize it once, with the backend that you want"
+        )

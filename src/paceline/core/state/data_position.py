@@ -1,0 +1,193 @@
+"""Sources of batches, and the optimizer steps that consumed them; read by the data loaders and by the wrapper.
+
+    a loader hands over a batch ──► hand_over(source) ──► the next synchronized backward tells the other ranks: told()
+    an optimizer steps, or a backward is synchronized ──► steps() has grown: the loader's batches were consumed
+
+Ranks are compared where all of them communicate anyway, so a rank that looks at a loader alone never waits.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
+from paceline.core.state.rng import derive_seed
+from paceline.core.torch_internals.compile import never_compiled
+
+
+class Origin(NamedTuple):
+    """The origin of a rank's latest batch, in whole numbers below 2**53, because they travel as float64."""
+
+    source: int = -1
+    """Which loader of the script, by the line that makes it; -1: none, or one that is not split among the ranks."""
+    samples: int = -1
+    """The data set's length; -1 for a stream."""
+    batch_size: int = -1
+    drop_last: int = -1
+    seed: int = -1
+    data: int = -1
+    """Digest of the data set."""
+    order: int = -1
+    """Digest of the epoch's order, as far as the seed does not decide it."""
+    epoch: int = -1
+    position: int = -1
+    """Batches of the epoch handed over so far."""
+
+
+class Source(Protocol):
+    """A source of batches, of which each of `world_size` ranks takes its part."""
+
+    world_size: int
+    key: int
+
+    def origin(self) -> Origin:
+        """Describe the pass under way."""
+
+
+_DIFFERENCES = {
+    "samples": (
+        "samples in the data set",
+        "the loader splits the data among the ranks by itself, so give every rank the whole data set",
+    ),
+    "batch_size": ("as the global batch size", "batch_size counts the samples of all ranks together, so give all one"),
+    "drop_last": ("as drop_last", "give every rank the same"),
+    "seed": (
+        "as the loader's seed",
+        "the order has to be the same on every rank, so give all ranks one seed (not the rank): augmentation differs "
+        "by rank anyway",
+    ),
+    "data": (
+        "as the digest of the data set",
+        "as a rule the script has split it by rank, or made it with random numbers that differ by rank; give every "
+        "rank the same whole data set, which the loader splits by itself, or, if it is the same, a string of your own "
+        "as dataset.fingerprint",
+    ),
+    "epoch": ("as the loader's epoch", "call set_epoch() alike on all ranks"),
+    "order": (
+        "as the digest of the epoch's order",
+        "as a rule order= draws from a generator that differs by rank; seed it with the epoch",
+    ),
+    "position": ("batches taken from the loader", "consume the same number of batches on all ranks"),
+}
+LIMIT = 2**52
+"""Numbers of an :class:`Origin` are below."""
+
+
+def short(number: int) -> int:
+    """Return `number`, cut to what an :class:`Origin` can hold."""
+    return number % LIMIT
+
+
+def difference(origins: Mapping[int, Origin]) -> str | None:
+    """Describe how ranks differ that took their batches from one loader, with the remedy; None if they do not differ.
+
+    Batches of different loaders cannot be compared.
+    """
+    if len({origin.source for origin in origins.values()}) > 1 or next(iter(origins.values())).source == -1:
+        return None
+    for name, (noun, remedy) in _DIFFERENCES.items():
+        values = {rank: getattr(origin, name) for rank, origin in origins.items()}
+        if len(set(values.values())) > 1:
+            shown = {
+                rank: f"{value:013x}" if name in ("data", "order") else str(value) for rank, value in values.items()
+            }
+            return f"ranks differ in their data: {who_has(shown, noun)}; {remedy}"
+    return None
+
+
+def who_has(values: Mapping[int, Any], noun: str) -> str:
+    """Return such as «rank 0 has 3, ranks 1, 2 have 2 optimizer steps»."""
+    groups = ranks_by_value(values.items())
+    parts = [f"{named_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in groups.items()]
+    return f"{', '.join(parts)} {noun}"
+
+
+# -- what this process does ----------------------------------------------------------------------------------------
+
+
+class _Taken:
+    """The sources that this process has taken batches from since its last synchronized backward."""
+
+    def __init__(self) -> None:
+        self.sources: dict[int, Source] = {}  # by key, in the order they handed over
+        self.synchronizations = 0  # of all wrappers
+        self.optimizer_steps = 0
+
+
+_taken = _Taken()
+
+
+def hand_over(source: Source) -> None:
+    """Note that `source` has handed over a batch.
+
+    Only the main thread counts: how far a thread that fetches ahead has got is a matter of speed.
+    """
+    if source.world_size > 1 and threading.current_thread() is threading.main_thread():
+        _taken.sources[source.key] = source
+
+
+def told(size: int) -> Origin:
+    """Return what to tell the other ranks about the data since the last synchronization, in a group of `size` ranks.
+
+    With several sources, each step tells about another one.
+    """
+    split = [source for source in _taken.sources.values() if source.world_size == size]
+    return split[_taken.synchronizations % len(split)].origin() if split else Origin()
+
+
+def note_synchronization() -> None:
+    """Note that a backward was synchronized."""
+    _taken.sources.clear()
+    _taken.synchronizations += 1
+
+
+def steps() -> int:
+    """Return the number of optimizer steps and synchronized backwards of this process since the first call."""
+    _count_optimizer_steps()
+    return _taken.optimizer_steps + _taken.synchronizations
+
+
+@cache
+def _count_optimizer_steps() -> None:
+    @never_compiled
+    def stepped(*_: Any) -> None:
+        _taken.optimizer_steps += 1
+
+    register_optimizer_step_post_hook(stepped)
+
+
+# -- which loader of the script --------------------------------------------------------------------------------------
+
+_made: Counter[int] = Counter()
+"""Sources made so far, by the place in the script."""
+
+
+def key_of_caller() -> int:
+    """Return a number for the source that the script is making, the same on every rank that makes it in the same place.
+
+    The place is the chain of calls outside this package. Only the names of the files count, because hosts may have them
+    in different folders.
+    """
+    place = short(derive_seed("source", *_calls()))
+    _made[place] += 1
+    return short(derive_seed("source", place, _made[place]))
+
+
+def _calls() -> Sequence[str]:
+    calls = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if not frame.f_globals.get("__name__", "").startswith("paceline."):
+            calls.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno}:{code.co_name}")
+        frame = frame.f_back
+    return calls

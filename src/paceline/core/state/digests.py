@@ -1,0 +1,165 @@
+"""SHA-256 of tensors, weights and data sets, to compare replicas and runs bit by bit."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from paceline.core.state.unwrapping import unwrap
+
+PIECE = 2**14
+"""64-bit words that are digested at once on the CPU: what fits the cache."""
+
+
+def tensor_digest(tensor: Tensor) -> bytes:
+    """Return the SHA-256 of a tensor's elements in logical order, on any device and with any strides."""
+    plain = tensor.detach().cpu().contiguous()
+    size = plain.numel() * plain.element_size()
+    if size == 0:
+        return hashlib.sha256(b"").digest()
+    # The tensor's memory as it is: no NumPy, which the package does not need, and every dtype.
+    return hashlib.sha256((ctypes.c_char * size).from_address(plain.data_ptr())).digest()
+
+
+def quick_digest(tensor: Tensor) -> Tensor:
+    """Return 64 bits that depend on every element of a tensor, as an int64 tensor without dimensions on its device.
+
+    It takes about as long as reading the tensor. It is the sum, modulo 2**64, of the tensor's 64-bit words, each mixed
+    and multiplied by an odd number of its own. One flipped bit always changes it, and so, almost always, do values that
+    swapped places. It guards against accidents, not against attacks.
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    bytes_ = flat.view(torch.uint8)
+    whole = len(bytes_) // 8 * 8
+    if bytes_.storage_offset() % 8:
+        bytes_ = bytes_.clone()  # words have to lie at multiples of their size
+    words, tail = bytes_[:whole].view(torch.int64), bytes_[whole:]
+    piece = PIECE if words.device.type == "cpu" else 64 * PIECE
+    sums = [_mixed_sum(part) for part in words.split(piece)] if len(words) else []
+    if len(tail):
+        last = torch.zeros(8, dtype=torch.uint8, device=tail.device)
+        last[: len(tail)] = tail
+        sums.append(_mixed_sum(last.view(torch.int64)))
+    if not sums:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    return _mixed_sum(torch.stack(sums))
+
+
+def _mixed_sum(words: Tensor) -> Tensor:
+    # High bits are folded onto low ones first: a product modulo 2**64 hands nothing down.
+    return ((words ^ (words >> 32)) * _odd_numbers(len(words), words.device)).sum()
+
+
+@cache
+def _all_odd_numbers(count: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(2**31 - 1)
+    numbers = torch.randint(-(2**62), 2**62, (count,), generator=generator, dtype=torch.int64)
+    return (2 * numbers + 1).to(device)
+
+
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
+    """Return random odd numbers, the same on every rank."""
+    held = PIECE if count <= PIECE else 64 * PIECE
+    return _all_odd_numbers(max(held, count), device)[:count]
+
+
+def weights_sha256(module: nn.Module) -> str:
+    """Return one SHA-256, in hexadecimal digits, over names and values of all parameters and buffers."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(unwrap(module).state_dict().items()):
+        if isinstance(tensor, Tensor):
+            total.update(name.encode() + b"\0" + tensor_digest(tensor))
+    return total.hexdigest()
+
+
+PROBES = 16
+"""Samples of a data set that :func:`outline_digest` looks at."""
+
+
+def outline_digest(dataset: Any) -> int:
+    """Return 63 bits that distinguish a data set from another rank's, in a time that does not grow with its size.
+
+    They are made of its class, its length, and a few rows of each of its :func:`columns`.
+    """
+    size = len(dataset) if hasattr(dataset, "__len__") else -1
+    total = hashlib.sha256(f"{type(dataset).__qualname__} {size}".encode())
+    for name, values in columns(dataset, ("fingerprint", "_fingerprint")):  # the second is that of Hugging Face's
+        rows = [values.encode()] if isinstance(values, str) else _probed(values)
+        for part in (name.encode(), *rows):
+            total.update(hashlib.sha256(part).digest())  # of one size each, or ("a", "bc") would read as ("ab", "c")
+    return int.from_bytes(total.digest()[:8], "big") >> 1
+
+
+def columns(dataset: Any, own: Sequence[str] = ("fingerprint",), prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield name and values of what tells a data set from others, and can be looked at without reading a sample.
+
+    A data set's own fingerprint comes first: a string, in one of the attributes `own`. Otherwise columns are the
+    tensors of a ``TensorDataset``; arrays, tensors and lists that another data set has as attributes and that are as
+    long as it is; the indices of a ``Subset``; the members of a ``ConcatDataset``.
+
+    No sample is read: a data set with random numbers of its own would be another one every time, and one that opens a
+    file at its first sample would hand the open file to every worker. To have edits noticed, give your data set a
+    ``fingerprint``, such as a version or a hash of its files.
+    """
+    found = next((text for name in own if isinstance(text := getattr(dataset, name, None), str)), None)
+    if found is not None:
+        yield f"{prefix}fingerprint", found
+    elif isinstance(dataset, TensorDataset):
+        yield from ((f"{prefix}tensors[{number}]", tensor) for number, tensor in enumerate(dataset.tensors))
+    elif isinstance(dataset, Subset):
+        indices: Any = dataset.indices
+        yield f"{prefix}indices", indices if isinstance(indices, list) else [int(index) for index in indices]
+        yield from columns(dataset.dataset, own, f"{prefix}dataset.")
+    elif isinstance(dataset, ConcatDataset):
+        for number, member in enumerate(dataset.datasets):
+            yield from columns(member, own, f"{prefix}datasets[{number}].")
+    elif is_sequence(dataset):
+        yield f"{prefix}elements", dataset
+    else:
+        size = len(dataset) if hasattr(dataset, "__len__") else -1
+        for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
+            if size > 0 and is_sequence(value) and len(value) == size:
+                yield f"{prefix}{name}", value
+
+
+def is_sequence(value: Any) -> bool:
+    """Return whether the value has elements that can be looked up by number at no cost."""
+    return (
+        isinstance(value, list | tuple | range)
+        or (getattr(value, "ndim", 0) > 0 and hasattr(value, "tobytes"))
+        or (isinstance(value, Tensor) and value.dim() > 0)
+    )
+
+
+def _probed(values: Any) -> Iterator[bytes]:
+    size = len(values)
+    for index in sorted({number * (size - 1) // (PROBES - 1) for number in range(PROBES)} if size else ()):
+        yield element_bytes(values[index])
+
+
+def element_bytes(value: Any) -> bytes:
+    """Return the part of one element that counts: for unknown types, the type."""
+    if isinstance(value, Tensor):
+        start = value.detach().reshape(-1)[:PIECE] if value.layout is torch.strided else value.new_empty(0)
+        return f"{tuple(value.shape)} {value.dtype} ".encode() + tensor_digest(start)
+    if isinstance(value, str):
+        return os.path.basename(value).encode(errors="surrogateescape")
+    if isinstance(value, bytes):
+        return value[:PIECE]
+    if isinstance(value, int | float | complex):
+        return repr(value).encode()
+    if isinstance(value, tuple | list) and len(value) <= PROBES:
+        return b"".join(hashlib.sha256(element_bytes(item)).digest() for item in value)
+    if hasattr(value, "tobytes") and hasattr(value, "reshape") and not getattr(value.dtype, "hasobject", True):
+        return f"{value.shape} {value.dtype} ".encode() + bytes(value.reshape(-1)[:PIECE].tobytes())
+    return type(value).__qualname__.encode()

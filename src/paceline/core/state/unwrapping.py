@@ -1,0 +1,69 @@
+"""Modules as users see them: without wrappers, and with names that carry no wrapper's prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from paceline.core.torch_internals.compile import original_of
+
+
+@runtime_checkable
+class HasBucketLayout(Protocol):
+    """A wrapper whose bucket layout, by parameter names, belongs into a checkpoint.
+
+    Gloo's and NCCL's order of summation depends on where an element lies in its bucket, so a resumed run is
+    bit-equal only with the same layout.
+    """
+
+    def bucket_layout(self) -> list[list[str]]:
+        """Return the names of the parameters in each bucket, in the order of launch, without wrapper prefix."""
+
+    def load_bucket_layout(self, layout: list[list[str]]) -> None:
+        """Rebuild the buckets according to `layout`."""
+
+
+@runtime_checkable
+class Accumulates(Protocol):
+    """A wrapper that knows whether gradients of micro-batches wait for their synchronization."""
+
+    def holds_local_gradients(self) -> bool:
+        """Return whether gradients of a local backward (under ``no_sync``) are still there, not yet synchronized."""
+
+
+@runtime_checkable
+class Communicates(Protocol):
+    """A layer with its own collectives, in which a rank that has run out of data can take part."""
+
+    announce: Callable[[int], object] | None
+    """To be called before each collective, if it is not None, with a code that says which one it is."""
+
+    def ranks(self) -> Sequence[int]:
+        """Return the ranks, as the world counts them, that take part in its collectives."""
+
+    def shadow(self, code: int, device: torch.device) -> None:
+        """Take part in the collective that `code` names, contributing nothing; tensors are made on `device`."""
+
+
+def joins(object: Any) -> bool:
+    """Return whether `object` is a wrapper inside ``join``, where ranks take different numbers of steps."""
+    return bool(getattr(vars(object).get("_join_config"), "enable", False))
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the parts that ``torch.compile`` puts into it."""
+    return name.replace("_orig_mod.", "")
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the user's own module inside any nesting of data-parallel wrappers and ``torch.compile``."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            module = module.module
+        elif (original := original_of(module)) is not None:
+            module = original
+        else:
+            return module

@@ -1,0 +1,207 @@
+"""The black box: a small file in memory in which a rank keeps what it is doing, for others to read at any time.
+
+The launcher makes a file of :data:`SIZE` bytes for each of its ranks, see :mod:`paceline.core.telemetry.job_directory`. A rank maps the
+file and writes into it without a system call, so what it wrote last is there after SIGKILL, too. Areas, by offset:
+
+    0     head     version, process, rank, world size, host: written once, its first bytes last
+    256   phase    two slots: phase, bucket, since when
+    384   step     two slots: steps done, and how long they took and waited
+    640   raised   two slots: the phase that an exception left, since when, and when it did
+    768   job      two slots: the job's last completed step, and where this start began to count
+    896   free     zeros, for areas that are added; readers ignore what they do not know
+
+A slot begins and ends with the number of its write. The writer takes the two slots in turns, so one of them is whole
+at any moment, also if it is killed between two bytes. A reader takes the newer slot of those that begin and end alike
+and do not change while it looks; the numbers are in the order of writes because ``struct`` packs from front to back.
+
+Times are seconds of ``time.monotonic()``, one clock for all processes of a host. They are the host's: on a GPU a rank
+waits for others in its stream, which the host does not see.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = "PACELINE_BLACK_BOX"
+"""Environment variable by which our launcher tells its ranks of the folder with their files."""
+SIZE = 4096
+VERSION = 1
+MAGIC = int.from_bytes(b"PACELINE", "little")
+HEAD = struct.Struct("<QIIIIQ200s")  # magic, version, rank, world size, nothing, process, host
+PHASE = struct.Struct("<QiidQ")  # number, phase, bucket, since, number
+STEP = struct.Struct("<QQddddddQ")  # number, steps, end, last, mean, waited, mean waited, its variance, number
+RAISED = struct.Struct("<QiiddQ")  # number, phase, bucket, since, until, number
+JOB = struct.Struct("<QqqQ")  # number, completed, first, number
+PHASE_AT, STEP_AT, RAISED_AT, JOB_AT = (256, 320), (384, 512), (640, 704), (768, 832)
+UNKNOWN = -1
+"""In place of a step of the job."""
+PHASES = ("loop", "data wait", "forward", "backward", "wait", "bucket wait", "optimizer", "checkpoint", "collective")
+"""What a rank can be doing; a box holds the index. ``loop`` is everything between the others."""
+WAITING = frozenset(("wait", "bucket wait", "collective"))
+"""Phases in which a rank waits for other ranks, or for what they send."""
+WEIGHT = 0.1
+"""Of the last step in moving averages."""
+_ATTEMPTS = 1000
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The innermost phase that an exception left, the last time that one did."""
+
+    phase: str
+    bucket: int | None
+    since: float
+    until: float
+    """When the outermost phase was left that the exception has left so far."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a rank at one moment: its step, its phase, and how long it waits."""
+
+    pid: int
+    rank: int
+    size: int
+    """Of the world."""
+    host: str
+    phase: str
+    """One of :data:`PHASES`."""
+    since: float
+    """When the phase began; on ``time.monotonic``, as all moments."""
+    bucket: int | None
+    """The bucket that it waits for, in ``bucket wait``."""
+    steps: int
+    """How many this process has timed, from a forward of Paceline's wrapper to the end of an optimizer's step."""
+    stepped: float
+    """When the last of them ended; 0.0 before."""
+    step: float
+    """Seconds of the last step."""
+    mean_step: float
+    """Moving average, without the first step, which warms up; 0.0 before the second."""
+    waited: float
+    """Seconds of the last step in :data:`WAITING` phases."""
+    mean_waited: float
+    """Moving average of these, as for :attr:`mean_step`."""
+    waited_spread: float
+    """Moving standard deviation of these."""
+    raised: Raised | None = None
+    """Where an exception comes from, as long as no phase has begun since."""
+    completed: int | None = None
+    """The job's last completed step, those of earlier starts included; None where nobody has told it."""
+    has_stepped: bool = False
+    """Whether this process has completed a step."""
+
+
+def path_of(folder: Path, local_rank: int) -> Path:
+    """Return the path of a rank's file; the number is that on its host."""
+    return folder / f"rank-{local_rank}"
+
+
+def process_state(pid: int) -> str:
+    """Return the letter of the process's state, such as T for stopped; empty if it is not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def is_running(pid: int) -> bool:
+    """Return whether the process is there and has not ended; a zombie has."""
+    state = process_state(pid)
+    if state or Path("/proc/self/stat").exists():
+        return bool(state) and state not in "ZX"
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return True
+
+
+def handles(pid: int, number: int) -> bool:
+    """Return whether the process has a handler of its own for the signal `number`; False where nobody can tell."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def read_box(path: Path) -> Snapshot | None:
+    """Return what the rank's box says now; None if no rank has opened it yet.
+
+    Raises:
+        OSError: if there is no such file.
+        ValueError: if it is of another version, or damaged.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        with mmap.mmap(descriptor, SIZE, access=mmap.ACCESS_READ) as memory:
+            return _decode(memory, path)
+    finally:
+        os.close(descriptor)
+
+
+def _decode(memory: mmap.mmap, path: Path) -> Snapshot | None:
+    magic, version, rank, size, _, pid, host = HEAD.unpack_from(memory)
+    if magic != MAGIC:
+        return None
+    if version != VERSION:
+        raise ValueError(f"the black box {path} has version {version}, and this Paceline reads {VERSION}")
+    phase, bucket, since = _newest(memory, PHASE, PHASE_AT, path)
+    steps, stepped, step, mean, waited, mean_waited, variance = _newest(memory, STEP, STEP_AT, path)
+    raised = _raised(memory, path)
+    completed, first = _newest(memory, JOB, JOB_AT, path) if any(memory[JOB_AT[1] : JOB_AT[1] + 8]) else (UNKNOWN, 0)
+    return Snapshot(
+        pid,
+        rank,
+        size,
+        host.rstrip(b"\0").decode(errors="replace"),
+        _name(phase),
+        since,
+        bucket if bucket >= 0 else None,
+        steps,
+        stepped,
+        step,
+        mean,
+        waited,
+        mean_waited,
+        math.sqrt(max(variance, 0.0)),
+        raised if raised is not None and raised.until == since else None,
+        None if completed == UNKNOWN else completed,
+        steps > 0 or completed > first,
+    )
+
+
+def _name(phase: int) -> str:
+    return PHASES[phase] if 0 <= phase < len(PHASES) else f"phase {phase}"
+
+
+def _raised(memory: mmap.mmap, path: Path) -> Raised | None:
+    if not any(memory[RAISED_AT[1] : RAISED_AT[1] + 8]):  # where the first one goes
+        return None
+    phase, bucket, since, until = _newest(memory, RAISED, RAISED_AT, path)
+    return Raised(_name(phase), bucket if bucket >= 0 else None, since, until)
+
+
+def _newest(memory: mmap.mmap, layout: struct.Struct, slots: tuple[int, int], path: Path) -> tuple[Any, ...]:
+    """Return the fields of the newer whole slot, without its number."""
+    for _ in range(_ATTEMPTS):
+        first = [memory[at : at + layout.size] for at in slots]
+        again = [memory[at : at + layout.size] for at in slots]
+        whole = [
+            (fields, one == other)
+            for one, other in zip(first, again, strict=True)
+            if (fields := layout.unpack(one))[0] == fields[-1] != 0
+        ]
+        # If the newer one was written to meanwhile, the other one is older than what a reader may have seen before.
+        fields, is_still = max(whole, default=((), False))
+        if is_still:
+            return fields[1:-1]
+    raise ValueError(f"the black box {path} is damaged: neither slot of an area is whole")

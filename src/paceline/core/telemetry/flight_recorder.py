@@ -1,0 +1,309 @@
+"""Writes this rank's black box, see :mod:`paceline.core.telemetry.flight_record`: about half a microsecond for each change of phase."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import multiprocessing
+import os
+import platform
+import struct
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from paceline.core.telemetry.flight_record import (
+    FOLDER,
+    HEAD,
+    JOB,
+    JOB_AT,
+    MAGIC,
+    PHASE,
+    PHASE_AT,
+    PHASES,
+    RAISED,
+    RAISED_AT,
+    SIZE,
+    STEP,
+    STEP_AT,
+    UNKNOWN,
+    VERSION,
+    WEIGHT,
+    is_running,
+    path_of,
+    read_box,
+)
+from paceline.core.torch_internals.compile import class_never_compiled
+
+LOOP, DATA_WAIT, FORWARD, BACKWARD, WAIT, BUCKET_WAIT, OPTIMIZER, CHECKPOINT, COLLECTIVE = range(len(PHASES))
+
+logger = logging.getLogger(__name__)
+
+
+class BlackBox:
+    """This rank's box, to write. One thread at a time writes, as one runs the training step.
+
+    The job's steps are those that a Checkpointer marks. Where none does, they are those that the box times, from the
+    step that was restored, or from 0 in the first start of the ranks. Where neither holds they are unknown, and where
+    several wrappers are trained in turns, as nobody says what a step is there.
+
+    Args:
+        path: of the file.
+        rank: of this process.
+        size: of the world.
+        is_first_start: whether the launcher has not started the ranks before.
+
+    Raises:
+        OSError: if there is no such file.
+        ValueError: if the file is too small.
+    """
+
+    phase: int
+    """The index in :data:`PHASES` of what is written as the present phase."""
+
+    def __init__(self, path: Path, rank: int, size: int, is_first_start: bool = True) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            self._map: Any = mmap.mmap(descriptor, SIZE)
+        finally:
+            os.close(descriptor)
+        self.phase = LOOP
+        self._changes = self._steps = self._raises = 0
+        self._began: float | None = None
+        """When the step under way did; None before the first forward."""
+        self._is_due = False
+        """Whether a forward has run since the last step ended."""
+        self._start = 0 if is_first_start else UNKNOWN
+        """The step that this start goes on from."""
+        self._completed, self._told = UNKNOWN, 0
+        """The job's last completed step, and how often one was written."""
+        self._is_marked: bool | None = None
+        """Whether a Checkpointer marks steps; None without one."""
+        self._counted = 0
+        """Steps since the start, where none does."""
+        self.owner = self._owner = 0
+        """The wrapper whose parameters an optimizer steps over, and the first one; 0 for none so far."""
+        self._waited = self._mean = self._mean_waited = self._variance = 0.0
+        self._phases: dict[str, _Phase] = {
+            PHASES[number]: kind(self, number)
+            for kind, numbers in (
+                (_Phase, (DATA_WAIT, BACKWARD, CHECKPOINT)),
+                (_Forward, (FORWARD,)),
+                (_Optimizer, (OPTIMIZER,)),
+                (_Meeting, (WAIT, COLLECTIVE)),
+                (_BucketWait, (BUCKET_WAIT,)),
+            )
+            for number in numbers
+        }
+        """Prepared, because one is needed several times a step."""
+        self.bucket = -1
+        """Of the next wait for one."""
+        os.register_at_fork(after_in_child=self._leave)
+        self._map[:] = bytes(SIZE)  # of the process that was this rank before a restart
+        self.change(LOOP)
+        self._write_step(0.0, 0.0)
+        host = platform.node().encode()[:200]
+        HEAD.pack_into(self._map, 0, 0, VERSION, rank, size, 0, os.getpid(), host)
+        struct.pack_into("<Q", self._map, 0, MAGIC)
+
+    def _leave(self) -> None:
+        """In a forked child: write into memory of its own."""
+        self._map = bytearray(SIZE)
+
+    def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None] | None:
+        """Return what surrounds the phase `label`; None for other labels than those of :data:`PHASES`."""
+        if bucket is not None:
+            self.bucket = bucket
+        return self._phases.get(label)
+
+    def open(self, label: str) -> Callable[[], None]:
+        """Begin the phase `label`, and return the function that ends it."""
+        phase = self._phases.get(label)
+        if phase is None:
+            return _nothing
+        phase.__enter__()
+        return phase.end
+
+    def change(self, phase: int, bucket: int = -1) -> float:
+        """Write that `phase` begins; returns when."""
+        self._changes = number = self._changes + 1
+        self.phase, now = phase, time.monotonic()
+        PHASE.pack_into(self._map, PHASE_AT[number & 1], number, phase, bucket, now, number)
+        return now
+
+    def leave(self, outer: int, kind: object) -> float:
+        """Write that `outer` goes on after the present phase, which an exception of class `kind` leaves, if not None.
+
+        Returns when. The innermost of the phases that an exception leaves is kept: the others go on for no time.
+        """
+        if kind is None or (isinstance(kind, type) and issubclass(kind, (StopIteration, GeneratorExit))):
+            return self.change(outer)
+        written = PHASE.unpack_from(self._map, PHASE_AT[self._changes & 1])[1:-1]
+        before = RAISED.unpack_from(self._map, RAISED_AT[self._raises & 1])[1:-1]
+        now = self.change(outer)
+        origin = before[:3] if self._raises and before[3] == written[2] else written
+        self._raises = number = self._raises + 1
+        RAISED.pack_into(self._map, RAISED_AT[number & 1], number, *origin, now, number)
+        return now
+
+    def add_wait(self, seconds: float) -> None:
+        """Count a wait in the step under way."""
+        self._waited += seconds
+
+    def forward_began(self, now: float) -> None:
+        """The next end of an optimizer's step ends a step."""
+        self._is_due = True
+        if self._began is None:
+            self._began = now
+            if self._completed == UNKNOWN and not self._is_marked:
+                self._write_job(self._start)
+
+    def optimizer_ended(self, now: float) -> None:
+        """End the step, unless this is a further optimizer of the same forward."""
+        if not self._is_due or self._began is None:
+            return
+        self._is_due = False
+        seconds, waited = now - self._began, self._waited
+        self._steps += 1
+        if self._steps > 1:
+            weight = max(1 / (self._steps - 1), WEIGHT)
+            self._mean += weight * (seconds - self._mean)
+            difference = waited - self._mean_waited
+            self._mean_waited += weight * difference
+            self._variance = (1 - weight) * (self._variance + weight * difference * difference)
+        self._write_step(now, seconds)
+        self._began, self._waited = now, 0.0
+        self._owner = self._owner or self.owner
+        if not self._is_marked and self._completed != UNKNOWN:
+            self._counted += 1
+            if self.owner != self._owner:
+                self._write_job(UNKNOWN)
+            elif self._counted > 1 or self._is_marked is None:  # the Checkpointer may be about to mark the first
+                self._write_job(self._start + self._counted)
+
+    def go_on_from(self, step: int) -> None:
+        """Take `step`, which was restored, for the job's last completed step; 0 is written once the ranks compute."""
+        self._start, self._is_marked, self._counted = step, False, 0
+        if step or self._completed != UNKNOWN:
+            self._write_job(step)
+
+    def mark(self, step: int) -> None:
+        """Take `step`, which a Checkpointer has marked, for the job's last completed step."""
+        self._is_marked = True
+        self._write_job(step)
+
+    def lose_count(self) -> None:
+        """Note that an optimizer steps which nobody counts, unless the box does."""
+        if self._began is None and not self._is_marked:
+            self._start = UNKNOWN
+            if self._completed != UNKNOWN:
+                self._write_job(UNKNOWN)
+
+    def _write_job(self, completed: int) -> None:
+        if completed == UNKNOWN and not self._told:
+            return
+        self._completed = completed
+        self._told = number = self._told + 1
+        JOB.pack_into(self._map, JOB_AT[number & 1], number, completed, max(self._start, 0), number)
+
+    def _write_step(self, now: float, seconds: float) -> None:
+        number, means = self._steps + 1, (self._mean, self._waited, self._mean_waited, self._variance)
+        STEP.pack_into(self._map, STEP_AT[number & 1], number, self._steps, now, seconds, *means, number)
+
+
+class _Phase:
+    """Surrounds a phase after which the loop goes on.
+
+    Its end does not bring back what was there before: a phase that never ended, because the step raised, would come
+    back with it for ever.
+    """
+
+    def __init__(self, box: BlackBox, number: int) -> None:
+        self._box, self._number = box, number
+
+    def __enter__(self) -> None:
+        self._box.change(self._number)
+
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        self._box.leave(LOOP, kind)
+
+    def end(self) -> None:
+        """Leave, without an error."""
+        self.__exit__(None, None, None)
+
+
+class _Forward(_Phase):
+    def __enter__(self) -> None:
+        self._box.forward_began(self._box.change(FORWARD))
+
+
+class _Optimizer(_Phase):
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        now = self._box.leave(LOOP, kind)
+        if kind is None:
+            self._box.optimizer_ended(now)
+
+
+class _Meeting(_Phase):
+    """Surrounds a wait for other ranks, inside whatever phase that happens."""
+
+    def __init__(self, box: BlackBox, number: int) -> None:
+        super().__init__(box, number)
+        self._outer = LOOP
+        self._began = 0.0
+        self._depth = 0
+        """How often it was entered and not left: to wait inside a wait changes nothing."""
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth > 1 or self._box.phase == BUCKET_WAIT:
+            return
+        self._outer = self._box.phase
+        self._began = self._box.change(self._number)
+
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        self._depth -= 1
+        if self._depth or (self._box.phase == BUCKET_WAIT and self._number == COLLECTIVE):
+            return
+        now = self._box.leave(self._outer, kind)
+        if self._outer != WAIT:
+            self._box.add_wait(now - self._began)
+
+
+class _BucketWait(_Phase):
+    """Surrounds the wait for one bucket, inside ``wait``, which goes on after it."""
+
+    def __enter__(self) -> None:
+        self._box.change(BUCKET_WAIT, self._box.bucket)
+
+    def __exit__(self, *_: object) -> None:
+        self._box.phase = WAIT  # not written, because the next bucket follows at once, or the end of all waiting
+
+
+for _kind in (BlackBox, _Phase, _Forward, _Optimizer, _Meeting, _BucketWait):
+    class_never_compiled(_kind)
+
+
+def _nothing() -> None:
+    """Do nothing: the end of what is not kept in the box."""
+
+
+def open_box(environment: Mapping[str, str] = os.environ) -> BlackBox | None:
+    """Return this process's box; None if no launcher made one, or it is another's, such as that of the rank above."""
+    folder = environment.get(FOLDER)
+    if not folder or multiprocessing.parent_process() is not None:
+        return None
+    try:
+        path = path_of(Path(folder), int(environment["LOCAL_RANK"]))
+        holder = read_box(path)
+        if holder is not None and holder.pid != os.getpid() and is_running(holder.pid):
+            return None
+        is_first_start = environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        return BlackBox(path, int(environment["RANK"]), int(environment["WORLD_SIZE"]), is_first_start)
+    except FileNotFoundError:  # the job has ended, and this process was left behind
+        return None
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("paceline top cannot show this process, because its black box cannot be opened: %r", error)
+        return None

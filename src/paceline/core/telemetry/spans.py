@@ -1,0 +1,247 @@
+"""Spans: named stretches of a training step on one rank, recorded only while somebody asks for them.
+
+While a torch profiler runs, the same labels appear in its trace, through ``torch.profiler.record_function``. The labels
+are the words of the design, so that traces, messages and docs speak of the same things. One step, in order:
+
+    data wait    the loop waits for a batch of a paceline DataLoader
+    forward      the wrapped module's forward
+    backward     from the first sign of a backward until its last gradient has arrived
+    launch       bucket `bucket` is complete and handed to communication (inside ``backward`` as a rule)
+    control      the control block is filled and launched
+    wait         the end of backward waits for everything that was launched
+    bucket wait  it waits for bucket `bucket` (inside ``wait``)
+    reduce       this rank reduces its share of a bucket in shared memory (inside ``backward`` or ``wait``)
+    optimizer    an optimizer steps over the wrapper's parameters
+    checkpoint   a Checkpointer saves
+
+and, where a profiler looks for them, ``collective``: a function of ``torch.distributed`` that the program calls. While
+the recorder is detailed, marks, spans without length, tell more: ``gradient`` when the gradient of parameter `bucket`
+arrives, ``sent`` when this rank has filled bucket `bucket` and begins its all-reduce (inside ``launch``), and ``done``
+when that is finished.
+
+Whether or not somebody records, a rank that our launcher started keeps in its black box which of these it is in at the
+moment; see :mod:`paceline.core.telemetry.flight_record`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from torch.profiler import record_function
+
+from paceline.core.telemetry.flight_recorder import BlackBox, open_box
+from paceline.core.torch_internals.compile import class_never_compiled, never_compiled
+from paceline.core.torch_internals.profiler import is_profiling
+
+DATA_WAIT, FORWARD, BACKWARD = "data wait", "forward", "backward"
+LAUNCH, CONTROL, WAIT, BUCKET_WAIT = "launch", "control", "wait", "bucket wait"
+REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE = "reduce", "optimizer", "checkpoint", "collective"
+GRADIENT, SENT, DONE = "gradient", "sent", "done"
+LABELS = (DATA_WAIT, FORWARD, BACKWARD, LAUNCH, CONTROL, WAIT, BUCKET_WAIT, REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE)
+"""Of spans; those of marks are not among them."""
+LOCAL, AVERAGED = "local", "averaged"
+
+
+class Span(NamedTuple):
+    """A stretch of time: ``start`` and ``end`` in seconds of ``time.perf_counter``."""
+
+    label: str
+    start: float
+    end: float
+    bucket: int | None = None
+    """The bucket's number in the order of launch, where the span is about one; the parameter's in a ``gradient``."""
+    group: str | None = None
+    """The group whose ranks meet here, where that is known; see :attr:`Recorder.groups`."""
+    events: tuple[Any, Any] | None = None
+    """When the device came to its start and its end, where the recorder makes such events."""
+
+    @property
+    def seconds(self) -> float:
+        """Duration in seconds."""
+        return self.end - self.start
+
+
+@dataclass
+class Recorder:
+    """Collects spans while ``on``. While off, and without a torch profiler, a span costs three attribute look-ups.
+
+    With a box it costs a microsecond or two, at its start and its end together.
+    """
+
+    on: bool = False
+    detailed: bool = False
+    """Whether marks are recorded, too, which cost a hook for every parameter."""
+    spans: list[Span] = field(default_factory=list)
+    skipped: set[str] = field(default_factory=set)
+    """Labels of which no spans are recorded now, only phases in the box: those inside a span of the same label, and
+    those that are told in detail only."""
+    groups: dict[str, list[int]] = field(default_factory=dict)
+    """The ranks of each group that spans name, as the world counts them."""
+    norms: list[tuple[str, Any, float]] | None = None
+    """Where norms of buckets are wanted: of this rank's gradients (``local``) and of the averages (``averaged``), as
+    tensors, with what they are multiples of."""
+    make_event: Callable[[], Any] | None = None
+    """Records an event on the device's current stream, and returns it; None on CPUs."""
+    box: BlackBox | _Unopened | None = None
+    """Gets the phases of the process's recorder, where our launcher made a box for this rank."""
+
+    @never_compiled
+    def span(self, label: str, bucket: int | None = None, group: str | None = None) -> AbstractContextManager[None]:
+        """Record the block under `label`."""
+        phase = None if self.box is None else self.box.span(label, bucket)
+        if is_profiling():
+            timed = _Timed(self, label, bucket, group, phase)
+            return _labelled(timed, label if bucket is None else f"{label} {bucket}")
+        if self.on and label not in self.skipped:
+            return _Timed(self, label, bucket, group, phase)
+        return _OFF if phase is None else phase
+
+    def mark(self, label: str, number: int) -> None:
+        """Record that something happened now; called only while :attr:`detailed`."""
+        now = time.perf_counter()
+        self.spans.append(Span(label, now, now, number))
+
+    @never_compiled
+    def open(self, label: str, owner: int = 0) -> Callable[[], None]:
+        """Begin a span that no block can surround; return the function that ends it. A span never ended is dropped.
+
+        The box is told that it belongs to `owner`, any number, where there are several.
+        """
+        if owner and self.box is not None:
+            self.box.owner = owner
+        if is_profiling():
+            stack = ExitStack()
+            stack.enter_context(self.span(label))
+            return stack.close
+        if self.on and label not in self.skipped:
+            timed = _Surrounding(self, label, None, None, None if self.box is None else self.box.span(label))
+            timed.__enter__()
+            return timed.end
+        return _nothing if self.box is None else self.box.open(label)
+
+    @never_compiled
+    def surround(self, label: str) -> AbstractContextManager[None]:
+        """Record the block under `label`, but none inside it."""
+        if self.on and label not in self.skipped and not is_profiling():
+            return _Surrounding(self, label, None, None, None if self.box is None else self.box.span(label))
+        return self.span(label)
+
+
+@class_never_compiled
+class _Timed:
+    """Records one stretch of time; a class, as a generator costs more, and there are dozens in a step."""
+
+    __slots__ = ("_bucket", "_event", "_group", "_label", "_phase", "_recorder", "_start")
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        label: str,
+        bucket: int | None,
+        group: str | None,
+        phase: AbstractContextManager[None] | None,
+    ) -> None:
+        self._recorder, self._label, self._bucket, self._group = recorder, label, bucket, group
+        self._phase = phase  # of the black box
+
+    def __enter__(self) -> None:
+        if self._phase is not None:
+            self._phase.__enter__()
+        make_event = self._recorder.make_event
+        self._event = None if make_event is None else make_event()
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end, recorder = time.perf_counter(), self._recorder
+        if recorder.on:
+            events = (self._event, recorder.make_event()) if recorder.make_event is not None else None
+            recorder.spans.append(_span((self._label, self._start, end, self._bucket, self._group, events)))
+        if self._phase is not None:
+            self._phase.__exit__(kind, error, trace)
+
+
+@class_never_compiled
+class _Surrounding(_Timed):
+    """Records one stretch, and leaves out those inside it that have the same label."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self._recorder.skipped.add(self._label)
+        super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._recorder.skipped.discard(self._label)
+        super().__exit__(kind, error, trace)
+
+    def end(self) -> None:
+        """End it, where no block does."""
+        self.__exit__(None, None, None)
+
+
+@contextmanager
+def _labelled(timed: _Timed, label: str) -> Iterator[None]:
+    """Show `timed` under `label` in the trace of torch's profiler, too."""
+    with timed, record_function(label):
+        yield
+
+
+def _nothing() -> None:
+    """Do nothing: the end of a span that is not recorded."""
+
+
+_OFF: AbstractContextManager[None] = nullcontext()
+_span: Callable[[tuple[Any, ...]], Span] = functools.partial(tuple.__new__, Span)
+"""Makes a span in half the time, as there are dozens in a step."""
+
+
+class _Unopened:
+    """Stands for the box of `recorder` until the first span, as nothing is opened when this module is imported."""
+
+    owner = 0
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def opened(self) -> BlackBox | None:
+        """Open the box, which takes this one's place."""
+        box = self._recorder.box = open_box()
+        return box
+
+    def span(self, label: str, bucket: int | None = None) -> AbstractContextManager[None] | None:
+        """Open the box, and have it surround the phase."""
+        box = self.opened()
+        return None if box is None else box.span(label, bucket)
+
+    def open(self, label: str) -> Callable[[], None]:
+        """Open the box, and begin the phase in it."""
+        box = self.opened()
+        return _nothing if box is None else box.open(label)
+
+
+recorder = Recorder()
+"""This process's recorder, which wrappers, loaders and checkpoints use unless they were given another one."""
+recorder.box = _Unopened(recorder)
+
+
+def black_box() -> BlackBox | None:
+    """Return this rank's black box, open; None if there is none."""
+    return recorder.box.opened() if isinstance(recorder.box, _Unopened) else recorder.box
+
+
+def waiting() -> AbstractContextManager[None]:
+    """Show in the black box, where it is open, that the main thread waits for other ranks in the block."""
+    if threading.current_thread() is not threading.main_thread() or not isinstance(recorder.box, BlackBox):
+        return _OFF
+    return recorder.box.span(COLLECTIVE) or _OFF

@@ -1,0 +1,303 @@
+"""How far each rank of a job is: a page of memory per rank and checkpoint folder, which outlives the rank.
+
+Ranks on the launcher's host keep them in ``<job's folder>/steps/<key of the checkpoint folder>/rank-<n>``; when all
+ranks are started again, the launcher moves them to ``steps-before``. A step has two moments there: it is *prepared*
+when the rank has its averaged gradients and has stored its own states, and *completed* when the optimizer has stepped
+and everything registered is consistent again. No rank lets its optimizer step before all ranks have prepared that step,
+see :class:`paceline.checkpoint.steps.step_boundary.Boundary`. So the ranks that are left when one is gone have completed the same
+step, or are about to.
+
+Every number is written whole, by its rank alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import mmap
+import os
+import re
+import signal
+from collections.abc import Mapping
+from enum import IntEnum
+from pathlib import Path
+
+from paceline.core.telemetry.flight_record import FOLDER
+
+STEPS, BEFORE, RESCUE, SPARE = "steps", "steps-before", "rescue", "spare"
+"""Folders in a job's folder: records of the present start, those of the one before, rescued checkpoints, and pages that
+the launcher has set aside: a job restarts from what is on disk also when memory is full, and that takes a record."""
+RESTARTS = "PACELINE_RESTARTS"
+"""Environment variable by which our launcher tells its ranks how often it starts them again without progress."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""Those that batch systems, service managers and terminals send before they end a job: they ask ranks that mark their
+steps to end after one."""
+ECHO_S = 0.5
+"""Batch systems signal all processes, and launchers pass on what they get: within this time that is one request."""
+SOURCES = (None, "memory", "disk")
+"""Where a run goes on from; a record holds the index. None is the beginning."""
+_SIZE = 4096
+_MAGIC, _PID, _SOURCE, _RESTORED, _REDONE, _PREPARED, _COMPLETED, _ALONE, _ENDED, _WISHES = range(10)
+_PACE, _LEFT = _WISHES + 2, _WISHES + 3
+_STOPPING, _STOP_SIGNAL, _STOP_STEP = range(_LEFT + 1, _LEFT + 4)
+_DURABLE, _UNSAVED = range(_STOP_STEP + 1, _STOP_STEP + 3)
+_FOLDER_AT = 512
+"""Where the path of the checkpoint folder begins; it ends with a zero."""
+STEP_NAME = re.compile(r"step-(\d{8,18})")
+_NONE = -1
+PARTS = 2**20
+"""Of a step, at most."""
+
+
+class Stopping(IntEnum):
+    """Answers of a rank to a signal that asks it to end."""
+
+    NOT = 0
+    """Whatever the script does, or Python."""
+    READY = 1
+    """It would end after a step, which it saves."""
+    ASKED = 2
+    """It has got the signal, and trains on to the end of a step."""
+    SAVED = 3
+    """All ranks have agreed to end after a step, and it is saved."""
+    IN_VAIN = 4
+    """As ``NOT``, because there is no folder on disk to save to."""
+
+
+class StepRecord:
+    """The record of one rank in the file `path`.
+
+    Args:
+        path: of the file, which need not exist if `make` is true.
+        make: whether to begin a new one; where there is no room for it, in the page that the launcher has set aside.
+        folder: the checkpoint folder that a new one is about.
+
+    Raises:
+        OSError: if it cannot be opened or made.
+        ValueError: if it is no record.
+    """
+
+    def __init__(self, path: Path, *, make: bool = False, folder: Path | None = None) -> None:
+        if make:
+            new, place = path.with_name(f".{path.name}"), b"" if folder is None else os.fsencode(folder)
+            values = [1, os.getpid(), 0, 0, 0, _NONE, _NONE]
+            page = b"".join(value.to_bytes(8, "little", signed=True) for value in values).ljust(_FOLDER_AT, b"\0")
+            page += (place if len(place) < _SIZE - _FOLDER_AT else b"").ljust(_SIZE - _FOLDER_AT, b"\0")
+            try:
+                _write_page(new, page)
+            except OSError as error:
+                try:
+                    spare_page(path).rename(new)
+                except FileNotFoundError:
+                    raise error from None
+                _write_page(new, page)
+            new.replace(path)  # whole, for those who look
+        with open(path, "r+b" if make else "rb") as file:
+            access = mmap.ACCESS_WRITE if make else mmap.ACCESS_READ
+            self._map = mmap.mmap(file.fileno(), _SIZE, access=access)
+        self._values = memoryview(self._map).cast("q")
+        if self._values[_MAGIC] != 1:
+            raise ValueError(f"{path} is no record of steps")
+
+    @property
+    def pid(self) -> int:
+        """The rank's process."""
+        return self._values[_PID]
+
+    @property
+    def source(self) -> str | None:
+        """The source that this start of the rank went on from, one of :data:`SOURCES`."""
+        return SOURCES[self._values[_SOURCE]]
+
+    @property
+    def restored(self) -> int:
+        """The step that this start of the rank went on from; 0 for the beginning."""
+        return self._values[_RESTORED]
+
+    @property
+    def redone(self) -> int:
+        """Completed steps of earlier starts that this and earlier starts had to compute again."""
+        return self._values[_REDONE]
+
+    @property
+    def completed(self) -> int:
+        """The last step completed in this start; -1 for none."""
+        return self._values[_COMPLETED]
+
+    @property
+    def prepared(self) -> int:
+        """The last step prepared in this start; -1 for none."""
+        return self._values[_PREPARED] // PARTS
+
+    @property
+    def prepared_part(self) -> int:
+        """The same times :data:`PARTS`, and how many parts of that step are prepared besides the first."""
+        return self._values[_PREPARED]
+
+    @property
+    def pace(self) -> float:
+        """Seconds that the last step took; 0 if that is not known."""
+        return self._values[_PACE] / 1e6
+
+    def wish(self, step: int) -> int:
+        """Return what the rank wished for when it prepared `step`, which is that of :attr:`prepared` or one less."""
+        return self._values[_WISHES + step % 2]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the rank has let its optimizer step without waiting for the others."""
+        return bool(self._values[_ALONE])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the rank has come to the end of its training, and closed its Checkpointer."""
+        return bool(self._values[_ENDED])
+
+    @property
+    def stopping(self) -> Stopping:
+        """The rank's answer to a signal that asks it to end."""
+        return Stopping(self._values[_STOPPING])
+
+    @property
+    def stopped(self) -> tuple[int, int]:
+        """The signal for which the ranks end, and the step that they have saved."""
+        return self._values[_STOP_SIGNAL], self._values[_STOP_STEP]
+
+    def stop(self, state: Stopping, number: int = 0, step: int = 0) -> None:
+        """Note what the rank does about signals; of ``SAVED`` the signal, and the step."""
+        self._values[_STOP_SIGNAL], self._values[_STOP_STEP] = number, step
+        self._values[_STOPPING] = state
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the rank has ended by itself, not by a signal."""
+        return self.has_ended or bool(self._values[_LEFT])
+
+    def leave(self) -> None:
+        """Note that the interpreter ends."""
+        self._values[_LEFT] = 1
+
+    def end(self) -> None:
+        """Note that the training is over."""
+        self._values[_ENDED] = 1
+
+    def restore(self, step: int, source: str | None, redone: int) -> None:
+        """Note that the rank goes on from `step`."""
+        self._values[_RESTORED], self._values[_SOURCE] = step, SOURCES.index(source)
+        self._values[_REDONE] = redone
+
+    def prepare(self, step: int, wish: int = 0) -> int:
+        """Note that the rank has its averaged gradients of `step`, and has stored what is its own.
+
+        Again in the same step, where it has several backwards with an optimizer each. Returns :attr:`prepared_part`.
+        """
+        again = step == self.prepared
+        self._values[_WISHES + step % 2] = wish
+        self._values[_PREPARED] = self.prepared_part + 1 if again else step * PARTS
+        return self.prepared_part
+
+    def complete(self, step: int, seconds: float = 0.0) -> None:
+        """Note that everything registered is as of the end of `step`, which took so long."""
+        self._values[_PACE] = int(seconds * 1e6)
+        self._values[_COMPLETED] = step
+
+    def step_alone(self) -> None:
+        """Note that others may not have prepared the step that this rank takes now."""
+        self._values[_ALONE] = 1
+
+    @property
+    def folder(self) -> Path | None:
+        """The checkpoint folder; None if its path is too long for the record."""
+        path = self._map[_FOLDER_AT:].rstrip(b"\0")
+        return Path(os.fsdecode(path)) if path else None
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether this or an earlier start of the job has saved a step to the checkpoint folder."""
+        return bool(self._values[_DURABLE])
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether steps were to be saved, and none was, by no start of the job."""
+        return bool(self._values[_UNSAVED]) and not self.is_durable
+
+    def saved(self) -> None:
+        """Note that a step is durable."""
+        self._values[_DURABLE] = 1
+
+    def lost_save(self) -> None:
+        """Note that a step which was due could not be saved."""
+        self._values[_UNSAVED] = 1
+
+
+def job_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of the job that this rank belongs to, if all its ranks are on this host; None if there is none.
+
+    It is there under Paceline's launcher.
+    """
+    size = environment.get("WORLD_SIZE")
+    if not environment.get(FOLDER) or size is None or size != environment.get("LOCAL_WORLD_SIZE"):
+        return None
+    path = Path(environment[FOLDER])
+    return path if path.is_dir() else None
+
+
+def step_name(step: int) -> str:
+    """Return the name of the folder of a checkpoint, on disk and in memory."""
+    return f"step-{step:08d}"
+
+
+def newest_step(folder: Path | None) -> int | None:
+    """Return the newest step that has a folder in a checkpoint `folder`; None if there is none, or nobody can tell."""
+    try:
+        matches = [STEP_NAME.fullmatch(name) for name in os.listdir(folder)] if folder is not None else []
+    except OSError:
+        return None
+    return max((int(match[1]) for match in matches if match), default=None)
+
+
+def spare_page(path: Path) -> Path:
+    """Return the path of the page that is set aside for the record ``<job's folder>/steps/<key>/rank-<n>``."""
+    return path.parent.parent.parent / SPARE / path.name
+
+
+def _write_page(path: Path, page: bytes) -> None:
+    """Write into the file that is there, whose memory it keeps, or a new one."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.write(descriptor, page) < len(page):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(descriptor)
+
+
+def key_of(folder: Path) -> str:
+    """Return the name under which records and rescued checkpoints of a checkpoint folder are kept."""
+    return hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    """Return the path of the record of `rank` in `folder`."""
+    return folder / f"rank-{rank}"
+
+
+def present_records(job: Path | None) -> dict[str, list[StepRecord]]:
+    """Return the records of the present start in the folder of a `job`, by the key of the checkpoint folder."""
+    if job is None or not (job / STEPS).is_dir():
+        return {}
+    return {path.name: records for path in sorted((job / STEPS).iterdir()) if (records := records_in(path))}
+
+
+def records_in(folder: Path) -> list[StepRecord]:
+    """Return the records in `folder`, which need not exist; those that cannot be read are left out."""
+    found = []
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.name.startswith("rank-") and not path.suffix)
+    except OSError:
+        return []
+    for path in paths:
+        try:
+            found.append(StepRecord(path))
+        except (OSError, ValueError):
+            continue
+    return found

@@ -1,0 +1,170 @@
+"""Asks torch's autograd engine about the backward under way; some of this has no public name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from functools import wraps
+from pathlib import Path
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from paceline.core.torch_internals.tensors import content_of
+
+_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent / "ddp"))
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class GraphTask:
+    """Lives as long as autograd's graph task does, whose callbacks hold the only reference.
+
+    A thread of the engine may hold on to a task that an exception has ended, for a moment after ``backward()`` has
+    raised it; see :func:`has_ended`.
+    """
+
+    def __init__(self) -> None:
+        self.number = current_task()
+        """That of the graph task in which it was made."""
+
+
+class Accumulators:
+    """The autograd nodes that accumulate into some parameters."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._find()
+
+    def _find(self) -> None:
+        self._content = content_of(self._parameters)
+        trained = ((index, parameter) for index, parameter in enumerate(self._parameters) if parameter.requires_grad)
+        self._nodes = {index: _accumulate_node(parameter) for index, parameter in trained}
+
+    def _present_nodes(self) -> dict[int, Any]:
+        if content_of(self._parameters) != self._content:
+            self._find()
+        return self._nodes
+
+    def are_meant(self) -> bool:
+        """Whether the running graph task is a backward for these parameters, not ``autograd.grad``."""
+        nodes = self._present_nodes()
+        if is_plain_backward():
+            # Which parameters it reaches is not asked: all of them may be hidden in reentrant checkpoints, and a
+            # rank that uses none contributes zero.
+            return any(parameter.requires_grad for parameter in self._parameters)
+        try:
+            return any(map(torch._C._will_engine_execute_node, nodes.values()))
+        except RuntimeError:  # torch's answer while autograd.grad runs with respect to one of these parameters
+            return False
+
+    def are_reached(self, left_out: Collection[int]) -> bool:
+        """Whether the running graph task reaches one of these parameters, those with an index in `left_out` aside."""
+        nodes = (node for index, node in self._present_nodes().items() if index not in left_out)
+        try:
+            return any(map(torch._C._will_engine_execute_node, nodes))
+        except RuntimeError:  # as in are_meant()
+            return False
+
+
+def is_plain_backward() -> bool:
+    """Whether the running graph task is a ``backward()`` without ``inputs``."""
+    return bool(torch.autograd._is_checkpoint_valid())
+
+
+def without_gradients(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Run `function` as under ``torch.no_grad()``, which costs nothing where that holds already, as in most hooks."""
+
+    @wraps(function)
+    def run(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        if not torch.is_grad_enabled():
+            return function(*arguments, **options)
+        with torch.no_grad():
+            return function(*arguments, **options)
+
+    return run
+
+
+def current_task() -> int:
+    """A number for the running graph task, the next one's being larger; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def has_ended(number: int) -> bool:
+    """Whether graph task `number`, to which something still refers, has ended all the same.
+
+    It has if we are outside of it and nobody waits for it. We are inside it, too, in a backward that a reentrant
+    checkpoint runs in it.
+    """
+    now = current_task()
+    return now != number and count_running_calls() <= (now != -1)
+
+
+def count_running_calls() -> int:
+    """Return how many calls of ``backward()`` and ``autograd.grad()`` are running, in all threads."""
+    call: Any = torch.autograd.graph._engine_run_backward
+    count = 0
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            count += frame.f_code is call.__code__
+            frame = frame.f_back
+    return count
+
+
+def backward_call() -> FrameType | None:
+    """Return the frame of torch's ``backward`` that is running; in a thread of autograd's own, another thread's."""
+    if (found := _innermost(sys._getframe())) is not None:
+        return found
+    found_elsewhere = [call for frame in sys._current_frames().values() if (call := _innermost(frame)) is not None]
+    return found_elsewhere[0] if len(found_elsewhere) == 1 else None
+
+
+def _innermost(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not torch.autograd.backward.__code__:
+        frame = frame.f_back
+    return frame
+
+
+def place_of(call: FrameType) -> tuple[str, int]:
+    """Return file and line of the user's own call of it."""
+    frame: FrameType | None = call
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+        frame = frame.f_back
+    assert frame is not None
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def is_in_backward() -> bool:
+    """Whether a graph task is running in this thread."""
+    return current_task() != -1
+
+
+def comes_last(handle: RemovableHandle, kind: type) -> bool:
+    """Whether no hook but those of `kind` comes after the one of `handle`; else it is put behind all others.
+
+    For hooks that autograd calls. It goes by the order of insertion, which ``OrderedDict.move_to_end`` does not change.
+    """
+    hooks = handle.hooks_dict_ref()
+    assert hooks is not None, "its parameter is alive"
+    for number in reversed(hooks):
+        if number == handle.id:
+            return True
+        if not isinstance(hooks[number], kind):
+            break
+    hooks[handle.id] = hooks.pop(handle.id)
+    return False
+
+
+def queue_callback(callback: Callable[[], object]) -> None:
+    """Have autograd call `callback` at the end of the running graph task, after those queued before it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]  # what it returns is dropped
+
+
+def _accumulate_node(parameter: nn.Parameter) -> Any:
+    with torch.enable_grad():
+        alias: Any = parameter.expand_as(parameter)
+    return alias.grad_fn.next_functions[0][0]

@@ -1,0 +1,65 @@
+"""Private parts of torch's DistributedDataParallel, of its ``join`` and of its communication hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import Future
+from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
+from torch.distributed.algorithms.join import _JoinConfig
+from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
+from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
+from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
+from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecision
+from torch.nn.utils.stateless import _reparametrize_module
+
+from paceline.core.torch_internals.compile import never_compiled
+
+__all__ = [
+    "AnyBatchNorm",
+    "BufferHookLocation",
+    "BuiltinCommHookType",
+    "Future",
+    "GradBucket",
+    "MixedPrecision",
+    "cast_inputs",
+    "fuse_optimizer",
+    "make_disabled_join",
+    "move_inputs",
+    "replace_parameters",
+]
+
+
+def make_disabled_join() -> Any:
+    """Make the ``_join_config`` of a wrapper that is outside ``join``."""
+    return _JoinConfig.construct_disabled_join_config()
+
+
+@never_compiled
+def move_inputs(inputs: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> tuple[Any, Any]:
+    """Return a forward's inputs with their tensors on `device`."""
+    moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)  # type: ignore[arg-type]
+    return moved[0], moved_kwargs[0]
+
+
+def cast_inputs(dtype: torch.dtype | None, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return a forward's inputs with their floating-point tensors in `dtype`; None leaves them as they are."""
+    return _cast_forward_inputs(dtype, *inputs, **kwargs)
+
+
+def replace_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[Any]:
+    """Surround a forward in which `tensors` stand in the places of the parameters of these names, tied ones as well."""
+    context: AbstractContextManager[Any] = _reparametrize_module(module, tensors, tie_weights=True)
+    return context
+
+
+def fuse_optimizer(hook: Callable[..., Any], functional: Any, parameters: list[nn.Parameter] | None) -> Any:
+    """Return a hook that calls `hook`, and then steps the bucket's `parameters`, None for all, with `functional`."""
+    # Not imported before somebody uses it: it loads TorchScript, which warns that it is deprecated.
+    from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as overlap
+
+    return overlap._hook_then_optimizer(hook, overlap._OptimizerHookState(functional, parameters))

@@ -1,0 +1,90 @@
+"""torch's NCCL backend: found in a process group, split from another one, aborted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.core.torch_internals.distributed.c10d import PrefixStore, ProcessGroup, Store
+
+_c10d: Any = dist.distributed_c10d
+
+
+def nccl_of(group: Any) -> Any:
+    """Return the NCCL backend that serves CUDA tensors in `group`; None if it has none."""
+    if not dist.is_nccl_available():
+        return None
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # no backend for such tensors
+        return None
+    while hasattr(backend, "wrapped_pg"):  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = backend.wrapped_pg
+    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
+
+
+def bound_device(group: Any) -> torch.device | None:
+    """Return the device to which `group` was bound with ``device_id=``: then its communicator exists from the start."""
+    device: torch.device | None = group.bound_device_id
+    return device
+
+
+def bare_group(store: Store, rank: int, size: int) -> Any:
+    """Return a process group without a backend, which torch does not know."""
+    return ProcessGroup(store, rank, size)
+
+
+def attach_nccl(
+    group: Any,
+    parent: Any,
+    ranks: Sequence[int],
+    store: Store,
+    name: str,
+    timeout: timedelta,
+    *,
+    high_priority: bool = False,
+) -> None:
+    """Let a new NCCL communicator serve the CUDA tensors of `group`, which has the same `ranks` as `parent`.
+
+    It is split from the parent's communicator if that exists already on all ranks, as it does if the parent is bound to
+    a device. All ranks call this together.
+    """
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    options._timeout = timeout
+    options.global_ranks_in_group, options.group_name = list(ranks), name
+    device, source = bound_device(parent), nccl_of(parent)
+    is_split = device is not None and source is not None and source.supports_splitting
+    if is_split:
+        options.split_from, options.split_color = source, 0
+    nccl = dist.ProcessGroupNCCL(PrefixStore("cuda/", store), group.rank(), group.size(), options)
+    nccl._set_sequence_number_for_group()
+    group._set_default_backend(ProcessGroup.BackendType.NCCL)
+    group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, nccl)
+    group._set_group_name(name)  # which the group hands on to its backends
+    group._set_group_desc("paceline")
+    if is_split:
+        torch.cuda.synchronize(device)  # NCCL splits a communicator on which nothing is under way
+        nccl.eager_connect_single_device(device)
+
+
+@contextmanager
+def grouped_aborts(nccl: Any) -> Iterator[None]:
+    """Abort the communicators that the block aborts as one, so that they do not wait for each other."""
+    if nccl is None:
+        yield
+        return
+    nccl._group_start()
+    try:
+        yield
+    finally:
+        nccl._group_end()
+
+
+def abort_known_groups() -> None:
+    """Abort every process group that torch knows, and forget them; as ``destroy_process_group`` without waiting."""
+    _c10d._abort_process_group()

@@ -1,0 +1,77 @@
+"""The engine of a copy that has not been trained: it connects to its peers in its first synchronized backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from paceline.core.torch_internals.autograd import Accumulators
+from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.engine.backward.new_parameters import OnChange
+from paceline.ddp.engine.backward.pending_forwards import Forward
+from paceline.ddp.engine.interface import GradientEngine
+from paceline.ddp.engine.parameters.module_changes import ModuleWatch
+from paceline.ddp.engine.reducer import Reducer
+
+
+@class_never_compiled
+class DormantEngine(GradientEngine):
+    """Stands in for the reducer of a copy until one is needed.
+
+    Args:
+        watch: looks at the module.
+        ledger: counts the steps.
+        on_change: called with all parameters if the module has got new ones since it was copied.
+        connect: makes a reducer, together with all ranks, and has it take this engine's place.
+    """
+
+    def __init__(
+        self, watch: ModuleWatch, ledger: Ledger, on_change: OnChange, connect: Callable[[], Reducer | None]
+    ) -> None:
+        self._watch, self._ledger, self._on_change, self._connect = watch, ledger, on_change, connect
+        # The reducer that took this engine's place; outputs that were hooked before still call this engine.
+        self._reducer: Reducer | None = None
+
+    def check_finite(self, enabled: bool) -> None:
+        """Do nothing yet: the reducer that takes over is given the wrapper's options."""
+
+    def hook_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
+        """Hook the outputs of a forward."""
+        forward = Forward(self._ledger.forward_in_block())
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(partial(self._output_hook, on_local, forward))
+
+    def _output_hook(self, on_local: Callable[[], None], forward: Forward, gradient: Tensor) -> None:
+        parameters = [parameter for _, parameter in self._watch.named_parameters() if parameter.requires_grad]
+        if not Accumulators(parameters).are_meant():
+            return
+        if self.sync_enabled:
+            self.connected().backward_reached(on_local, forward, gradient)
+            return
+        self._ledger.backward_began(forward.block)
+        self._ledger.forget_dropped(parameters, in_backward=True)
+        self._ledger.local_backwards += 1
+
+    def synchronize(self) -> None:
+        """Connect, and average what ``p.grad`` holds."""
+        self.connected().synchronize()
+
+    def expect_equal(self) -> None:
+        """Connect, and compare the gradients of all ranks."""
+        self.connected().expect_equal()
+
+    def connected(self) -> Reducer:
+        """Return the reducer that takes this engine's place; the first time, all ranks make it."""
+        if self._reducer is None:
+            if (change := self._watch.look()) is not None:
+                change.close()
+                self._watch.follow(change.named)
+                self._on_change(change.named, True)
+            self._reducer = self._connect()
+            assert self._reducer is not None, "the wrapper is gone"
+            self._reducer.sync_enabled = self.sync_enabled
+        return self._reducer

@@ -1,0 +1,268 @@
+"""The arguments of the wrapper, checked before anything else happens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.comm.registered_memory import why_not
+from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, MIB
+from paceline.core.torch_internals.distributed.c10d import get_default_group
+from paceline.core.torch_internals.distributed.nccl import nccl_of
+from paceline.errors import UsageError, WorldError, WrapError
+
+Algorithm = Literal["ring", "tree", "halving-doubling", "hierarchical"]
+ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree", "halving-doubling", "hierarchical")
+UnusedParameters = Literal["allow", "warn", "error"]
+InitSync = Literal[True, False, "verify"]
+
+
+@dataclass(frozen=True)
+class NcclOptions:
+    """Settings of the NCCL communicator that a wrapper has of its own."""
+
+    registered_buckets: bool = False
+    """Allocate buckets in memory that is registered with NCCL, which it then reads and writes without a copy where the
+    hardware can (``torch.cuda.MemPool``)."""
+    high_priority: bool = False
+    """Let NCCL's kernels run on a stream of high priority, before those of backward where both are waiting."""
+
+    @property
+    def chosen(self) -> list[str]:
+        """Names of the settings that are on."""
+        return [name for name, value in vars(self).items() if value]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the gradient averaging, checked once by the wrapper."""
+
+    capacities: tuple[int, ...] = (FIRST_CAPACITY, CAPACITY)
+    """Bytes of the first, second, … bucket; the last holds for all that follow."""
+    check_finite: bool = False
+    """Whether gradients are checked for NaN and Inf."""
+    reduce_dtype: torch.dtype | None = None
+    """The dtype in which gradients are summed; None for each parameter's own."""
+    unused: UnusedParameters = "allow"
+    """How to report a parameter that has no gradient on some rank."""
+    algorithm: Algorithm | None = None
+    """The algorithm that sums the buckets; None for the backend's own all-reduce."""
+    init_sync: InitSync = True
+    """Whether the replicas are made equal at the start, or compared."""
+    syncs_buffers: bool = True
+    """Whether training forwards synchronize buffers, at first: frameworks may change the wrapper's attribute."""
+    syncs_initial_buffers: bool = True
+    """Whether buffers are part of what is made equal at the start."""
+    check_replicas_every: int = 0
+    """Optimizer steps between two comparisons of the replicas; 0 for none."""
+    nccl: NcclOptions = NcclOptions()
+    """Settings of the communicator."""
+    delayed: tuple[tuple[str, nn.Parameter], ...] = ()
+    """Parameters beside the module's own that are averaged, too."""
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        capacity: tuple[float | None, Sequence[float] | None],
+        init_sync: object,
+        buffer_sync: tuple[bool | None, bool | None],
+        unused: tuple[object, bool],
+        check_finite: bool,
+        reduce_dtype: torch.dtype | None,
+        check_replicas_every: int | None,
+        algorithm: Algorithm | None,
+        delayed: tuple[Any, Any],
+        lazy_buckets: bool,
+        nccl: NcclOptions | None,
+    ) -> Options:
+        """Check the wrapper's arguments.
+
+        Args:
+            capacity: ``bucket_cap_mb`` and ``bucket_cap_mb_list``.
+            buffer_sync: ``broadcast_buffers`` and ``forward_sync_buffers``, torch's old and new name for one setting.
+            unused: ``unused_parameters``, and whether an argument of torch's says that some are expected.
+            delayed: ``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``.
+            lazy_buckets: ``lazy_bucket_allocation``.
+            init_sync, check_finite, reduce_dtype, check_replicas_every, algorithm, nccl: the arguments of these names.
+
+        Raises:
+            UsageError: for the first argument that is wrong.
+        """
+        check_lazy(lazy_buckets)
+        old, new = buffer_sync
+        syncs = (old if new is None else new) is not False
+        return cls(
+            init_sync=check_init_sync(init_sync),
+            capacities=capacities(*capacity),
+            unused=check_unused_parameters(unused[0], expected=unused[1]),
+            check_finite=check_finite,
+            reduce_dtype=check_reduce_dtype(reduce_dtype),
+            algorithm=check_algorithm(algorithm),
+            check_replicas_every=check_interval(check_replicas_every),
+            nccl=check_nccl(nccl),
+            delayed=check_delayed(*delayed),
+            syncs_buffers=syncs,
+            # torch's rule: broadcast_buffers=False leaves buffers alone at the start, too, the new name does not.
+            syncs_initial_buffers=new is not None or syncs,
+        )
+
+
+def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
+    """Return bucket capacities in bytes: first, second, …; the last one holds for all further buckets.
+
+    Raises:
+        UsageError: for a capacity that is not a positive number.
+    """
+    asked = list(cap_mb_list or ([] if cap_mb is None else [cap_mb]))  # the list wins, as in torch
+    for value in asked:
+        if not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"a bucket's capacity must be a number of MiB > 0, not {value!r}")
+    sizes = [max(1, int(value * MIB)) for value in asked]
+    if cap_mb_list:
+        return tuple(sizes)
+    capacity = sizes[0] if sizes else CAPACITY
+    return (min(FIRST_CAPACITY, capacity), capacity)
+
+
+def check_lazy(lazy_bucket_allocation: bool) -> None:
+    """Refuse torch 2.15's buckets that exist only during backward, whose memory a user would count on.
+
+    Raises:
+        UsageError: unless it is false.
+    """
+    if lazy_bucket_allocation:
+        raise UsageError(
+            f"lazy_bucket_allocation={lazy_bucket_allocation!r} is not supported: gradients lie in Paceline's buckets, "
+            "without the second copy that torch's have by default, and stay there between steps; leave it out"
+        )
+
+
+def check_reduce_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return `dtype` if gradients can be reduced in it.
+
+    Raises:
+        UsageError: otherwise.
+    """
+    if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise UsageError(f"reduce_dtype={dtype!r}: give torch.float32, bfloat16, float16 or float64, or leave it out")
+    return dtype
+
+
+def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+    """Return the group of the ranks to average over.
+
+    Raises:
+        WorldError: without a process group.
+        WrapError: if both arguments are given, or a mesh of several dimensions.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise WrapError("Cannot specify both process_group and device_mesh arguments; leave one of them out")
+    if not dist.is_initialized():
+        raise WorldError("there is no process group yet; call paceline.init() before DistributedDataParallel")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise WrapError(
+                f"Only 1D device mesh is supported, but this one has {device_mesh.ndim} dimensions; give the one to "
+                "average over, such as device_mesh['data']"
+            )
+        group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+        return group
+    return process_group if process_group is not None else get_default_group()
+
+
+def check_delayed(named: Any, hooked: Any) -> tuple[tuple[str, nn.Parameter], ...]:
+    """Return the parameters whose all-reduce torch delays until that of another is due; here the end of backward is.
+
+    Raises:
+        UsageError: unless both arguments are given, or none.
+    """
+    if (named is None) != (hooked is None):
+        raise UsageError("give both delay_all_reduce_named_params and param_to_hook_all_reduce, or none of them")
+    return tuple((name, parameter) for name, parameter in named or [])
+
+
+def check_algorithm(algorithm: Algorithm | None) -> Algorithm | None:
+    """Return `algorithm` if it exists.
+
+    Raises:
+        UsageError: otherwise.
+    """
+    if algorithm is not None and algorithm not in ALGORITHMS:
+        raise UsageError(f"algorithm={algorithm!r}: give one of {', '.join(ALGORITHMS)}, or None for the backend's own")
+    return algorithm
+
+
+def check_unused_parameters(value: object, *, expected: bool) -> UnusedParameters:
+    """Return `value` if it is one of the three that exist, without the warning where unused parameters are `expected`.
+
+    Raises:
+        UsageError: otherwise.
+    """
+    if value == "warn":
+        return "allow" if expected else "warn"
+    if value == "allow" or value == "error":
+        return value
+    raise UsageError(f"unused_parameters must be 'allow', 'warn' or 'error', not {value!r}")
+
+
+def check_init_sync(value: object) -> InitSync:
+    """Return `value` if it is one of the three that exist.
+
+    Raises:
+        UsageError: otherwise.
+    """
+    if value is True or value is False or value == "verify":
+        return value
+    raise UsageError(f"init_sync must be True, False or 'verify', not {value!r}")
+
+
+def check_nccl(options: object) -> NcclOptions:
+    """Return the settings of the communicator, the default ones for None.
+
+    Raises:
+        UsageError: if they are something else, or a value is neither True nor False.
+    """
+    if options is None:
+        return NcclOptions()
+    if not isinstance(options, NcclOptions) or any(not isinstance(value, bool) for value in vars(options).values()):
+        raise UsageError(f"nccl={options!r}: give NcclOptions(registered_buckets=True, high_priority=True), or None")
+    return options
+
+
+def expect_nccl(options: NcclOptions, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Refuse settings of a communicator where there is none, or where it cannot have them.
+
+    Raises:
+        UsageError: names the setting and what is missing.
+    """
+    if not options.chosen:
+        return
+    backend = str(dist.get_backend_config(group))
+    nccl = nccl_of(group)
+    if device.type != "cuda" or nccl is None or "nccl" not in backend:
+        raise UsageError(
+            f"NcclOptions({options.chosen[0]}=True) is for gradients that travel over NCCL, but the model is on "
+            f"{device} and the group's backend is {backend!r}; leave it out, or use 'cpu:gloo,cuda:nccl' and GPUs"
+        )
+    if options.registered_buckets and (reason := why_not(nccl, device)) is not None:
+        raise UsageError(f"NcclOptions(registered_buckets=True) cannot be used, as {reason}; leave it out")
+
+
+def check_interval(every: int | None) -> int:
+    """Return the interval in optimizer steps; 0 for none.
+
+    Raises:
+        UsageError: unless it is a whole number above 0, or None.
+    """
+    if every is None:
+        return 0
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise UsageError(f"check_replicas_every must be a number of optimizer steps >= 1, or None, not {every!r}")
+    return every

@@ -1,0 +1,132 @@
+"""Finds what of a module is averaged, and refuses a module with which that is not possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from paceline.core.torch_internals.tensors import has_overlap
+from paceline.errors import UsageError, WrapError
+
+
+def trained_parameters(
+    module: nn.Module, ignored: set[str], more: Sequence[tuple[str, nn.Parameter]] = ()
+) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters to average, each once however often it is shared, in the module's order, then `more`.
+
+    Raises:
+        WrapError: if there is none.
+        UsageError: if they live on several devices.
+    """
+    trained = [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+    inside = {id(parameter) for parameter in module.parameters()}
+    trained += [
+        (name, parameter) for name, parameter in more if id(parameter) not in inside and parameter.requires_grad
+    ]
+    if not trained:
+        raise WrapError(
+            "the module has no parameter that requires a gradient, so there is nothing to average; use the bare module"
+        )
+    devices = sorted({str(parameter.device) for _, parameter in trained})
+    if len(devices) > 1:
+        raise UsageError(
+            f"the module's parameters live on several devices ({', '.join(devices)}); move the module to one "
+            "device, one rank per GPU"
+        )
+    return trained
+
+
+def check_initialized(module: nn.Module) -> None:
+    """Refuse a module whose lazy layers do not know their shapes yet.
+
+    Raises:
+        WrapError: names the parameter or buffer.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise WrapError(
+                f"{name!r} is not initialized, as it belongs to a lazy layer that has not seen an input; run a dummy "
+                "forward through the module on every rank before wrapping it"
+            )
+
+
+def check_averaged(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters whose gradients cannot be summed over ranks.
+
+    Raises:
+        UsageError: names the parameter and its dtype or layout.
+    """
+    for name, parameter in named:
+        obstacle = _unfit_layout(parameter) or ("" if parameter.dtype in _SUMMED else f"of dtype {parameter.dtype}")
+        if obstacle:
+            raise UsageError(
+                f"parameter {name!r} is {obstacle}, whose gradient cannot be averaged over ranks; keep a dense one in "
+                "float32 or another of the usual dtypes, or freeze it"
+            )
+
+
+def check_broadcast(named: Sequence[tuple[str, Tensor]], backend: str) -> None:
+    """Refuse parameters and buffers that `backend` cannot broadcast.
+
+    Raises:
+        UsageError: names the first, with its dtype or layout, and the remedy.
+    """
+    unfit = _NEVER_BROADCAST if "gloo" not in backend else (*_NEVER_BROADCAST, torch.int16)
+    for name, tensor in named:
+        obstacle = _unfit_layout(tensor)
+        if not obstacle and (tensor.dtype in unfit or (tensor.dtype.itemsize == 1 and tensor.is_floating_point())):
+            obstacle = f"of dtype {tensor.dtype}"
+        if not obstacle and has_overlap(tensor):
+            obstacle = f"expanded, of dtype {tensor.dtype}, so that several of its elements share memory,"
+        if obstacle:
+            raise UsageError(
+                f"{name!r} is {obstacle} and cannot be broadcast to the other ranks; make it contiguous, dense and of "
+                "a usual dtype, or name it in module._ddp_params_and_buffers_to_ignore and make it equal yourself"
+            )
+
+
+_SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+_NEVER_BROADCAST = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def _unfit_layout(tensor: Tensor) -> str:
+    """Describe a tensor whose elements do not lie in memory as those of most tensors do; empty for all others."""
+    if tensor.is_quantized:
+        return f"quantized, of dtype {tensor.dtype}"
+    if tensor.is_nested:
+        return f"a nested tensor of dtype {tensor.dtype}"
+    if tensor.layout is not torch.strided:
+        sparse = "sparse, " if "sparse" in str(tensor.layout) else ""
+        return f"{sparse}of layout {tensor.layout} and dtype {tensor.dtype}"
+    return f"on the meta device, of dtype {tensor.dtype}, without values" if tensor.is_meta else ""
+
+
+def check_devices(
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    device: torch.device,
+) -> torch.device | None:
+    """Return the device to which inputs have to be moved: the one of `device_ids`, if any.
+
+    Raises:
+        UsageError: for more than one device id, or one on which the module does not live.
+    """
+    ids = list(device_ids or [])
+    if not ids:
+        if output_device is not None and device.type == "cpu":
+            raise UsageError(f"output_device={output_device!r} is given for a module on the CPU; leave it out")
+        return None
+    wanted = [torch.device("cuda", number) if isinstance(number, int) else torch.device(number) for number in ids]
+    if wanted != [device]:
+        raise UsageError(
+            f"device_ids={ids} but the module's parameters are on {device}; give one rank one device, the module's "
+            "own, or leave device_ids out"
+        )
+    return device

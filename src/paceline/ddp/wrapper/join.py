@@ -1,0 +1,316 @@
+"""``join``: ranks that run out of data shadow the others' steps until all have, after torch's Joinable protocol.
+
+    a rank that has data                          a rank that ran out
+    notify                                 ──►    count who is left
+    event: forward │ buffers │ layer │            the same collective, with nothing to contribute
+           backward │ end                  ──►
+    … until the step is over                      … until the step is over
+
+A rank that ran out learns from events what comes next (:mod:`paceline.ddp.agreement.join_events`): SyncBatchNorm's
+collectives are shadowed one by one. While every rank has data only the first event of a step is told.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+
+from paceline.core.state.unwrapping import Communicates
+from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.core.torch_internals.distributed.ddp import make_disabled_join
+from paceline.core.torch_internals.distributed.dtensor import local_of
+from paceline.ddp.agreement.join_events import Event, Message, Stage, decode, encode, event_number
+from paceline.ddp.agreement.layer_collectives import expect_shadowable
+from paceline.ddp.agreement.step_guard import StepGuard
+from paceline.ddp.consistency.buffer_sync import BufferSync
+from paceline.ddp.engine.reducer import Reducer
+from paceline.ddp.transport.channel import Channel
+from paceline.ddp.wrapper.replica import Replica
+
+
+@class_never_compiled
+class JoinedSteps:
+    """Tells ranks that ran out of data what comes next in the steps of one wrapper.
+
+    Args:
+        wrapper, channel, replica: the wrapper, in which ``Join`` notes whether it is enabled, and its parts.
+    """
+
+    channel: Channel
+    """That of the wrapper. Events travel on the group that it was made for."""
+    stage: Stage
+    """Where this rank is; ``IDLE`` outside ``join``."""
+    present: Sequence[int]
+    """Ranks of the group that had data when the step began; ``(0,)`` outside ``join``."""
+
+    def __init__(self, wrapper: Joinable, channel: Channel, replica: Replica) -> None:
+        self._wrapper = weakref.ref(wrapper)  # which holds this object
+        self.channel, self._replica = channel, replica
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the steps so far, when ``join`` begins or ends."""
+        self.stage, self.present = Stage.IDLE, (0,)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the wrapper is inside ``join``. Outside nobody has to be told anything."""
+        wrapper = self._wrapper()
+        return wrapper is not None and wrapper._join_config.enable
+
+    @property
+    def source(self) -> int:
+        """The rank whose buffers all ranks take over: the first that has data, rank 0 outside ``join``."""
+        return self.present[0]
+
+    def forward_begins(self) -> None:
+        """Begin a step, unless the forward is one more in a step that others shadow; only while it is active."""
+        if self.stage in (Stage.IDLE, Stage.ALL_HAVE_DATA):
+            self._open_step()
+
+    def tell(self, event: Event, layer: int = 0, code: int = 0) -> bool:
+        """Tell the ranks that ran out of a collective that comes next; returns whether there are any."""
+        if not self.is_active or self.stage is Stage.SHADOWING:
+            return self.stage is Stage.SHADOWING
+        ends = event in (Event.END, Event.LOCAL)
+        if self.stage is Stage.IDLE:
+            if ends:
+                return False
+            self._open_step()
+        if is_followed := self.stage is Stage.FOLLOWED:
+            self.exchange(Message(event, layer, code))
+        if ends:
+            self.stage = Stage.IDLE
+        return is_followed
+
+    def exchange(self, message: Message | None) -> Message | None:
+        """Collective: what the ranks that have data do next, and which these are; None for a rank that ran out."""
+        wrapper, channel = self._wrapper(), self.channel
+        assert wrapper is not None
+        values = encode(message, event_number(channel.name), channel.rank, channel.size)
+        vector = torch.tensor(values, device=wrapper.join_device)
+        # On the group of Join's own messages, where a wrapper whose turn it is not meets them, too. Collectives of
+        # layers and of communication hooks, which may be on it as well, come before or after it on all ranks alike.
+        dist.all_reduce(vector, dist.ReduceOp.MAX, group=wrapper.join_process_group)
+        message, self.present = decode(vector)
+        if message is not None and message.event is Event.FORWARD and len(self.present) < channel.size:
+            expect_shadowable(self._replica.module)
+        return message
+
+    def _open_step(self) -> None:
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        work = Join.notify_join_context(wrapper)
+        if work is not None:
+            work.wait()
+        self.exchange(Message(Event.FORWARD))
+        self.stage = Stage.ALL_HAVE_DATA if len(self.present) == self.channel.size else Stage.FOLLOWED
+
+
+class Announcement:
+    """Announces the collectives of one layer, as ``Communicates.announce``. A copy of the layer belongs to no join."""
+
+    def __init__(self, steps: JoinedSteps, layer: int) -> None:
+        self._steps, self._layer = steps, layer
+
+    def __call__(self, code: int) -> bool:
+        """Tell of the collective that `code` says."""
+        return self._steps.tell(Event.LAYER, self._layer, code)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle has ``None`` in its place."""
+        return _none, ()
+
+
+def _none() -> None:
+    """Stand for an announcement in a copy."""
+
+
+class Leaving(JoinHook):
+    """Ends ``join`` for a wrapper; all that is to be done in a world of one."""
+
+    def __init__(self, wrapper: Joinable) -> None:
+        self._wrapper = wrapper
+
+    def leave_step(self) -> None:
+        """This rank has left its loop, maybe in the middle of a step."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks have run out."""
+        self.end()
+
+    def end(self) -> None:
+        """Leave the wrapper as it was before ``join``; may be called twice."""
+        self._wrapper._join_config = make_disabled_join()
+
+
+class Shadow(Leaving):
+    """Takes part in the others' steps once this rank has run out of data, and in the end of ``join``.
+
+    Args:
+        wrapper, steps, reducer, buffers, replica: the wrapper in ``join``, and its parts.
+        layers: those whose collectives are told; see :func:`.layers_to_shadow`.
+        final_model: brings all ranks to one model at the end.
+        is_counted: whether a mean divides by this rank when it has run out.
+    """
+
+    def __init__(
+        self,
+        wrapper: Joinable,
+        steps: JoinedSteps,
+        reducer: Reducer,
+        buffers: BufferSync,
+        replica: Replica,
+        layers: Sequence[Communicates],
+        final_model: FinalModel,
+        *,
+        is_counted: bool,
+    ) -> None:
+        super().__init__(wrapper)
+        self._steps, self._reducer, self._buffers, self._replica = steps, reducer, buffers, replica
+        self._ledger = replica.ledger
+        self._final_model, self._is_counted = final_model, is_counted
+        steps.reset()
+        self._layers = layers  # a told event carries an index in it; empty after the end
+        for index, layer in enumerate(layers):
+            layer.announce = Announcement(steps, index)
+
+    def main_hook(self) -> None:
+        """Take part in one step of the ranks that have data, or in what is left of it."""
+        self._steps.stage = Stage.SHADOWING
+        self._ledger.status.joined = True
+        while (message := self._steps.exchange(None)) is not None and message.event is not Event.LOCAL:
+            if message.event is Event.BUFFERS:
+                self._buffers.exchange()
+            elif message.event is Event.LAYER:
+                self._layers[message.layer].shadow(message.code, self._wrapper.join_device)
+            elif message.event is Event.BACKWARD:
+                self._launch_without_data()
+            elif message.event is Event.END:
+                self._reducer.complete()  # a sharded optimizer in the same Join steps with these averages
+                return
+
+    def _launch_without_data(self) -> None:
+        """Hand in what was accumulated under ``no_sync`` and not averaged yet; what was averaged before is dropped."""
+        parameters = self._reducer.parameters
+        self._ledger.forget_dropped(parameters, in_backward=False)
+        if not self._ledger.local_backwards:
+            for parameter in parameters:
+                parameter.grad = None
+            self._ledger.contributes_nothing(counted=self._is_counted)
+        with torch.no_grad():
+            self._reducer.launch_all()
+
+    def leave_step(self) -> None:
+        """Go on with the step if this rank has left its loop in the middle of one that others shadow."""
+        self._reducer.settle_aborted()
+        if self._steps.stage is Stage.FOLLOWED:
+            self.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Collective, when all ranks have run out: agree on one model."""
+        group, device = self._wrapper.join_process_group, self._wrapper.join_device
+        source = self._final_model.agree(is_last_joiner, group, device)
+        self._wrapper._authoritative_rank = source  # type: ignore[attr-defined]
+        self.end()
+
+    def end(self) -> None:
+        """Leave the wrapper as it was before ``join``; may be called twice."""
+        super().end()
+        self._steps.reset()
+        if self._ledger.status.joined:
+            for parameter in self._replica.parameters():
+                parameter.grad = None  # of the others' data; the next backward would add to it
+        self._ledger.status.joined = False
+        for layer in self._layers:
+            layer.announce = None
+        self._layers = ()
+
+
+class FinalModel:
+    """The model from which all ranks go on after ``join``: that of a rank which ran out last.
+
+    Args:
+        channel: reaches all ranks.
+        replica: that of the wrapper.
+        buffers: those of the module, if forwards synchronize them; else each rank keeps its own.
+        guard: knows whether optimizers keep state.
+        optimizers: are brought up to date, too.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        replica: Replica,
+        buffers: BufferSync | None,
+        guard: StepGuard,
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        self._channel, self._replica, self._buffers = channel, replica, buffers
+        self._guard, self._optimizers = guard, optimizers
+
+    def agree(self, is_last_joiner: bool, group: dist.ProcessGroup, device: torch.device) -> int:
+        """Collective: go on from the model of one that ran out last, the highest of these ranks; returns which."""
+        status = self._replica.ledger.status
+        local_state = (is_last_joiner, status.forwards, status.optimizer_steps, self._guard.has_state())
+        states = self._channel.all_gather_object(local_state)
+        source = max(rank for rank, state in enumerate(states) if state[0])
+        tensors = [parameter.data for _, parameter in self._replica.watch.named_parameters()]
+        if self._buffers is not None:
+            tensors += self._buffers.taken_along()
+        self._channel.broadcast([local_of(tensor) for tensor in tensors], source)
+        stale = [rank for rank, state in enumerate(states) if state[2] != states[source][2]]
+        if stale and self._optimizers:
+            self._bring_up_to_date(source, group, device)
+        elif stale and states[source][3]:
+            _warn_of_stale_state(stale, [state[2] for state in states], source)
+        _, status.forwards, status.optimizer_steps, _ = states[source]
+        return source
+
+    def _bring_up_to_date(self, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        is_source = self._channel.rank == source
+        box: list[Any] = [[optimizer.state_dict() for optimizer in self._optimizers] if is_source else None]
+        broadcast = partial(dist.broadcast_object_list, box, group=group, group_src=source, device=device)
+        with self._channel.meeting():
+            self._channel.run("broadcast of optimizer state", broadcast)
+        if not is_source:
+            for optimizer, state in zip(self._optimizers, box[0], strict=True):
+                optimizer.load_state_dict(state)
+
+
+def _warn_of_stale_state(stale: list[int], steps: list[int], source: int) -> None:
+    where = ", ".join(f"rank {rank} after {steps[rank]}" for rank in stale)
+    warnings.warn(
+        f"data ran out on {where} of {steps[source]} optimizer steps, where the optimizer's state stays as it was, "
+        "so replicas will differ after the next step; give join(optimizers=[optimizer]) to bring it up to date",
+        stacklevel=4,
+    )
+
+
+class JoinOfOne(Join):
+    """torch's ``Join`` of one wrapper, which may also be left in the middle of a step, and leaves nothing behind."""
+
+    def __init__(self, wrapper: Joinable, enable: bool, throw: bool, options: dict[str, Any]) -> None:
+        super().__init__([wrapper], enable, throw, **options)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        (leaving,) = self._join_hooks
+        assert isinstance(leaving, Leaving)
+        try:
+            if kind is None and self._enable:
+                leaving.leave_step()
+            with warnings.catch_warnings():  # torch changes the filters of the whole process
+                super().__exit__(kind, error, trace)
+        finally:
+            leaving.end()

@@ -1,0 +1,281 @@
+"""The methods by which a training loop says when gradients are synchronized, and how much each micro-batch weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+
+from paceline.ddp.agreement.layer_collectives import layers_to_shadow
+from paceline.ddp.agreement.ledger import Positioned
+from paceline.ddp.agreement.step_guard import StepGuard
+from paceline.ddp.engine.interface import GradientEngine
+from paceline.ddp.options.config import Options
+from paceline.ddp.wrapper.connection import Connection
+from paceline.ddp.wrapper.join import FinalModel, JoinOfOne, Leaving, Shadow
+from paceline.ddp.wrapper.replica import Replica
+from paceline.errors import UsageError
+
+
+class SyncControl(Joinable):
+    """A base of the wrapper without state of its own; comes before torch's class."""
+
+    training: bool
+    device: torch.device
+    process_group: dist.ProcessGroup
+    forward_sync_buffers: bool
+    _has_joined: bool
+    _connection: Connection | None
+    _engine: GradientEngine
+    _guard: StepGuard
+    _options: Options
+    _replica: Replica
+
+    if TYPE_CHECKING:  # the wrapper's own
+
+        def parameters(self) -> Iterator[nn.Parameter]:
+            """The module's."""
+
+        def _count_forward(self, connection: Connection) -> bool:
+            """Count a forward that all ranks run."""
+
+    @property
+    def do_sync(self) -> bool:
+        """Whether a backward that starts now is synchronized."""
+        return self._engine.sync_enabled
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """torch's name for :attr:`do_sync`, which frameworks read and set."""
+        return self.do_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, enabled: bool) -> None:
+        self._engine.sync_enabled = enabled
+
+    def enable_grad_sync(self) -> None:
+        """Synchronize gradients in the backwards that start from now on."""
+        self._engine.sync_enabled = True
+
+    def disable_grad_sync(self) -> None:
+        """Accumulate gradients locally in the backwards that start from now on."""
+        self._engine.sync_enabled = False
+
+    @property
+    def check_finite(self) -> bool:
+        """Whether a gradient that holds NaN or Inf is an error on every rank; may be set, on all ranks alike."""
+        return self._options.check_finite
+
+    @check_finite.setter
+    def check_finite(self, enabled: bool) -> None:
+        self._options = replace(self._options, check_finite=enabled)
+        self._engine.check_finite(enabled)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards that start inside the block accumulate locally; the next one outside reduces the sum.
+
+        It is read when backward starts, so it may surround forward and backward, or backward alone.
+        """
+        self._engine.read_late()
+        before = self.do_sync
+        self.disable_grad_sync()
+        try:
+            yield
+        finally:
+            self._engine.sync_enabled = before
+
+    def sync_gradients(self) -> None:
+        """Average what ``p.grad`` holds, now and without a backward.
+
+        For a rank that has no data in a step in which the others run a backward, and after micro-batches that were all
+        run under :meth:`no_sync`. A parameter without a gradient counts as zero. A rank that ran no forward since
+        the last synchronization also takes part in the broadcast of buffers that belongs to a forward.
+
+        Raises:
+            DesyncError: if ranks differ in what must be equal everywhere.
+            CommunicationError: if a rank ended or did not come.
+        """
+        if (connection := self._connection) is not None:
+            self._engine.settle_aborted()
+            if self.training and self._replica.ledger.forwards_since_sync == 0:
+                if connection.joined_steps.is_active:
+                    connection.joined_steps.forward_begins()
+                self._count_forward(connection)
+        self._engine.synchronize()
+
+    def sync_buffers(self) -> bool:
+        """Make buffers equal to rank 0's now; returns whether there are any to sync.
+
+        After a synchronized backward they are equal already. Call it on all ranks where something else has changed
+        them, such as training forwards under ``no_grad`` that recompute running statistics.
+        """
+        return self._connection is not None and self._connection.buffers.synchronize()
+
+    def gradients_are_averaged(self) -> None:
+        """Let an optimizer step over gradients that were averaged over the ranks by hand, or made alike on all of them.
+
+        Such as by ``autograd.grad`` and ``all_reduce``, or from random numbers that are the same everywhere. Call it on
+        all ranks, after ``p.grad`` is set and before the step: it compares 64 bits of each gradient, which costs one
+        read of them and a small collective. What was counted for :meth:`weight` and :meth:`no_sync` is taken as used.
+
+        Raises:
+            UsageError: if a gradient is not the same on every rank; names it.
+            CommunicationError: if a rank ended or did not come.
+        """
+        self._engine.expect_equal()
+        self._replica.ledger.synchronized()
+
+    def weight(
+        self, weight: float | torch.Tensor, reduction: Literal["sum", "mean"] = "sum"
+    ) -> AbstractContextManager[None]:
+        """Surround a micro-batch whose loss is a *sum*, with the number of samples or tokens it sums over.
+
+        The gradient becomes Σ gradient / Σ weight over all ranks and micro-batches since the last synchronization,
+        which is the mean loss's gradient over the whole global batch however unevenly it is spread::
+
+            with model.weight(len(y)):
+                F.cross_entropy(model(x), y, reduction="sum").backward()
+
+        With ``reduction="mean"`` the loss inside is a *mean* over that number, as loss functions return by default.
+        Gradients of the wrapper's parameters are multiplied by it as they arrive, so the result is the same; one over
+        no items, which is NaN, counts as zero::
+
+            with model.weight(len(y), reduction="mean"):
+                F.cross_entropy(model(x), y).backward()
+
+        A mean without it would give gradients that are too small; the first backwards of a wrapper are looked at, and a
+        warning names the line if they start from one.
+
+        Set gradients to None (or zero) between weighted steps, as usual; an average that is kept is summed again.
+
+        Args:
+            weight: a count, or any number >= 0; a tensor of one element, too. The host does not wait for one on a GPU,
+                and so complains of a wrong one at the end of backward.
+            reduction: how the loss inside was made of its items.
+
+        Raises:
+            UsageError: if `weight` is negative or no finite number, or `reduction` neither of the two. In backward:
+                if one runs through the mean losses of several blocks, or through two wrappers that share parameters
+                and of which one has a mean.
+        """
+        if reduction not in ("sum", "mean"):
+            raise UsageError(f'model.weight(reduction=…) takes "sum" or "mean", not {reduction!r}')
+        self._engine.settle_aborted()  # which uses up the weights counted so far, so before this one is
+        if reduction == "mean":
+            self._replica.mean_losses.follow()
+        return self._replica.ledger.weigh(weight, is_mean=reduction == "mean")
+
+    # -- uneven inputs ------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> Join:
+        """Surround a training loop in which ranks may run out of data at different times, or have none at all.
+
+        A rank that leaves its loop takes part in the others' steps, SyncBatchNorm's collectives included, without
+        contributing; once all have left, every rank gets the model of the one that left last (the highest of these).
+
+        Args:
+            divide_by_initial_world_size: means without :meth:`weight` divide by all ranks (default), or only by those
+                that have data. Weighted means are those over all samples in any case.
+            enable: ``False`` turns it off.
+            throw_on_early_termination: raise ``RuntimeError`` on every rank as soon as one runs out.
+            optimizers: brought up to date as well at the end, on ranks that ran out early; without it momentum and
+                the like stay as they were at that rank's own last step, of which a warning tells.
+
+        Raises:
+            UsageError: once a rank has run out, if the model holds torch's own SyncBatchNorm.
+        """
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size, "optimizers": optimizers}
+        return JoinOfOne(self, enable, throw_on_early_termination, options)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``torch.distributed.algorithms.join.Join``; takes the keyword arguments of :meth:`join`."""
+        self._has_joined = True
+        self._engine.settle_aborted()
+        if dist.get_world_size(self.process_group) > 1:
+            self._engine.connected()  # all ranks come here, which may not be so in a copy's first backward
+        if (connection := self._connection) is None:
+            return Leaving(self)
+        final_model = FinalModel(
+            connection.channel,
+            self._replica,
+            connection.buffers if self.forward_sync_buffers else None,
+            self._guard,
+            tuple(kwargs.get("optimizers", ())),
+        )
+        return Shadow(
+            self,
+            connection.joined_steps,
+            connection.reducer,
+            connection.buffers,
+            self._replica,
+            layers_to_shadow(self._replica.module, self.process_group),
+            final_model,
+            is_counted=kwargs.get("divide_by_initial_world_size", True),
+        )
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the tensors of ``Join``'s own collectives."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group of ``Join``'s own collectives."""
+        return self.process_group
+
+    # -- costs --------------------------------------------------------------------------------------------------
+
+    @property
+    def gradient_bytes_per_step(self) -> int:
+        """Bytes of gradient that this rank hands to communication in one synchronized backward."""
+        return sum(self._engine.bucket_bytes())
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time that backwards have waited for communication at their end, in seconds, since the wrapper was made.
+
+        On a GPU it is the GPU's time, and the latest steps are not in it yet.
+        """
+        time = self._engine.exposed_time
+        return 0.0 if time is None else time.seconds
+
+    # -- checks -------------------------------------------------------------------------------------------------
+
+    def holds_local_gradients(self) -> bool:
+        """Whether gradients of micro-batches that ran under :meth:`no_sync` wait for their synchronization."""
+        if not self._replica.ledger.local_backwards:
+            return False
+        gradients = [parameter.grad for parameter in self.parameters()]
+        # They may have been dropped since, or set to zero.
+        return any(
+            gradient is not None and bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
+            for gradient in gradients
+        )
+
+    def expect_averaged(self, caller: str) -> None:
+        """Refuse, on behalf of `caller`, gradients that are not averages over the ranks.
+
+        Raises:
+            UsageError: says what was not synchronized, and the remedy.
+        """
+        self._engine.read_late()
+        self._guard.expect_whole(caller)
+
+    def watch(self, sampler: Positioned) -> None:
+        """Compare the sampler's epoch and position across ranks in every synchronized backward."""
+        self._replica.ledger.sampler = sampler

@@ -1,0 +1,296 @@
+"""Members of torch's class that frameworks read or call: each means the same here, or says that it cannot.
+
+The table is in docs/drop-in.md, and a test compares it with the installed torch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.core.state.unwrapping import plain_name
+from paceline.ddp.consistency.buffer_sync import runs_before_forward
+from paceline.ddp.engine.interface import GradientEngine
+from paceline.ddp.options.config import choose_group
+from paceline.ddp.transport.hook_signature import Hook
+from paceline.ddp.wrapper.replica import Replica
+from paceline.ddp.wrapper.torch_compat.copying import copied_state, expect_default_group, portable_state
+from paceline.ddp.wrapper.torch_compat.hooks import CommHook
+from paceline.errors import UsageError
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            f"DistributedDataParallel.{name} drives torch's own reducer, which Paceline does not have; docs/drop-in.md "
+            "lists what to use instead"
+        )
+
+    refuse.__name__ = name
+    refuse.__doc__ = "Part of torch's own reducer: raises UsageError."
+    return refuse
+
+
+class Face:
+    """Stands for ``model.reducer`` or ``model.logger``; has the methods that frameworks call, which do nothing."""
+
+    def __init__(self, name: str, *calls: str) -> None:
+        self._name, self._calls = name, calls
+
+    def __getattr__(self, attribute: str) -> Callable[..., None]:
+        if attribute.startswith("__") or attribute not in self._calls:
+            raise AttributeError(
+                f"model.{self._name} of Paceline has only {', '.join(self._calls) or 'its name'}, not {attribute}; "
+                "docs/drop-in.md lists what to use instead"
+            )
+        return _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """There is nothing to prepare: every backward finds out by itself."""
+
+
+class TorchMembers:
+    """Comes before torch's class among the wrapper's bases."""
+
+    module: nn.Module
+    device: torch.device
+    process_group: dist.ProcessGroup
+    static_graph: bool
+    find_unused_parameters: bool
+    gradient_as_bucket_view: bool
+    forward_sync_buffers: bool
+    device_ids: Any
+    output_device: Any
+    parameters_to_ignore: set[str]
+    _replica: Replica
+    _engine: GradientEngine
+    _comm_hook: CommHook
+
+    require_forward_param_sync = True
+    """Whether a training forward synchronizes buffers; frameworks set it."""
+    broadcast_bucket_size = 250 * 2**20
+    use_side_stream_for_tensor_copies = False
+    is_multi_device_module = False
+    _use_python_reducer = False
+    _has_joined = False
+    """Whether the wrapper was ever part of a ``join``."""
+    _authoritative_rank = 0
+    """The rank whose model all ranks got when the last ``join`` ended."""
+    reducer = Face("reducer", "prepare_for_backward", "prepare_for_forward", "_rebuild_buckets")
+    logger = Face("logger")
+
+    lazy_bucket_allocation = False
+    _require_manual_backward_finalization = False
+    should_finalize_after_backward = False
+    """As in torch where manual finalization is off, which it is always."""
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Always ``False``: every backward ends with the averages in place. Setting it to ``True`` is refused."""
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            raise UsageError(
+                f"require_manual_backward_finalization={required!r} is not supported: every backward of Paceline ends "
+                "with the averages in p.grad; leave it out, and finalize_backward() with it"
+            )
+
+    # -- communication hooks ------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let ``hook(state, bucket)`` take the place of the all-reduce of every bucket, with torch's contract.
+
+        The bucket holds this rank's own gradients. The hook returns a future of what they become, which by contract is
+        the mean over the ranks; with :meth:`weight` it is then multiplied by N/Σw. Hooks are called in the same order
+        on every rank, also in a world of one, on all buckets in each synchronized backward, and on a rank without
+        gradients with zeros. Late gradients (reentrant checkpointing) are averaged without the hook.
+
+        Call it on all ranks alike, between steps, and once.
+
+        Raises:
+            HookError: if `hook` is not callable or its signature is not that of a hook. In backward: if it raises,
+                or returns something else than a future of one tensor like ``bucket.buffer()``.
+            UsageError: if there is a hook already.
+            DesyncError: in backward, if the hook failed on another rank.
+        """
+        self._comm_hook.register(self._engine, state, hook)
+
+    @property
+    def comm_hook_state(self) -> object:
+        """The state that :meth:`register_comm_hook` was given; None without a hook."""
+        return self._comm_hook.state
+
+    @property
+    def _comm_hooks(self) -> list[tuple[Hook, object]]:
+        return self._comm_hook.registered
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Register torch's ``ALLREDUCE`` or ``FP16_COMPRESS``."""
+        self._comm_hook.register_builtin(self._engine, comm_hook_type)
+
+    def _register_fused_optim(
+        self, optim: type[torch.optim.Optimizer], *args: Any, optim_params: Any = None, **kwargs: Any
+    ) -> None:
+        """Have `optim` step each bucket's parameters as soon as their gradients are reduced, as torch does it."""
+        self._comm_hook.register_fused_optimizer(self._engine, optim, args, optim_params, kwargs)
+
+    # -- copies and pickles -------------------------------------------------------------------------------------
+
+    def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
+        """Begin with the attributes of another wrapper."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the wrapper, on this rank alone; a copy that is trained connects to its peers in its first backward."""
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied._revive(copied_state(self, memo), self.process_group)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle holds: neither process group nor buckets; the world that loads it gives its own.
+
+        Raises:
+            UsageError: if the wrapper averages over a group other than the default one, as in torch.
+        """
+        expect_default_group(self.process_group)
+        return portable_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Come back from a pickle, over the default process group."""
+        self._revive(state, choose_group(None, None))
+
+    # -- what frameworks read and call --------------------------------------------------------------------------
+
+    def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's, whose gradients are whole from now on, where ranks read late what the others reported."""
+        self._read_late()
+        return super().named_parameters(*arguments, **options)  # type: ignore[misc,no-any-return]
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """The module's, with torch's prefix ``module.``."""
+        self._read_late()
+        return super().state_dict(*arguments, **options)  # type: ignore[misc]
+
+    def _read_late(self) -> None:
+        if (engine := vars(self).get("_engine")) is not None:  # none while the wrapper is made
+            engine.read_late()
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device that the module lives on."""
+        return self.device.type
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are synchronized, by name."""
+        return self._replica.buffers.named()
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are synchronized."""
+        return list(self._replica.buffers.named().values())
+
+    @property
+    def _module_parameters(self) -> list[nn.Parameter]:
+        named = self.module.named_parameters()
+        return [parameter for name, parameter in named if name not in self.parameters_to_ignore]
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether a training forward synchronizes buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and len(self._replica.buffers) > 0
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        return runs_before_forward(getattr(self, "buffer_hook", None)) and self.will_sync_module_buffers()
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        return self.will_sync_module_buffers() and not self._check_sync_bufs_pre_fwd()
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("static_graph is set already, which changes nothing here in any case", stacklevel=2)
+        self.static_graph = True
+
+    def _check_reducer_finalized(self) -> None:
+        self._engine.expect_idle()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return those of torch's entries that are known here, under torch's names."""
+        parameters = self._module_parameters
+        return {
+            "module_name": type(self.module).__name__,
+            "backend_name": dist.get_backend(self.process_group),
+            "dtypes": ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})),
+            "device_ids": "" if self.device_ids is None else ", ".join(map(str, self.device_ids)),
+            "bucket_sizes": ", ".join(map(str, self._engine.bucket_bytes())),
+            "world_size": dist.get_world_size(self.process_group),
+            "rank": dist.get_rank(self.process_group),
+            "iteration": self._replica.ledger.synchronizations,
+            "num_parameter_tensors": len(parameters),
+            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "can_set_static_graph": 1,
+            "join_uneven_inputs": self._has_joined,
+            "has_error": 0,
+        }
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise UsageError(f"the sample rate of runtime logging must be at least 1, not {sample_rate}")
+
+    def _remove_autograd_hooks(self) -> None:
+        """Let go of the module, so that another wrapper can take it."""
+        self._engine.read_late()
+        self._engine.close()
+
+    def _set_sparse_metadata(self, global_unique_ids: object) -> None:
+        """Nothing: which rows are touched is found out in each step."""
+
+    def _sync_buffers(self) -> None:
+        self.sync_buffers()
+
+    def sync_buffers(self) -> bool:
+        """The wrapper's own."""
+        raise NotImplementedError
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        raise err_type(err_msg)
+
+    _delayed_all_reduce_hook = _refusing("_delayed_all_reduce_hook")
+    _register_delay_all_reduce_hook = _refusing("_register_delay_all_reduce_hook")
+    _register_accum_grad_hook = _refusing("_register_accum_grad_hook")
+    _setup_in_backward_optimizers = _refusing("_setup_in_backward_optimizers")
+    _fire_reducer_autograd_hook = _refusing("_fire_reducer_autograd_hook")
+    _root_copy_hook = _refusing("_root_copy_hook")
+    _module_wait_for_copy_hook = _refusing("_module_wait_for_copy_hook")
+    _ddp_init_helper = _refusing("_ddp_init_helper")
+    _build_params_for_reducer = _refusing("_build_params_for_reducer")
+    _build_debug_param_to_name_mapping = _refusing("_build_debug_param_to_name_mapping")
+    _lazy_init = _refusing("_lazy_init")
+    _clear_grad_buffer = _refusing("_clear_grad_buffer")
+    _pre_forward = _refusing("_pre_forward")
+    _post_forward = _refusing("_post_forward")
+    _passing_sync_batchnorm_handle = _refusing("_passing_sync_batchnorm_handle")
+    _update_process_group = _refusing("_update_process_group")
+    _assign_modules_buffers = _refusing("_assign_modules_buffers")
+    _check_manual_backward_finalization_supported = _refusing("_check_manual_backward_finalization_supported")
+    finalize_backward = _refusing("finalize_backward")
+
+
+def accept_bare_keys(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Let ``load_state_dict`` take keys without ``module.``, as checkpoints and ``unwrap(model)`` write them."""
+    for name in model.state_dict():
+        bare, wanted = prefix + plain_name(name.removeprefix("module.")), prefix + name
+        if bare in state_dict and wanted not in state_dict:
+            state_dict[wanted] = state_dict.pop(bare)

@@ -1,0 +1,69 @@
+"""``mixed_precision``: computation in a low precision, weights and their gradients in full, as torch DDP's own.
+
+During forward every parameter is replaced by a copy in the low precision, made by an operation that autograd knows; so
+gradients arrive at the parameters in their own dtype. What travels is cast by the buckets (``reduce_dtype``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.core.torch_internals.distributed.ddp import MixedPrecision, cast_inputs, replace_parameters
+from paceline.ddp.options.config import check_reduce_dtype
+from paceline.errors import UsageError
+
+
+class LowPrecision:
+    """Casts a module and its inputs as a ``_MixedPrecision`` asks; buffers at once and for good, as in torch.
+
+    Activation checkpointing inside the module is not possible with it: the recomputation in backward meets the
+    parameters in full precision, and torch raises. Use ``torch.autocast`` there.
+
+    Raises:
+        UsageError: if `policy` is none of torch's, or `reduce_dtype` is given twice.
+    """
+
+    reduce_dtype: torch.dtype | None
+    """The dtype in which gradients are summed; None for each parameter's own."""
+
+    def __init__(self, policy: Any, reduce_dtype: torch.dtype | None) -> None:
+        if not isinstance(policy, MixedPrecision):
+            raise UsageError(
+                f"DistributedDataParallel(mixed_precision={policy!r}) takes torch.nn.parallel.distributed."
+                "_MixedPrecision; for autocast, put torch.autocast around forward and leave it out"
+            )
+        if policy.reduce_dtype is not None and reduce_dtype is not None:
+            raise UsageError("give reduce_dtype to DistributedDataParallel or to its mixed_precision, not to both")
+        self._dtype, self._buffer_dtype = policy.param_dtype, policy.buffer_dtype
+        self.reduce_dtype = check_reduce_dtype(policy.reduce_dtype or reduce_dtype or policy.param_dtype)
+
+    def cast_buffers(self, module: nn.Module, ignored: set[str]) -> None:
+        """Cast floating-point buffers in place."""
+        for name, buffer in module.named_buffers():
+            if self._buffer_dtype is not None and buffer.is_floating_point() and name not in ignored:
+                buffer.data = buffer.to(self._buffer_dtype)
+
+    def cast_inputs(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return a forward's inputs, with their floating-point tensors in the low precision."""
+        return cast_inputs(self._dtype, inputs, kwargs)
+
+    def cast_parameters(self, module: nn.Module, ignored: set[str]) -> AbstractContextManager[Any]:
+        """Surround a forward in which parameters are in the low precision; tied ones stay tied."""
+        if self._dtype is None:
+            return nullcontext()
+        named = module.named_parameters()
+        cast = {name: p.to(self._dtype) for name, p in named if p.is_floating_point() and name not in ignored}
+        return replace_parameters(module, cast)
+
+
+def low_precision(policy: Any, reduce_dtype: torch.dtype | None) -> tuple[LowPrecision | None, torch.dtype | None]:
+    """Return what casts to the low precision of `policy`, if that is not None, and the dtype to sum gradients in."""
+    if policy is None:
+        return None, reduce_dtype
+    casts = LowPrecision(policy, reduce_dtype)
+    return casts, casts.reduce_dtype

@@ -1,0 +1,328 @@
+"""``DistributedDataParallel``: a module that trains as one replica among many.
+
+``forward`` synchronizes buffers if that is due and hooks its outputs; backward hands complete buckets to communication
+while it runs; at its end ``p.grad`` is the average over the ranks; the optimizer steps. README.md in this folder shows
+such a step in ten stages, whose numbers stand in the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Joinable
+
+from paceline.core.state.buckets import FIRST_CAPACITY
+from paceline.core.telemetry import spans as tracing
+from paceline.core.telemetry.failpoints import strike
+from paceline.core.telemetry.spans import FORWARD, Recorder
+from paceline.core.torch_internals.autograd import is_in_backward
+from paceline.core.torch_internals.compile import call_module, compiled_below, never_compiled
+from paceline.core.torch_internals.distributed.ddp import move_inputs
+from paceline.ddp.agreement.step_guard import StepGuard
+from paceline.ddp.engine.backward.pending_forwards import tensors_in
+from paceline.ddp.engine.interface import GradientEngine
+from paceline.ddp.engine.lazy_engine import DormantEngine
+from paceline.ddp.engine.parameters.module_changes import Named
+from paceline.ddp.engine.reducer import Reducer
+from paceline.ddp.engine.single_rank import SingleRankEngine
+from paceline.ddp.options.config import (
+    Algorithm,
+    InitSync,
+    NcclOptions,
+    Options,
+    UnusedParameters,
+    choose_group,
+    expect_nccl,
+)
+from paceline.ddp.options.module_checks import check_devices, check_initialized
+from paceline.ddp.wrapper.averaging import enter
+from paceline.ddp.wrapper.connection import Connection, connect, while_alive
+from paceline.ddp.wrapper.replica import Replica
+from paceline.ddp.wrapper.sync_control import SyncControl
+from paceline.ddp.wrapper.torch_compat.hooks import CommHook
+from paceline.ddp.wrapper.torch_compat.members import TorchMembers, accept_bare_keys
+from paceline.ddp.wrapper.torch_compat.mixed_precision import LowPrecision, low_precision
+
+
+class DistributedDataParallel(  # type: ignore[misc, override]
+    SyncControl, TorchMembers, nn.parallel.DistributedDataParallel
+):
+    """Replicates `module` over the ranks of a process group and averages gradients during backward.
+
+    A drop-in for ``torch.nn.parallel.DistributedDataParallel``, of which it is a subclass so that frameworks that ask
+    for that class find it; none of its machinery is used. Every argument of torch's is taken, in torch's order. Those
+    that choose what is always so here change nothing: ``find_unused_parameters``, ``gradient_as_bucket_view``,
+    ``static_graph``, ``batched_grad_copy``, ``check_reduction``. What each means here is in docs/drop-in.md.
+
+    Gradients equal those of one process on the whole global batch: for a mean loss and equal slices as torch's do, and
+    for slices of any size with :meth:`weight` around a summed loss. A parameter for which no rank has a gradient keeps
+    ``grad is None``.
+
+    Call the wrapper, not ``model.module``: only backwards through a forward of the wrapper are synchronized. An
+    optimizer step over gradients of which none was averaged is refused. Several wrappers may share parameters, whose
+    gradient is the sum of what each of them averages.
+
+    Args:
+        module: the module to replicate, on its device already; the same on every rank.
+        device_ids: for a module on one GPU, that GPU; inputs are moved there. ``None`` for the CPU.
+        broadcast_buffers: send rank 0's buffers to all ranks at the end of synchronized backwards (default), or not.
+        init_sync: ``True`` broadcasts rank 0's parameters and buffers, after checking that names, shapes and dtypes
+            are equal everywhere; ``"verify"`` raises unless the values are equal, too; ``False`` does neither.
+        process_group: the ranks to average over; by default all.
+        bucket_cap_mb: bucket capacity in MiB.
+        bucket_cap_mb_list: capacity of the first, second, … bucket to be launched, in MiB.
+        forward_sync_buffers: torch's new name for `broadcast_buffers`; wins over it.
+        lazy_bucket_allocation: ``False`` only, with every torch: buckets are what ``p.grad`` lies in, and stay.
+        unused_parameters: what to do where a parameter has no gradient on some rank, as it was not used: ``"warn"``
+            once for each by name and rank, on rank 0; ``"error"`` on every rank; ``"allow"``, as also with
+            ``find_unused_parameters=True`` or ``static_graph=True``. The average is right in any case.
+        mixed_precision: torch's ``_MixedPrecision``: the forward computes with copies of parameters and inputs in its
+            ``param_dtype``; gradients keep the parameters' dtype and travel in its ``reduce_dtype``. Not together with
+            activation checkpointing; ``torch.autocast`` needs no argument.
+        check_finite: raise :class:`~paceline.errors.NonFiniteGradient`, on every rank in the same step, if a rank's
+            gradient holds NaN or Inf. Costs one read of the gradients. Leave it off with a GradScaler.
+        reduce_dtype: dtype of the buckets, and so of what travels and is summed, where it is not to be each
+            parameter's own: ``torch.float32`` for exact means of bf16 gradients, bf16 or fp16 for half the bytes.
+            Gradients keep the parameters' dtype, in memory of their own beside the buckets. In fp16 the gradient of
+            a rank's summed loss must not overflow; bf16 has the range for it.
+        check_replicas_every: compare parameters, optimizer state and broadcast buffers between ranks once in so many
+            optimizer steps, bit by bit through fingerprints; a difference raises
+            :class:`~paceline.errors.ReplicaMismatch` on every rank. Costs one read of them.
+        algorithm: ``"ring"``, ``"tree"``, ``"halving-doubling"`` or ``"hierarchical"`` sums the buckets by that one of
+            :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
+            nothing, and two such wrappers must come in the same order on every rank. By default the backend's own.
+        nccl: :class:`~paceline.ddp.NcclOptions`, for models on GPUs: registered memory, a stream of high priority.
+        recorder: records spans of each step while it is on; by default the process's, ``paceline.core.telemetry.spans.recorder``.
+
+    Raises:
+        UsageError: for arguments that are wrong or not supported.
+        ReplicaMismatch: if the models differ between ranks; names the parameter and the rank.
+        WorldError: without a process group; call :func:`paceline.init` first.
+    """
+
+    module: nn.Module
+    """The user's module; another may be assigned, which the next backward notices."""
+    process_group: dist.ProcessGroup
+    """The ranks to average over."""
+    device: torch.device
+    """Where the parameters were when the module was wrapped."""
+    parameters_to_ignore: set[str]
+    """Names of parameters and buffers that are each rank's own; grows with names that the module adds."""
+
+    _options: Options
+    """Settings, checked; only ``check_finite`` changes."""
+    _low_precision: LowPrecision | None
+    """Casts the module in each forward; None without ``mixed_precision``."""
+    _input_device: torch.device | None
+    """Where inputs are moved to; None to leave them where they are."""
+    _recorder: Recorder
+    """Records the spans of each step."""
+    _replica: Replica
+    """Knows the parameters and buffers that are synchronized."""
+    _connection: Connection | None
+    """Reaches the other ranks; None in a world of one, and in a copy until it is trained."""
+    _engine: GradientEngine
+    """Averages gradients; the connection's reducer if there is a connection."""
+    _guard: StepGuard
+    """Refuses optimizer steps over gradients that were not averaged."""
+    _comm_hook: CommHook
+    """Registers a communication hook with the engine."""
+
+    # -- construction -------------------------------------------------------------------------------------------
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: list[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: InitSync = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+        *,
+        unused_parameters: UnusedParameters = "warn",
+        check_finite: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+        check_replicas_every: int | None = None,
+        algorithm: Algorithm | None = None,
+        nccl: NcclOptions | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
+        Joinable.__init__(self)
+        self._low_precision, reduce_dtype = low_precision(mixed_precision, reduce_dtype)
+        self._options = Options.checked(
+            init_sync=init_sync,
+            capacity=(bucket_cap_mb, bucket_cap_mb_list),
+            unused=(unused_parameters, find_unused_parameters or static_graph or skip_all_reduce_unused_params),
+            check_finite=check_finite,
+            reduce_dtype=reduce_dtype,
+            algorithm=algorithm,
+            check_replicas_every=check_replicas_every,
+            delayed=(delay_all_reduce_named_params, param_to_hook_all_reduce),
+            buffer_sync=(broadcast_buffers, forward_sync_buffers),
+            lazy_buckets=lazy_bucket_allocation,
+            nccl=nccl,
+        )
+        self._look_at(module)
+        self._input_device = check_devices(device_ids, output_device, self.device)
+        self.process_group = choose_group(process_group, device_mesh)
+        self._recorder, self.device_mesh, self.device_ids = recorder or tracing.recorder, device_mesh, device_ids
+        self.output_device, self.dim, self.mixed_precision = output_device, dim, mixed_precision
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.gradient_as_bucket_view, self.batched_grad_copy = gradient_as_bucket_view, batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+        self.bucket_bytes_cap_list = list(self._options.capacities if bucket_cap_mb_list else ())
+        self.bucket_bytes_cap = max(self._options.capacities[-1], FIRST_CAPACITY)  # torch.compile refuses less
+        self._begin()
+
+    def _look_at(self, module: nn.Module) -> None:
+        """Find what is to be synchronized, and refuse a module with which that is not possible."""
+        self.module = module
+        check_initialized(module)
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        if self._low_precision is not None:
+            self._low_precision.cast_buffers(module, self.parameters_to_ignore)
+        self._replica = Replica(self._modules, self.parameters_to_ignore, self._options.delayed)
+        self.device, self.forward_sync_buffers = self._replica.device, self._options.syncs_buffers
+        self.register_load_state_dict_pre_hook(accept_bare_keys)  # type: ignore[no-untyped-call]
+
+    def _begin(self, *, is_copy: bool = False) -> None:
+        """Begin to average: among the ranks, which all call this; alone in a world of one; as a copy, not yet."""
+        expect_nccl(self._options.nccl, self.device, self.process_group)
+        self._comm_hook = CommHook(self.process_group, self._replica, self._options)
+        self._connection = None
+        replica, checked = self._replica, self._options.check_finite
+        callbacks = while_alive(self._take_over), while_alive(self._connect)
+        if dist.get_world_size(self.process_group) == 1:
+            self._average_with(SingleRankEngine(replica.trained, replica.ledger, checked, replica.watch, *callbacks))
+        elif is_copy:
+            self._average_with(DormantEngine(replica.watch, replica.ledger, *callbacks))
+        else:
+            self._connect(makes_equal=True)
+        enter(self)
+
+    def _connect(self, *, makes_equal: bool = False) -> Reducer:
+        """Reach the other ranks; without `makes_equal` for a copy, or for a communication hook in a world of one."""
+        on_change = while_alive(self._take_over)
+        self._connection = connect(
+            self, self._replica, self._options, self._recorder, on_change, makes_equal=makes_equal
+        )
+        self._average_with(self._connection.reducer)
+        return self._connection.reducer
+
+    def _average_with(self, engine: GradientEngine) -> None:
+        self._engine = engine
+        watched = self._replica.parameters(), self._replica.ledger, engine.local_gradient, self._recorder
+        self._guard = StepGuard(*watched, while_alive(engine.read_late))
+
+    def _take_over(self, named: Named, averaged: bool) -> None:
+        """Guard steps over the parameters `named`, which came after wrapping, and have them `averaged` if so."""
+        self._guard.guard(parameter for _, parameter in named)
+        if averaged:
+            if self._low_precision is not None:
+                self._low_precision.cast_buffers(self.module, self.parameters_to_ignore)
+            self._replica.take_over(named)
+
+    def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
+        """Begin with the attributes of another wrapper; for copies and pickles."""
+        nn.Module.__setstate__(self, state)
+        self.process_group, self._recorder = group, tracing.recorder
+        self._replica = Replica(self._modules, self.parameters_to_ignore, self._options.delayed)
+        self.device = self._replica.device
+        self._begin(is_copy=True)
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    @compiled_below
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module's forward; with gradients enabled, its outputs are hooked for backward."""
+        if self._input_device is not None:
+            inputs, kwargs = move_inputs(inputs, kwargs, self._input_device)
+        if not torch.is_grad_enabled():
+            return self._call_module(None, inputs, kwargs)
+        on_local = self._begin_forward()
+        with self._recorder.span(FORWARD):
+            output = self._call_module(self, inputs, kwargs)
+        self._end_forward(output, on_local)
+        return output
+
+    @compiled_below
+    def _call_module(self, wrapper: Any, inputs: Any, kwargs: Any) -> Any:
+        if self._low_precision is None:
+            return call_module(wrapper, self.module, inputs, kwargs)
+        inputs, kwargs = self._low_precision.cast_inputs(inputs, kwargs)
+        with self._low_precision.cast_parameters(self.module, self.parameters_to_ignore):
+            return call_module(wrapper, self.module, inputs, kwargs)
+
+    @never_compiled
+    def _begin_forward(self) -> Callable[[], None]:
+        """Do what has to happen on all ranks before a forward; returns what undoes its count."""
+        # 1. forward begins: buffers are synchronized if that is due
+        strike("forward")
+        if not self.training or (connection := self._connection) is None:
+            return _nothing
+        connection.channel.expect_open()
+        if not is_in_backward():  # not while a checkpoint is recomputed inside backward
+            self._engine.settle_aborted()
+        if connection.joined_steps.is_active:
+            connection.joined_steps.forward_begins()
+        if not self.do_sync:
+            return _nothing
+        # A forward whose buffers travel counts, whatever its backward does.
+        return _nothing if self._count_forward(connection) else self._replica.ledger.take_back_forward()
+
+    def _count_forward(self, connection: Connection) -> bool:
+        """Count a forward that all ranks run; returns whether its buffers travel."""
+        travels = self.will_sync_module_buffers()
+        self._replica.ledger.forward(broadcasts=travels)
+        connection.buffers.forward_begins(travels=travels)
+        return travels
+
+    @never_compiled
+    def _end_forward(self, output: Any, on_local: Callable[[], None]) -> None:
+        # 2. outputs are hooked: backward will reach them first
+        self._engine.hook_outputs(tensors_in(output), on_local)
+        if self._connection is not None and self.training and self.do_sync:
+            self._connection.buffers.forward_ends()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def bucket_layout(self) -> list[list[str]]:
+        """Return the names of the parameters in each bucket, in the order of launch; empty in a world of one."""
+        self._engine.read_late()
+        return self._engine.named_layout()
+
+    def load_bucket_layout(self, layout: list[list[str]]) -> None:
+        """Rebuild the buckets as :meth:`bucket_layout` gave them; on all ranks alike.
+
+        A layout from a world of one says nothing, and a world of one needs none.
+
+        Raises:
+            CheckpointMismatch: if it does not fit this model.
+        """
+        if layout:
+            self._engine.restore_layout(layout)
+
+
+def _nothing() -> None:
+    """Undo nothing, for a forward that cannot be taken back."""

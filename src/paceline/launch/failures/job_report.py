@@ -1,0 +1,161 @@
+"""The report of a job as JSON, for ``paceline run --report FILE``: how it ended, and each failure on the way.
+
+    ok          true or false; null while the job runs, and for ever if the launcher is killed
+    exit_code   of the launcher; null like ``ok``
+    restarts    how often all ranks were started again so far
+    steps_redone
+                completed optimizer steps that had to be computed again after failures, as Checkpointers count them
+    rescued_from
+                where the last restart went on from: "memory" or "disk"; null for the beginning, and without restarts
+    failures    for each start of the ranks that failed, in order:
+        attempt     0 for the first start
+        time        when the first rank failed, in seconds since the epoch
+        summary     the sentence that the launcher prints
+        first       the rank that failed first, or caused the failure by leaving early or not coming; null if unknown
+        others      the other ranks that were known to end, in order
+
+Every rank has ``rank``, ``host``, ``kind``, ``exit_code`` or ``signal``, ``out_of_memory``, ``exception`` with ``type``
+and ``message``, ``traceback``, ``step`` (the job's, from 1), ``phase``, ``phase_seconds``, ``bucket``, ``hang`` and
+``stacks``; null where there is no such thing. ``kind`` says how it ended: ``exception``, ``signal`` or ``exit
+code`` by itself, ``hang`` by the launcher because it made no progress, ``consequence`` by one of these because of
+another rank, ``left`` without an error, ``absent`` when it kept the others waiting, and ``stopped`` by the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.core.output.files import check_file, write_file
+from paceline.errors import UsageError
+from paceline.launch.failures.root_cause import End, failures, headline, missed
+from paceline.launch.rank.failure_record import Record
+
+OPTION = "--report"
+_CLASS = re.compile(r"([A-Za-z_][\w.]*): ?(.*)", re.DOTALL)
+
+
+class JobReport:
+    """The report, written when the job begins, after each failure, and when it has ended.
+
+    Args:
+        file: where to; None for nowhere.
+        say: tells the user that it cannot be written any more.
+
+    Raises:
+        UsageError: if it cannot be written now.
+    """
+
+    def __init__(self, file: str | None, say: Callable[[str], None]) -> None:
+        check_file(OPTION, file)
+        self._file, self._say = file, say
+        self._failures: list[dict[str, Any]] = []
+        self._restarts = 0
+        self._steps_redone = 0
+        self._rescued_from: str | None = None
+        self._write(None)
+
+    def failed(self, ends: Sequence[End]) -> None:
+        """Add that a start of the ranks ended so."""
+        self._failures.append({"attempt": self._restarts} | failure_of(ends, platform.node()))
+        self._write_late(None)
+
+    def note_progress(self, steps_redone: int, rescued_from: str | None) -> None:
+        """Note what the ranks of the present start have told so far."""
+        self._steps_redone, self._rescued_from = steps_redone, rescued_from
+
+    def restarted(self) -> None:
+        """Count that all ranks are started again."""
+        self._restarts += 1
+        self._write_late(None)
+
+    def end(self, exit_code: int) -> int:
+        """Write how the job ended; returns the exit code, which is 2 instead of 0 if that cannot be written."""
+        return exit_code if self._write_late(exit_code) else exit_code or 2
+
+    def _write_late(self, exit_code: int | None) -> bool:
+        try:
+            self._write(exit_code)
+        except UsageError as error:
+            self._say(f"error: {error}")
+            return False
+        return True
+
+    def _write(self, exit_code: int | None) -> None:
+        content = {
+            "ok": None if exit_code is None else exit_code == 0,
+            "exit_code": exit_code,
+            "restarts": self._restarts,
+            "steps_redone": self._steps_redone,
+            "rescued_from": self._rescued_from if self._restarts else None,
+            "failures": self._failures,
+        }
+        write_file(OPTION, self._file, json.dumps(content, indent=2) + "\n")
+
+
+def failure_of(ends: Sequence[End], host: str) -> dict[str, Any]:
+    """Return the entry about the failure of ranks on `host` that ended so."""
+    failed, early = failures(ends), missed(ends)
+    first = next(iter(early or failed), None)
+    entries = {end.rank: _entry(end, _kind(end, first, early), host) for end in ends}
+    return {
+        "time": first.when if first else None,
+        "summary": headline(ends),
+        "first": entries.pop(first.rank) if first else None,
+        "others": [entries[rank] for rank in sorted(entries)],
+    }
+
+
+def _kind(end: End, first: End | None, early: Sequence[End]) -> str:
+    if end.has_left:
+        return "left"
+    if end.stopped and end.record is None:
+        return "absent" if end in early else "stopped"
+    if end.suspicion and end is not first:
+        return "consequence"
+    if end.hang:
+        return "hang"
+    if end.record is not None:
+        return "exception"
+    return "signal" if end.code < 0 else "exit code"
+
+
+def _entry(end: End, kind: str, host: str) -> dict[str, Any]:
+    state, has_code = end.state, not end.stopped and end.code >= 0
+    return {
+        "rank": end.rank,
+        "host": host,
+        "kind": kind,
+        "exit_code": end.code if has_code else None,
+        "signal": _signal(end),
+        "out_of_memory": end.lacked_memory if end.code == -signal.SIGKILL and not end.stopped else None,
+        "exception": exception_of(end.record) if end.record else None,
+        "traceback": end.record.trace if end.record else None,
+        "step": state.step if state else None,
+        "phase": state.phase if state else None,
+        "phase_seconds": round(state.seconds, 6) if state else None,
+        "bucket": state.bucket if state else None,
+        "hang": end.hang or None,
+        "stacks": end.stacks or None,
+    }
+
+
+def _signal(end: End) -> str | None:
+    if end.stopped or end.hang or end.code >= 0:
+        return None
+    try:
+        return signal.Signals(-end.code).name
+    except ValueError:
+        return str(-end.code)
+
+
+def exception_of(record: Record) -> dict[str, str | None]:
+    """Return the class, where it is known, and the message of the exception that a rank recorded."""
+    if record.usage:
+        return {"type": "UsageError", "message": record.message}
+    found = _CLASS.fullmatch(record.message)
+    return {"type": found[1] if found else None, "message": found[2] if found else record.message}

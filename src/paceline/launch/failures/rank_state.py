@@ -1,0 +1,90 @@
+"""The state of a rank when a job failed: plain values from its black box, and the words for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
+from paceline.core.telemetry.flight_record import Snapshot
+
+UNWINDING_S = 5.0
+"""How long before a rank's failure its exception may have left the phase that it comes from."""
+_DOING = {
+    "loop": "in the script's own code",
+    "data wait": "waiting for data",
+    "wait": "waiting for gradients",
+    "bucket wait": "waiting for gradients",
+    "checkpoint": "saving a checkpoint",
+    "collective": "in a collective",
+    "optimizer": "in the optimizer",
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """The step and the phase of a rank at one moment."""
+
+    completed: int | None
+    """The job's last completed step; None where nobody has told it."""
+    phase: str | None = None
+    """One of :data:`paceline.core.telemetry.flight_record.PHASES`; None before the first."""
+    seconds: float = 0.0
+    """How long it had been in the phase."""
+    bucket: int | None = None
+    """The bucket that it waited for."""
+
+    @property
+    def step(self) -> int | None:
+        """The number of the job's step under way; the first is 1."""
+        return None if self.completed is None else self.completed + 1
+
+    @property
+    def _step(self) -> str:
+        return "no known step" if self.step is None else f"step {self.step}"
+
+    @property
+    def moment(self) -> str:
+        """Text for the rank that failed, such as "in step 41, backward, for 0.3 s"."""
+        if self.phase is None:
+            return "before its first step"
+        phase = _DOING["loop"] if self.phase == "loop" else self.phase
+        bucket = "" if self.bucket is None else f" {self.bucket}"
+        return f"in {self._step}, {phase}{bucket}, for {_seconds(self.seconds)}"
+
+    @property
+    def doing(self) -> str:
+        """Text for the other ranks, the same for those that do the same."""
+        if self.phase is None:
+            return "had not begun the first step"
+        return f"{_DOING.get(self.phase, f'in {self.phase}')} in {self._step}"
+
+
+NOT_BEGUN = State(None)
+
+
+def state_of(snapshot: Snapshot | None, moment: float, raised: bool = True) -> State:
+    """Return the state at `moment`, on ``time.monotonic``, of the rank whose box says `snapshot`.
+
+    Args:
+        snapshot: None if the rank has not opened its box.
+        moment: when the rank failed, or was looked at.
+        raised: whether the rank may have been raising an exception; then the phase is the one that this comes from.
+    """
+    if snapshot is None:
+        return NOT_BEGUN
+    origin = snapshot.raised
+    if raised and origin is not None and moment - origin.until <= UNWINDING_S:
+        return State(snapshot.completed, origin.phase, max(origin.until - origin.since, 0.0), origin.bucket)
+    return State(snapshot.completed, snapshot.phase, max(moment - snapshot.since, 0.0), snapshot.bucket)
+
+
+def doings(ranks: Iterable[tuple[int, str]]) -> list[str]:
+    """Return a line for each thing that ranks did, such as "ranks 0, 2: waiting for gradients in step 41"."""
+    return [f"{named_ranks(numbers)}: {text}" for text, numbers in ranks_by_value(ranks).items()]
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 0.1:
+        return f"{1e3 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"

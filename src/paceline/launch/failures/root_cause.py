@@ -1,0 +1,231 @@
+"""Decides which rank failed first, and which failures are consequences, from the records that ranks left."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.core.processes.missing_ranks import named_ranks
+from paceline.launch.failures.rank_state import State, doings
+from paceline.launch.failures.verdict import Cause
+from paceline.launch.rank.failure_record import Record
+
+MAYBE, LOST_A_PEER = 1, 2
+_FRAME = re.compile(r'\s*File ".*')
+_VARIES = re.compile(
+    r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|\btmp\w{8}\b"  # names made at random
+    r"|[-+]?\w*\d\w*(?:[.,:+-]+\w*\d\w*)*(?: ?(?:[KMGTP]i?B|B|bytes|[mnu]?s)\b)?"
+)
+"""Parts of a message that may differ though the error is the same: addresses, ports, processes, times, sizes."""
+NOTICE_S = 0.05  # the launcher notices an end later than it happens; ranks tell theirs at once
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a rank: its exit code, negative for a signal, and when it was noticed, in seconds since the epoch.
+
+    ``stopped`` says that the launcher ended it, because another rank had failed. ``leaving`` is when the rank came to
+    the end of its script, or called ``sys.exit``. ``state`` is what it was doing when it failed or, if it was stopped,
+    when the first rank did; None if nothing is known. ``lacked_memory`` says that the kernel killed it for memory.
+    ``hang`` says how it hung, if the launcher killed it for that; ``stacks`` are those of its threads, where they were
+    asked for.
+    """
+
+    rank: int
+    code: int
+    at: float
+    stopped: bool = False
+    record: Record | None = None
+    leaving: float | None = None
+    state: State | None = None
+    lacked_memory: bool = False
+    hang: str = ""
+    stacks: str = ""
+
+    @property
+    def when(self) -> float:
+        """Time at which the rank failed or left, by its own record if there is one."""
+        if self.record:
+            return self.record.at
+        return self.at - NOTICE_S if self.leaving is None else self.leaving
+
+    @property
+    def how(self) -> str:
+        """Text such as "exit code 1" or "signal SIGSEGV"; empty if the launcher ended the rank."""
+        if self.stopped:
+            return ""
+        if self.hang:
+            return self.hang
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        if self.lacked_memory:
+            return "signal SIGKILL: the kernel killed it because memory ran out"
+        if self.code == -signal.SIGKILL:
+            return "signal SIGKILL, which the kernel sends when memory runs out"
+        try:
+            return f"signal {signal.Signals(-self.code).name}"
+        except ValueError:
+            return f"signal {-self.code}"
+
+    @property
+    def suspicion(self) -> int:
+        """Rating of how likely this is only a consequence: some ranks that lost a peer say so, torch aborts others."""
+        if self.record:
+            return 0 if self.record.blamed is None else LOST_A_PEER
+        return MAYBE if self.code == -signal.SIGABRT else 0
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the rank ended by itself without an error, or was about to."""
+        return self.record is None and (self.code == 0 or (self.stopped and self.leaving is not None))
+
+    @property
+    def detail(self) -> str:
+        """Text that says how the rank ended, with the first line of its error."""
+        message = self.record.message.strip() if self.record else ""
+        return ": ".join(part for part in (self.how, message.partition("\n")[0]) if part)
+
+
+def failures(ends: Sequence[End]) -> list[End]:
+    """Return the ranks that failed by themselves, the cause first."""
+    failed = [end for end in ends if end.code != 0 and (not end.stopped or end.record is not None)]
+    return sorted(failed, key=lambda end: (end.suspicion, end.when, end.rank))
+
+
+def missed(ends: Sequence[End]) -> list[End]:
+    """Return the ranks without an error of their own that caused the failures, the first to leave first.
+
+    These are ranks that left while the others needed them, or else ranks that kept the others waiting.
+    """
+    failed = failures(ends)
+    complaints = [end.record for end in failed if end.suspicion == LOST_A_PEER and end.record]
+    if not complaints or failed[0].suspicion == 0:
+        return []
+    named = {rank for record in complaints for rank in record.blamed or ()}
+    left = [end for end in ends if end.has_left and (end.rank in named or not named)]
+    if failed[0].suspicion == MAYBE:  # an abort before they left is no consequence of it
+        left = [end for end in left if end.when < failed[0].when]
+    elif not left:
+        left = [end for end in ends if end.rank in named and end.stopped and end.record is None]
+    return sorted(left, key=lambda end: (end.when, end.rank))
+
+
+def usage(ends: Sequence[End]) -> str | None:
+    """Return the first UsageError that a rank reported, as text."""
+    told = [end.record for end in ends if end.record is not None and end.record.usage]
+    return min(told, key=lambda record: record.at).message if told else None
+
+
+def cause(ends: Sequence[End]) -> Cause:
+    """Return what ended this start, as far as it says whether the next would end in the same way."""
+    first = next(iter(failures(ends)), None)
+    if first is None:
+        return Cause()
+    told = first.record
+    step, is_kill = None if first.state is None else first.state.completed, first.code == -signal.SIGKILL
+    if told is None or told.blamed is not None:
+        return Cause(is_kill=is_kill, step=step)
+    return Cause(identity(told), told.may_pass, told.has_optimizer, is_kill, step)
+
+
+def identity(record: Record) -> str:
+    """Return a text that is the same for errors of one class, from one place, with one message.
+
+    Numbers in the message do not count, nor does the order of its words: sets have another one in each process.
+    """
+    lines = record.trace.splitlines()
+    place = [line for line in lines if _FRAME.match(line)]
+    words = [line for line in (record.message, *lines) if not _FRAME.match(line)]
+    message = sorted(re.findall(r"\w+", _VARIES.sub(" ", "\n".join(words))))
+    return "\n".join([record.message.partition(":")[0], *place, " ".join(message)])
+
+
+def headline(ends: Sequence[End]) -> str:
+    """Return one sentence that names the first rank to fail, and how."""
+    failed = failures(ends)
+    if not failed:
+        return "a rank failed"
+    culprits = missed(ends)
+    if not culprits:
+        if failed[0].hang:
+            return f"rank {failed[0].rank} hung and was killed ({failed[0].hang})"
+        text = f"rank {failed[0].rank} failed first ({failed[0].detail})"
+        if failed[0].state is not None:
+            text += f" {failed[0].state.moment}"
+        before = [end for end in ends if end.has_left and end.when < failed[0].when]
+        # It may have handled an error about a rank that it missed, and have told nobody.
+        if not before or failed[0].record is not None or failed[0].code <= 0:
+            return text
+        did = "had begun to end" if any(end.code for end in before) else "had ended with exit code 0"
+        return f"{text}, after {named_ranks(sorted(end.rank for end in before))} {did}"
+    who, victim = named_ranks(sorted(end.rank for end in culprits)), _complaint(failed)
+    so = f"so rank {victim.rank} failed ({victim.detail})"
+    if not culprits[0].has_left:
+        return f"{who} kept the others waiting, {so}"
+    did = "was about to end" if any(end.code for end in culprits) else "ended with exit code 0"
+    return f"{who} {did} while the others still needed it, {so}; all ranks must do the same number of steps"
+
+
+def report(ends: Sequence[End]) -> str:
+    """Return everything known of a failed run; the headline comes last, where people look."""
+    return "\n".join([*details(ends), f"error: {headline(ends)}"])
+
+
+def details(ends: Sequence[End]) -> list[str]:
+    """Return the remarks on the other ranks, then the traceback of the rank that the headline is about."""
+    failed = failures(ends)
+    shown = _complaint(failed) if missed(ends) else failed[0] if failed else None
+    # Of a hang they were shown when it was found.
+    absent = [line for end in missed(ends) for line in quoted(end.rank, end.stacks)]
+    return remarks(ends) + absent + (traced(shown.rank, shown.record) if shown and shown.record else [])
+
+
+def raised(ends: Sequence[End]) -> list[str]:
+    """Return the tracebacks of errors that are no consequences, for a job that was stopped before a rank failed."""
+    notes = [(end.rank, end.record) for end in ends if end.record and end.record.blamed is None]
+    return [line for rank, note in notes for line in traced(rank, note)]
+
+
+def traced(rank: int, record: Record) -> list[str]:
+    """Return the lines of the traceback that `rank` left."""
+    return quoted(rank, record.trace)
+
+
+def quoted(rank: int, text: str) -> list[str]:
+    """Return the lines of a text that `rank` left."""
+    return [f"  rank {rank} | {line}" for line in text.rstrip().splitlines()]
+
+
+def remarks(ends: Sequence[End]) -> list[str]:
+    """Return what the ranks did that the headline does not describe, then a line for each kind of end among them."""
+    failed, early, by_rank = failures(ends), missed(ends), sorted(ends, key=lambda end: end.rank)
+    culprits = early or failed[:1]
+    others = [end for end in ends if end not in culprits]
+    consequences = [end for end in others if end in failed and end.suspicion]
+    lines = doings((end.rank, _doing(end)) for end in by_rank if end.state and (early or end not in culprits))
+    by_detail: dict[str, list[int]] = {}
+    for end in failed:
+        if end in others and end not in consequences:
+            by_detail.setdefault(end.detail, []).append(end.rank)
+    lines += [f"{named_ranks(sorted(ranks))} failed, too ({detail})" for detail, ranks in by_detail.items()]
+    because = f"because of {named_ranks(sorted(end.rank for end in culprits))}"
+    if consequences:
+        lines.append(f"{named_ranks(sorted(end.rank for end in consequences))} failed {because}")
+    if stopped := [end.rank for end in others if end.stopped and end not in failed]:
+        lines.append(f"{named_ranks(sorted(stopped))} {'was' if len(stopped) == 1 else 'were'} stopped {because}")
+    return lines
+
+
+def _doing(end: End) -> str:
+    """Return what the rank was doing, for a line of :func:`doings`."""
+    assert end.state is not None
+    if not end.has_left:
+        return end.state.doing
+    return "left" if end.state.completed is None else f"left after step {end.state.completed}"
+
+
+def _complaint(failed: Sequence[End]) -> End:
+    """Return the first of `failed` that said that it lost a peer."""
+    return next(end for end in failed if end.suspicion == LOST_A_PEER)

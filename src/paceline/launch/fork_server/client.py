@@ -1,0 +1,246 @@
+"""The launcher's side of the fork server (:mod:`paceline.launch.fork_server.server`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import IO, Any
+
+from paceline.core.torch_internals.distributed.elastic import starting_ranks_with
+from paceline.launch.fork_server.policy import setting
+from paceline.launch.fork_server.server import LONGEST
+from paceline.launch.watching.signals import sheltered
+
+SLICE_S = 0.05  # how often the launcher's own signals are looked at while it waits for the server
+LATE_S = 1.0  # how long after a rank's end the server may need to report it
+END_S = 2.0  # how long the server may need to end
+
+
+class ForkServer:
+    """A process that forks the ranks of one job. It is started when ranks are first needed, and again if it died.
+
+    Used by one thread, which has to live as long as the ranks: the kernel ends server and ranks with it.
+
+    Args:
+        command: of a rank.
+        environment: added to the ranks' environment, as far as it is that of all of them.
+        modules: to import; none if every rank is to be a new interpreter.
+        say: shows a message to the user.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], modules: Sequence[str], say: Callable[[str], None]
+    ) -> None:
+        self._command = list(command)
+        self._environment = environment
+        self._modules = tuple(modules)  # empty: ranks are new processes; so it stays, then, for the whole job
+        self._say = say
+        self._process: subprocess.Popen[bytes] | None = None  # None before the start and after the end
+        self._socket: socket.socket | None = None  # None exactly when the process is
+        self._answers: list[dict[str, Any]] = []  # messages to whoever waits for one
+        self._codes: dict[int, int] = {}  # exit codes by process id, until their rank is asked for it
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Have torchelastic's handlers fork the ranks that are started inside, by one thread at a time.
+
+        Without a server they start new processes, as they always do.
+        """
+        if self._socket is None:
+            yield
+            return
+
+        def start(
+            command: tuple[str, ...], environment: dict[str, str], out: IO[Any] | None, err: IO[Any] | None
+        ) -> ForkedRank:
+            assert list(command[-len(self._command) :]) == self._command, command
+            return self.fork(environment, out, err)
+
+        with starting_ranks_with(start):
+            yield
+
+    def prepare(self, is_stopped: Callable[[], bool]) -> None:
+        """Start the server unless it runs, and wait until it has imported its modules or `is_stopped`.
+
+        If it cannot be used the user is told why, and there is none.
+        """
+        self.collect()  # which notices that it died
+        if self._socket is not None or not self._modules:
+            return
+        self._codes.clear()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, sheltered():
+            theirs.set_inheritable(True)
+            self._process = subprocess.Popen(
+                self._command,
+                env={**os.environ, **self._environment, **setting(theirs.fileno(), self._modules)},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # as ranks have: Ctrl-C is the launcher's
+            )
+        self._socket = ours
+        answer = self._wait_for_answer(is_stopped)
+        if answer is None and is_stopped():
+            self.close()
+        elif answer is None or answer["refused"]:
+            reason = answer["refused"] if answer is not None else "the process that imports it ended"
+            self._say(f"note: every rank imports torch itself, because {reason}")
+            self._modules = ()
+            self.close()
+
+    def fork(self, environment: Mapping[str, str], out: IO[Any] | None, err: IO[Any] | None) -> ForkedRank:
+        """Start a rank with this whole environment, and these files as its output instead of this process's.
+
+        Raises:
+            OSError: if the server cannot fork, or died.
+        """
+        server = self._socket
+        assert server is not None
+        streams = {0: 0, 1: out.fileno() if out else 1, 2: err.fileno() if err else 2}
+        streams = {stream: file for stream, file in streams.items() if _is_open(file)}
+        with open(os.memfd_create("paceline"), "w+") as request:
+            json.dump({"environment": dict(environment), "streams": list(streams)}, request)
+            request.flush()
+            request.seek(0)
+            try:
+                socket.send_fds(server, [b'{"fork": 1}'], [request.fileno(), *streams.values()])
+                answer = self._wait_for_answer(lambda: False)
+            except BrokenPipeError:
+                answer = None
+        if answer is None or "error" in answer:
+            raise OSError(f"a rank cannot be started: {answer['error'] if answer else 'the fork server ended'}")
+        return ForkedRank(self, answer["pid"])
+
+    def _wait_for_answer(self, is_stopped: Callable[[], bool]) -> dict[str, Any] | None:
+        """Return the next answer; None if the server ended, or `is_stopped` says to stop waiting."""
+        while not self._answers and self._socket is not None and not is_stopped():
+            self.collect(SLICE_S)
+        return self._answers.pop(0) if self._answers else None
+
+    def collect(self, seconds: float = 0.0) -> None:
+        """Read what the server has sent; wait up to so many seconds for the first message."""
+        while self._socket is not None and select.select([self._socket], [], [], seconds)[0]:
+            seconds = 0.0
+            try:
+                message = json.loads(self._socket.recv(LONGEST) or "null")
+            except ConnectionResetError:
+                message = None
+            if message is None:
+                self._has_died()
+            elif "code" in message:
+                self._codes[message["pid"]] = message["code"]
+            else:
+                self._answers.append(message)
+
+    def take_code(self, pid: int) -> int | None:
+        """Return how the rank `pid` ended, once, if the server has said so."""
+        code = self._codes.pop(pid, None)
+        if code is not None and self._socket is not None:
+            with suppress(BrokenPipeError):
+                self._socket.send(json.dumps({"reap": pid}).encode())
+        return code
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the server can still report how ranks end."""
+        return self._socket is not None
+
+    def _has_died(self) -> None:
+        process = self._process
+        self.close()
+        assert process is not None
+        if self._modules and process.returncode:
+            code = process.returncode
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            self._say(f"the process from which ranks are forked ended ({how}), and its ranks with it")
+
+    def close(self) -> None:
+        """End the server; harmless when it has ended."""
+        if self._socket is None or self._process is None:
+            return
+        self._socket.close()  # upon which it ends, unless it still imports
+        if not self._has_ended(0.2):
+            self._process.kill()
+            self._has_ended(END_S)
+        self._process = self._socket = None
+
+    def _has_ended(self, seconds: float) -> bool:
+        assert self._process is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode is not None
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ForkedRank:
+    """A rank's process; has of :class:`subprocess.Popen` what torchelastic and the agent use."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None  # negative for a signal, as in Popen
+        self._server = server
+        self._descriptor = os.pidfd_open(pid)  # readable when it has ended; -1 once that is known
+
+    def poll(self) -> int | None:
+        """Return how the process ended; None while it runs."""
+        return self._poll(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the process has ended; return how.
+
+        Raises:
+            TimeoutExpired: if that takes longer than `timeout` seconds.
+        """
+        end = time.monotonic() + timeout if timeout is not None else None
+        while self._poll(SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))) is None:
+            if end is not None and time.monotonic() >= end:
+                assert timeout is not None
+                raise subprocess.TimeoutExpired("a rank", timeout)
+        assert self.returncode is not None
+        return self.returncode
+
+    def _poll(self, seconds: float) -> int | None:
+        if self.returncode is None and select.select([self._descriptor], [], [], seconds)[0]:
+            self._server.collect()
+            self.returncode = self._server.take_code(self.pid)
+            end = time.monotonic() + LATE_S
+            while self.returncode is None and self._server.is_running and time.monotonic() < end:
+                self._server.collect(SLICE_S)
+                self.returncode = self._server.take_code(self.pid)
+            if self.returncode is None and not self._server.is_running:
+                self.returncode = -signal.SIGKILL  # the kernel ended it with the server
+            if self.returncode is not None:
+                os.close(self._descriptor)
+                self._descriptor = -1
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process, unless it is known to have ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True

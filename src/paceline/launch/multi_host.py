@@ -1,0 +1,63 @@
+"""Several hosts: torchrun's own launcher, with a workaround for a known defect and the ranks tied to it.
+
+Tested with two launchers on one host, over loopback; for hosts and NCCL see ``docs/gpu-status.md``. The
+rendezvous listens on all interfaces, as torchrun's does, and whoever can reach it is trusted.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+
+from paceline.core.telemetry.flight_record import FOLDER
+from paceline.launch.failures.root_cause import End, headline, remarks
+from paceline.launch.job import black_boxes, escaped, farewell, hooked, say, tied
+from paceline.launch.pinning import cores
+from paceline.launch.rank.failure_record import read
+
+
+def launch_hosts(options: Namespace, command: Sequence[str], nproc: int) -> int:
+    """Run this host's part of a job over several hosts.
+
+    Args:
+        options: torchrun's options, parsed.
+        command: what each rank runs.
+        nproc: ranks on this host.
+
+    Returns:
+        As :func:`paceline.launch.job.launch`; failures of other hosts' ranks are reported there.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import run
+
+    # Ranks that restart on a shared store read the addresses of dead ones: half of all restarts fail.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
+    os.environ["PYTHONPATH"] = hooked(os.environ.get("PYTHONPATH", ""))
+    boxes = black_boxes(options.rdzv_id, command, nproc)
+    os.environ[FOLDER] = str(boxes.path) if boxes is not None else ""
+    temporary = None if options.log_dir else tempfile.mkdtemp(prefix="paceline-")
+    options.log_dir = options.log_dir or temporary
+    options.max_restarts = options.max_restarts or 0  # torchrun's own default, and its own count
+    options.nproc_per_node, options.no_python, options.module = str(nproc), True, False
+    options.training_script, options.training_script_args = sys.executable, escaped(tied(command))
+    try:
+        run(options)
+        return 0
+    except ChildFailedError as error:
+        failed = error.failures.items()
+        ends = [End(rank, end.exitcode, end.timestamp, False, read(end.error_file)) for rank, end in failed]
+        say("\n".join([*remarks(ends), f"error: {headline(ends)}"]))  # each rank has shown its own traceback
+        return 1
+    except SignalException as stop:
+        return farewell(stop.sigval)
+    finally:
+        if boxes is not None:
+            boxes.remove()
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,126 @@
+"""Files that connect launcher and ranks; they have no names unless the user asked for a log folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import to_map
+
+from paceline.errors import UsageError
+from paceline.launch.rank.failure_record import FILE
+
+
+@dataclass(frozen=True)
+class Logs:
+    """Destinations of the ranks' output, as in torchrun's options.
+
+    ``redirects`` and ``tee`` take torchrun's format: ``"3"`` for both streams, ``"0:1,1:2"`` by rank.
+    ``only`` names the ranks whose output is shown, and ``prefix`` begins each line that is teed.
+
+    Raises:
+        UsageError: if a value is malformed, or output is redirected without a folder to put it.
+    """
+
+    folder: str | None = None
+    redirects: str = "0"
+    tee: str = "0"
+    only: frozenset[int] = frozenset()
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        for option, value in (("--redirects", self.redirects), ("--tee", self.tee)):
+            try:
+                Std.from_str(value)
+            except ValueError:
+                raise UsageError(
+                    f"{option}={value!r} is neither 0..3 nor a list such as 0:3,1:1; "
+                    "1 is stdout, 2 is stderr, 3 is both"
+                ) from None
+        if self.redirects != "0" and not self.folder:
+            raise UsageError(f"--redirects={self.redirects!r} needs a folder; give one with --log-dir")
+        if self.folder and os.path.exists(self.folder) and not os.path.isdir(self.folder):
+            raise UsageError(f"--log-dir {self.folder!r} is a file; name a folder")
+
+
+class RankFiles(LogsSpecs):
+    """Makes the files for each start of the ranks: a file per rank for its error, and the user's logs.
+
+    On Linux a file without a name is passed as ``/proc/<launcher>/fd/<n>``: nothing is left behind, not even
+    by ``kill -9``. Elsewhere they are temporary files, removed at the end.
+    """
+
+    def __init__(self, logs: Logs) -> None:
+        redirects, tee = Std.from_str(logs.redirects), Std.from_str(logs.tee)
+        shown = set(logs.only) or None
+        super().__init__(logs.folder, redirects, tee, shown)
+        self._named = DefaultLogsSpecs(logs.folder, redirects, tee, shown) if logs.folder else None
+        self.prefix = logs.prefix or None
+        self._open: list[IO[Any]] = []
+        self.errors: dict[int, str] = {}
+
+    @property
+    def root_log_dir(self) -> str:
+        """The user's folder, or an empty text."""
+        return str(self._root_log_dir or "")
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Make the files of one start, and release those of the start before."""
+        self.close()
+        if self._named is not None:
+            dest = self._named.reify(envs)
+        else:
+            dest = self._unnamed(len(envs))
+            for rank, environment in envs.items():
+                environment[FILE] = dest.error_files[rank]
+        self.errors = dest.error_files
+        return dest
+
+    def _unnamed(self, size: int) -> LogsDest:
+        dest = LogsDest(dict.fromkeys(range(size), ""), dict.fromkeys(range(size), ""))
+        tee = to_map(self._tee, size)
+        for rank in range(size):
+            dest.error_files[rank] = self._slot(memory=True)
+            shown = not self._local_ranks_filter or rank in self._local_ranks_filter
+            for stream, paths, tailed in (
+                (Std.OUT, dest.stdouts, dest.tee_stdouts),
+                (Std.ERR, dest.stderrs, dest.tee_stderrs),
+            ):
+                if not shown:
+                    paths[rank] = os.devnull
+                elif tee[rank] & stream:
+                    paths[rank] = tailed[rank] = self._slot(memory=False)
+        return dest
+
+    def _slot(self, memory: bool) -> str:
+        """Return the path of a new empty file: in memory, where a full disk cannot hide an error, or on disk."""
+        file: IO[Any]
+        if sys.platform == "linux":
+            file = os.fdopen(os.memfd_create("paceline"), "w") if memory else tempfile.TemporaryFile()  # noqa: SIM115
+            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+            if os.access(path, os.W_OK):
+                self._open.append(file)
+                return path
+            file.close()
+        file = tempfile.NamedTemporaryFile(prefix="paceline-")  # noqa: SIM115
+        self._open.append(file)
+        return file.name
+
+    def close(self) -> None:
+        """Release the unnamed files."""
+        for file in self._open:
+            file.close()
+        self._open = []
+
+    def __enter__(self) -> RankFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

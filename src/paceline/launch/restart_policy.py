@@ -1,0 +1,198 @@
+"""The restarts of a job: what the ranks have told about their steps, what follows from that, and what is rescued.
+
+Progress is told by the ranks' step records, see :mod:`paceline.core.telemetry.step_progress`; ranks without them are started again as
+often as the user said, and not at all by default. :mod:`paceline.launch.failures.verdict` decides.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from paceline.core.telemetry.step_progress import (
+    BEFORE,
+    RESCUE,
+    RESTARTS,
+    STEPS,
+    StepRecord,
+    newest_step,
+    present_records,
+    spare_page,
+)
+from paceline.launch.failures.verdict import LIMIT, Cause, Failure, Past, Reached, Verdict, verdict
+from paceline.launch.watching.signals import sheltered
+
+RESCUE_S = 5.0
+"""How long the ranks that are left may take, beyond two steps, to notice the failure and save their last step."""
+TOLD_S = 5.0
+"""How long they may take once they are told, as they are by then."""
+WRITING_S = 300.0
+"""The same, once one of them is writing."""
+
+
+class Restarts:
+    """The restarts of one job.
+
+    Args:
+        folder: the job's; None if it has none.
+        limit: restarts without progress, one after another; None for :data:`LIMIT` if the ranks tell how far they are,
+            else none.
+    """
+
+    def __init__(self, folder: Path | None, limit: int | None) -> None:
+        self._folder, self._limit = folder, limit
+        self.count = 0
+        """How often all ranks were started again."""
+        self._began = time.monotonic()
+        """When the ranks were last started."""
+        self._past = Past()
+        """The starts that have failed."""
+        self.verdict: Verdict | None = None
+        """On the last start that failed; None if none did."""
+
+    @property
+    def limit(self) -> int:
+        """Restarts without progress, at most."""
+        return LIMIT if self._limit is None else self._limit
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables for the ranks."""
+        return {"TORCHELASTIC_RESTART_COUNT": str(self.count), RESTARTS: str(self.limit)}
+
+    def reached(self) -> list[Reached]:
+        """Return how far the present start has come, for each checkpoint folder."""
+        if self._folder is None:
+            return []
+        return [_reached(self._folder, key, records) for key, records in present_records(self._folder).items()]
+
+    def told(self) -> tuple[int, str | None]:
+        """Return how many steps were computed again, and where the present start went on from."""
+        reached = self.reached()
+        redone = sum(each.redone for each in reached)
+        return redone, next((each.source for each in reached if each.source), None)
+
+    def begin(self) -> None:
+        """Keep the records of the start before, for the ranks that are started next."""
+        self._began = time.monotonic()
+        if self._folder is None:
+            return
+        before = self._folder / BEFORE
+        with suppress(OSError):
+            before.mkdir(exist_ok=True)
+            for path in (self._folder / STEPS).iterdir():
+                _set_aside(before / path.name)
+                shutil.rmtree(before / path.name, ignore_errors=True)
+                path.rename(before / path.name)
+            for path in before.glob("*/rank-*.*"):  # copies of states, whatever was to rescue of them is rescued
+                path.unlink()
+
+    @property
+    def refusal(self) -> str | None:
+        """Words for why there is no restart though there could be one; None if there is one, or could be none."""
+        if self.verdict not in (Verdict.MISTAKE, Verdict.REPEATED):
+            return None
+        could_be = self.limit and (self._limit is not None or bool(self._past.best))
+        return f"{self.verdict.value}: the ranks are not started again" if could_be else None
+
+    def decide(self, cause: Cause) -> str | None:
+        """Return words for the restart that comes now, after a failure; None if there is none."""
+        failure = Failure(cause, self.reached(), time.monotonic() - self._began)
+        self.verdict = verdict(failure, self._past, self._limit)
+        self._past = self._past.with_one_more(failure)
+        if self.verdict is not Verdict.RESTART:
+            return None
+        self.count += 1
+        reached, in_vain = failure.reached, self._past.in_vain
+        where = max(reached, key=lambda each: each.completed).goes_on if reached else ""
+        number = f"restart {self.count}"
+        if self.count == in_vain:
+            number += f" of {self.limit}"
+        elif in_vain:
+            number += f", {in_vain} of {self.limit} without progress"
+        return f"starting all ranks again{where} ({number})"
+
+    def wait_for_rescue(
+        self, running: Callable[[], Sequence[int]], look: Callable[[float], None], tell: Callable[[], None]
+    ) -> None:
+        """Let the ranks that are left notice that one is gone, and save their last step.
+
+        Args:
+            running: gives the ranks that have not ended.
+            look: waits for a rank to end, so many seconds at most.
+            tell: tells the ranks, which notice it by themselves when they meet, but may be far from that.
+        """
+        reached = self.reached()
+        if not self.limit or all(each.is_alone for each in reached):
+            return
+        patience = RESCUE_S + 2 * max(each.pace for each in reached)  # they notice when they meet, in every step
+        began, is_told = time.monotonic(), False
+        while running():
+            # What a start went on from is kept where it came from.
+            if all(each.is_rescued or each.completed == each.restored for each in self.reached()):
+                return
+            waited = time.monotonic() - began
+            if waited > (WRITING_S if self._is_writing() else patience):
+                if is_told:
+                    return
+                tell()
+                is_told, patience = True, waited + TOLD_S
+            look(0.02)
+
+    def unsaved(self) -> Path | None:
+        """Return the checkpoint folder to which the job was to save steps, and has saved none; None if all is well."""
+        present = [] if self._folder is None else present_records(self._folder).values()
+        return next((record.folder for records in present for record in records if record.is_unsaved), None)
+
+    def _is_writing(self) -> bool:
+        assert self._folder is not None
+        return any((self._folder / RESCUE).glob("*/.writing-*"))
+
+    def keep_rescued(self, say: Callable[[str], None]) -> int | None:
+        """Copy what is only in memory into the checkpoint folders, when the job has ended for good.
+
+        Returns:
+            the last step that the ranks completed, if it is there now; None if it was not in memory, or not copied.
+        """
+        if self._folder is None or not any((self._folder / RESCUE).glob("*/step-*")):
+            return None
+        reached = self.reached()
+        command = [sys.executable, "-m", "paceline.checkpoint.recovery.persist_rescued", str(self._folder / RESCUE)]
+        with sheltered():
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        for line in (done.stdout or done.stderr).splitlines()[-3:]:
+            say(line)
+        are_saved = [(self._folder / RESCUE / each.key / f"step-{each.completed:08d}").is_dir() for each in reached]
+        return max(each.completed for each in reached) if are_saved and all(are_saved) and not done.returncode else None
+
+
+def _reached(folder: Path, key: str, records: Sequence[StepRecord]) -> Reached:
+    restored = max(record.restored for record in records)
+    return Reached(
+        key,
+        restored,
+        max(restored, *(record.completed for record in records)),
+        redone=max(record.redone for record in records),
+        source=next((record.source for record in records if record.source), None),
+        rescued=newest_step(folder / RESCUE / key),
+        on_disk=newest_step(records[0].folder),
+        has_begun=any(record.completed >= 0 for record in records),
+        has_saved=any(record.is_durable for record in records),
+        has_ended=all(record.has_ended for record in records),
+        pace=max(record.pace for record in records),
+        is_unsaved=any(record.is_unsaved for record in records),
+        is_alone=any(record.is_alone for record in records),
+    )
+
+
+def _set_aside(records: Path) -> None:
+    """Keep pages of `records` that nobody needs any more for ranks whose own was used."""
+    for path in list(records.glob("rank-*")):
+        spare = spare_page(path)
+        if not path.suffix and not spare.exists():
+            path.rename(spare)

@@ -1,0 +1,85 @@
+"""Settings of how the launcher watches its ranks, and with which code it ends."""
+
+from __future__ import annotations
+
+import math
+from argparse import SUPPRESS
+from dataclasses import dataclass, fields
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.launch.failures.verdict import LIMIT
+
+ACTIONS = ("restart", "report")
+TIMEOUT_S = 600
+"""How long a collective waits for a rank, unless somebody says otherwise."""
+GRACE_HELP = (
+    "How long ranks may take to end after a signal to the launcher, and to save their last step where a Checkpointer "
+    "marks it; then they are killed. The same as torchrun's --shutdown-timeout. Default 30."
+)
+REQUEUE_HELP = (
+    "Exit with this code if a signal ended the job and its last step is saved, so that a batch system starts it again; "
+    "128 + the signal's number by default."
+)
+HANG_HELP = (
+    "A rank that makes no progress for so long is named with its Python stacks; must be longer than the longest thing "
+    "that one rank does alone. By default only the timeout of collectives notices it."
+)
+ACTION_HELP = "What then happens: 'restart' kills it, as if it had failed; 'report' only tells. Default restart."
+MAX_RESTARTS_HELP = (
+    "How often all ranks are started again after a failure, counted only while no step is completed. Default "
+    f"{LIMIT} for ranks that mark their steps with a Checkpointer, and 0 for others."
+)
+REPORT_HELP = (
+    "Write there as JSON how the job ended: exit code, restarts, and for each failure the first rank with its error, "
+    "step and phase, and what the others did."
+)
+PIN_HELP = "Keep each rank to cores of its own, of one NUMA node where that is possible."
+FORCE_HELP = "Start the ranks although they need more memory than is available."
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """Settings of the launcher.
+
+    Args:
+        requeue_exit_code: of a job that was preempted and saved; None for 128 + the signal's number.
+        hang_timeout: seconds without progress after which a rank hangs; None for no watch.
+        hang_action: one of :data:`ACTIONS`.
+
+    Raises:
+        UsageError: if a value is out of range.
+    """
+
+    requeue_exit_code: int | None = None
+    hang_timeout: float | None = None
+    hang_action: str = ACTIONS[0]
+
+    def __post_init__(self) -> None:
+        code, seconds = self.requeue_exit_code, self.hang_timeout
+        if code is not None and not 1 <= code <= 255:
+            raise UsageError(f"--requeue-exit-code={code} must be from 1 to 255; give one such as 99")
+        if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
+            raise UsageError(f"--hang-timeout={seconds:g} is no number of seconds above 0; give one such as 120")
+        if self.hang_action not in ACTIONS:
+            raise UsageError(f"--hang-action={self.hang_action} is neither restart nor report")
+
+
+def add_options(group: Any) -> None:
+    """Add the options to a group of an argument parser."""
+    # SUPPRESS leaves the default to torchrun's option, which writes to the same place.
+    group.add_argument(
+        "--grace", dest="shutdown_timeout", type=int, default=SUPPRESS, metavar="SECONDS", help=GRACE_HELP
+    )
+    group.add_argument("--requeue-exit-code", type=int, metavar="N", help=REQUEUE_HELP)
+    group.add_argument("--hang-timeout", type=float, metavar="SECONDS", help=HANG_HELP)
+    group.add_argument("--hang-action", default=ACTIONS[0], metavar="ACTION", help=ACTION_HELP)
+
+
+def supervision_of(options: Any) -> Supervision:
+    """Return the settings among parsed `options`.
+
+    Raises:
+        UsageError: if a value is out of range.
+    """
+    return Supervision(**{field.name: getattr(options, field.name) for field in fields(Supervision)})

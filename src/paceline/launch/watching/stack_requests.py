@@ -1,0 +1,166 @@
+"""Asks ranks for the Python stacks of their threads, and reads what they answer."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import linecache
+import os
+import re
+import signal
+import sysconfig
+import time
+import tokenize
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import dropwhile
+from pathlib import Path
+
+from paceline.core.telemetry import flight_record
+from paceline.launch.rank.stack_dump import number, path_of, polite_number
+
+POLITE_S, ANSWER_S = 0.5, 1.0
+"""How long a rank may take to write its stacks, at the first signal and at the second."""
+BACKWARD = "Tensor.backward"
+"""What a rank of torch's own wrapper waits in."""
+_FOLDER, _STDLIB = (
+    re.escape(f"{folder}/") for folder in (Path(flight_record.__file__).parent, sysconfig.get_path("stdlib"))
+)
+_PACKAGE, _LAUNCHES, _STANDARD = (re.compile(folder) for folder in (_FOLDER, f"{_FOLDER}launch/", _STDLIB))
+_WAITS = re.compile(
+    rf"/torch/distributed/(?!checkpoint/|elastic/)|/torch/nn/parallel/distributed\.py|{_FOLDER}(comm/|rollcall\.py)"
+)
+"""Code in which a rank waits for others."""
+_ENGINE = re.compile(r"/torch/autograd/graph\.py.* in _engine_run_backward$")
+"""torch's engine, at whose end its own wrapper waits."""
+_LIBRARY = re.compile(rf'{_FOLDER}|{_STDLIB}|/(site|dist)-packages/|"<')
+_HANDLER = re.compile(r"  File .*/stacks\.py\", line \d+ in tell_stacks\n")
+_PLACE = re.compile(r'File "(.*)", line (\d+) in ')
+
+
+def ask(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dict[int, str]:
+    """Return the stacks of the ranks whose `processes` these are, by local rank; those that do not answer are left out.
+
+    Args:
+        folder: the job's.
+        processes: by local rank.
+        resume: whether ranks that were stopped are continued for it, without which they do not answer.
+    """
+    stacks: dict[int, str] = {}
+    for signal_number, seconds in ((polite_number(), POLITE_S), (number(), ANSWER_S)):
+        waiting = {}
+        for rank, pid in processes.items():
+            path = path_of(folder, rank)
+            try:
+                if rank not in stacks and flight_record.handles(pid, signal_number):
+                    os.truncate(path, 0)
+                    _signal_main_thread(pid, signal_number)
+                    if resume:
+                        os.kill(pid, signal.SIGCONT)
+                    waiting[rank] = path
+            except OSError:
+                continue
+        stacks |= _answers(waiting, seconds)
+    return stacks
+
+
+def _answers(waiting: dict[int, Path], seconds: float) -> dict[int, str]:
+    """Return what ranks write into their files within a time, as soon as all have."""
+    stacks: dict[int, str] = {}
+    deadline = time.monotonic() + seconds
+    while waiting and time.monotonic() < deadline:
+        time.sleep(0.002)
+        for rank, path in list(waiting.items()):
+            text = _read(path)
+            if "Current thread" in text and text == stacks.get(rank):  # to the end, as nothing has come for a moment
+                del waiting[rank]
+            elif text:
+                stacks[rank] = text
+    return stacks
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread itself.
+
+    Of a process that is stopped any thread may take what is sent to the process, when it goes on; and the main thread,
+    whose stack is asked for, would be elsewhere by then.
+
+    Raises:
+        OSError: if that fails.
+    """
+    try:
+        send = ctypes.CDLL(None, use_errno=True).tgkill
+    except AttributeError:  # an old C library
+        os.kill(pid, number)
+        return
+    if send(pid, pid, number) != 0:
+        raise OSError(ctypes.get_errno(), "tgkill")
+
+
+def main_thread(stacks: str) -> list[str]:
+    """Return the frames of the thread that wrote `stacks`, which is the main one, the innermost first."""
+    _, _, after = stacks.partition("Current thread ")
+    return [line.strip() for line in after.split("\n\n")[0].splitlines()[1:]]
+
+
+def waiting_call(stacks: str) -> str:
+    """Return the function in which a rank with these `stacks` waits for others, as its script calls it; or nothing."""
+    frames = main_thread(stacks)
+    if not frames:
+        return ""
+    if _ENGINE.search(frames[0]):
+        return BACKWARD
+    if _calls_wait(frames[0]):
+        return "wait"
+    call = ""
+    for frame in dropwhile(_STANDARD.search, frames):  # the outermost is what the script has called
+        if not _WAITS.search(frame):
+            break
+        name = frame.rpartition(" in ")[2] if "/torch/" in frame else "wait"
+        call = call if call and name in ("wrapper", "wait", "_wait") else name
+    return call
+
+
+def is_in_script(stacks: str) -> bool:
+    """Return whether a rank with these `stacks` is in code of the script that Paceline or torch.distributed has called.
+
+    Such are hooks, and the ``state_dict`` of what is saved.
+    """
+    is_script = False
+    for frame in main_thread(stacks):
+        if _WAITS.search(frame) or (_PACKAGE.search(frame) and not _LAUNCHES.search(frame)):
+            return is_script
+        is_script = is_script or not _LIBRARY.search(frame)
+    return False
+
+
+def runs_of(pid: int) -> int:
+    """Return how often the main thread of a process has been taken off its processor, or has left it; -1 if unknown."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return -1
+    return sum(int(line.split()[1]) for line in status.splitlines() if "ctxt_switches:" in line)
+
+
+def _calls_wait(frame: str) -> bool:
+    """Return whether the script waits there for a collective that it has begun before, or for a future."""
+    place = _PLACE.search(frame)
+    if place is None or _LIBRARY.search(frame):
+        return False
+    return calls_wait(linecache.getline(place[1], int(place[2])))
+
+
+def calls_wait(line: str) -> bool:
+    """Return whether a line of Python calls a method ``wait``, in its code and not in a comment or a text."""
+    found: list[str] = []
+    with suppress(tokenize.TokenError, SyntaxError):  # the line may be a piece of a statement
+        found.extend(token.string for token in tokenize.generate_tokens(io.StringIO(line.strip()).readline))
+    return any(three == (".", "wait", "(") for three in zip(found, found[1:], found[2:], strict=False))
+
+
+def _read(path: Path) -> str:
+    try:
+        return _HANDLER.sub("", path.read_text(errors="replace"))
+    except OSError:
+        return ""

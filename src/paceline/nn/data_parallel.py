@@ -1,0 +1,229 @@
+"""Data parallelism in one process: one thread for each replica of the module.
+
+    scatter the batch ──► replicate the module ──► forward in threads ──► gather the outputs
+
+It is here to be measured beside :class:`paceline.DistributedDataParallel`, which is faster: replicas are made anew in
+every forward, and the threads share one interpreter.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.torch_internals.distributed.replicas import bare_replica, set_tensor
+from paceline.errors import UsageError
+
+Device = int | str | torch.device
+
+
+class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
+    """Run a module on slices of every batch, one thread and one replica for each device, and gather the outputs.
+
+    Arguments and behaviour are those of ``torch.nn.DataParallel``, which does nothing on CPUs. The gradients of all
+    replicas are summed in the module's own parameters by one backward. The first replica is the module itself: what a
+    forward writes to its buffers or attributes stays, and what the other replicas write is lost, as in torch. So
+    BatchNorm's running statistics are those of the first slice.
+
+    Args:
+        module: the module to replicate; its parameters and buffers are on the first device.
+        device_ids: the devices, as numbers of GPUs or as devices; by default all GPUs, else the CPU.
+        output_device: where the outputs are gathered; by default the first device.
+        dim: the dimension of tensors that is cut into slices.
+        replicas: on the CPU, the number of threads and replicas, in place of `device_ids`.
+
+    Raises:
+        UsageError: for devices that are not there or a module that is elsewhere; in a forward, if one replica fails
+            because of its slice, its own error comes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        *,
+        replicas: int | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.devices = _choose_devices(device_ids, replicas)
+        """One for each replica; the CPU may be there several times."""
+        self.device_ids = [device.index for device in self.devices if device.type != "cpu"]
+        self.output_device: Any = self.devices[0] if output_device is None else _device_of(output_device)
+        self.dim = dim
+        self.module = module
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if tensor.device != self.devices[0]:
+                raise UsageError(
+                    f"{name!r} is on {tensor.device}, but DataParallel's first device is {self.devices[0]}; move the "
+                    f"module there with module.to({str(self.devices[0])!r})"
+                )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return the module's outputs over the whole batch, on the output device."""
+        slices = scatter((inputs, kwargs), self.devices, self.dim)
+        modules = replicate(self.module, self.devices[: len(slices)])
+        outputs = _apply_in_threads(modules, slices)
+        if len(outputs) == 1 and self.output_device == self.devices[0]:
+            return outputs[0]  # of any type
+        return gather(outputs, self.output_device, self.dim)
+
+
+def scatter(value: Any, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
+    """Return a slice of `value` for each device, or for fewer if a tensor has fewer rows.
+
+    Tensors inside tuples, lists and dicts are cut along `dim`; other values, and tensors without dimensions, are given
+    to every replica. Slices differ by at most one row.
+    """
+    rows = [tensor.size(dim) for tensor in nested_tensors(value) if tensor.dim()]
+    count = max(1, min([len(devices), *rows]))
+    return [_slice_of(value, at, devices[:count], dim) for at in range(count)]
+
+
+def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+    """Return `module` itself for the first device, and for each other one a replica.
+
+    A replica's parameters are copies through which gradients flow back to the module's own.
+    """
+    return [module, *(_replica_of(module, device) for device in devices[1:])]
+
+
+def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
+    """Return outputs of the same structure as one, with tensors one after the other along `dim`, on `device`.
+
+    Tensors without dimensions become a vector with an element for each replica.
+
+    Raises:
+        UsageError: if the replicas' outputs have different structure.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        tensors = [output.to(device) for output in outputs]
+        return torch.stack(tensors) if first.dim() == 0 else torch.cat(tensors, dim)
+    if isinstance(first, dict):
+        if any(output.keys() != first.keys() for output in outputs):
+            raise UsageError(f"replicas returned dicts with other keys: {[sorted(output) for output in outputs]}")
+        return type(first)((key, gather([output[key] for output in outputs], device, dim)) for key in first)
+    if isinstance(first, tuple | list):
+        if any(len(output) != len(first) for output in outputs):
+            raise UsageError(f"replicas returned {[len(output) for output in outputs]} values; return as many in each")
+        gathered = [gather(parts, device, dim) for parts in zip(*outputs, strict=True)]
+        return type(first)(*gathered) if hasattr(first, "_fields") else type(first)(gathered)
+    if first is None:
+        return None
+    raise UsageError(
+        f"DataParallel cannot gather a {type(first).__name__}; return tensors, or tuples, lists, dicts of them"
+    )
+
+
+def _choose_devices(device_ids: Sequence[Device] | None, replicas: int | None) -> list[torch.device]:
+    if replicas is not None:
+        if device_ids is not None:
+            raise UsageError("replicas is for the CPU; give either device_ids or replicas")
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+            raise UsageError(f"replicas must be a whole number >= 1, not {replicas!r}")
+        return [torch.device("cpu")] * replicas
+    if device_ids is None:
+        return [torch.device("cuda", at) for at in range(torch.cuda.device_count())] or [torch.device("cpu")]
+    devices = [_device_of(device) for device in device_ids]
+    if not devices:
+        raise UsageError("device_ids is empty; name at least one device, or leave it out")
+    if len({device.type for device in devices}) > 1:
+        raise UsageError(f"device_ids are of different kinds: {', '.join(map(str, devices))}; give devices of one kind")
+    return devices
+
+
+def _device_of(device: Device) -> torch.device:
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type == "cuda":
+        found = torch.device("cuda", found.index or 0)
+        if found.index >= torch.cuda.device_count():
+            raise UsageError(f"{found} is not there: this process sees {torch.cuda.device_count()} GPUs")
+    return found
+
+
+def nested_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors inside tuples, lists and dicts, the first one first."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from nested_tensors(part)
+
+
+def _slice_of(value: Any, at: int, devices: Sequence[torch.device], dim: int) -> Any:
+    """Return slice number `at` of as many as there are devices, on its device."""
+    if isinstance(value, Tensor):
+        part = value.tensor_split(len(devices), dim)[at] if value.dim() else value
+        return part.to(devices[at])
+    if isinstance(value, tuple | list):
+        parts = [_slice_of(part, at, devices, dim) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        return type(value)((key, _slice_of(part, at, devices, dim)) for key, part in value.items())
+    return value
+
+
+def _replica_of(module: nn.Module, device: torch.device) -> nn.Module:
+    copies: dict[Tensor, Tensor] = {}
+
+    def copy_of(tensor: Tensor) -> Tensor:
+        if tensor not in copies:  # tied parameters stay tied
+            copies[tensor] = tensor.clone() if tensor.device == device else tensor.to(device)
+        return copies[tensor]
+
+    replicas: dict[nn.Module, nn.Module] = {part: bare_replica(part) for part in module.modules()}
+    for part, replica in replicas.items():
+        for name, child in part._modules.items():
+            replica._modules[name] = None if child is None else replicas[child]
+        for name, parameter in part._parameters.items():
+            set_tensor(replica, name, None if parameter is None else copy_of(parameter))
+        for name, buffer in part._buffers.items():
+            replica._buffers[name] = None if buffer is None else copy_of(buffer.detach())
+    return replicas[module]
+
+
+def _apply_in_threads(modules: Sequence[nn.Module], slices: Sequence[Any]) -> list[Any]:
+    """Return each module's output for its slice; the first runs in the calling thread."""
+    if len(modules) == 1:
+        inputs, kwargs = slices[0]
+        return [modules[0](*inputs, **kwargs)]
+    entering = _modes_of_this_thread()
+
+    def run(module: nn.Module, inputs: Any, kwargs: Any) -> Any:
+        with entering():
+            return module(*inputs, **kwargs)
+
+    with ThreadPoolExecutor(len(modules) - 1, thread_name_prefix="replica") as pool:
+        others = [
+            pool.submit(contextvars.copy_context().run, run, module, inputs, kwargs)
+            for module, (inputs, kwargs) in zip(modules[1:], slices[1:], strict=True)
+        ]
+        inputs, kwargs = slices[0]
+        return [modules[0](*inputs, **kwargs), *(other.result() for other in others)]
+
+
+def _modes_of_this_thread() -> Callable[[], Any]:
+    """Return a context manager that sets this thread's gradient mode and autocast in another thread."""
+    with_gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    caches = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def modes() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(with_gradients))
+            for kind, enabled, dtype in casts:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, caches))
+            yield
+
+    return modes

@@ -1,0 +1,240 @@
+"""The arguments of a sharded optimizer: a model or parameters, and the ranks that share the work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from operator import is_
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from paceline.core.state.unwrapping import joins, plain_name, unwrap
+from paceline.core.torch_internals.distributed.dtensor import is_sharded
+from paceline.ddp.transport.sparse import sparse_by_layer
+from paceline.ddp.wrapper.averaging import Averaging, averagings
+from paceline.errors import UsageError
+
+_NAMED = 3
+"""Parameters that a message names."""
+
+
+@dataclass
+class Subject:
+    """The parameters that are trained, and the ranks that do."""
+
+    groups: list[Any]
+    """Parameters or groups, as torch's optimizers take them."""
+    group: dist.ProcessGroup | None
+    """The ranks that share the work; None in a world of one without a process group."""
+    model: nn.Module | None = None
+    """The model, where it was given."""
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Names of parameters, by ``id``; of those of the model, or of a wrapper."""
+    sparse: frozenset[int] = frozenset()
+    """Parameters whose gradients are sparse, by ``id``; every rank updates these."""
+    wrappers: list[Averaging] = field(default_factory=list)
+    """Those of ours that average the gradients over several ranks."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return what messages call a parameter."""
+        name = self.names.get(id(parameter))
+        return f"a parameter of shape {tuple(parameter.shape)}" if name is None else f"parameter {name!r}"
+
+    def shapes(self) -> list[torch.Size]:
+        """Return the shapes of the parameters, as far as they have any yet."""
+        return [each.shape for each in _parameters(self.groups) if isinstance(each, Tensor) and not is_lazy(each)]
+
+    def replaced(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Return the names of those `parameters` in whose place the model has others now."""
+        modules = [wrapper.module for wrapper in self.wrappers] if self.model is None else [self.model]
+        present = {id(parameter) for module in modules for parameter in module.parameters()}
+        gone = [id(parameter) for parameter in parameters if id(parameter) not in present]
+        return [self.names[key] for key in gone if key in self.names]
+
+    def is_joining(self) -> bool:
+        """Whether ranks may run out of data at different times."""
+        if self.wrappers:
+            return any(wrapper.is_in_join for wrapper in self.wrappers)
+        return self.model is not None and joins(self.model)
+
+
+def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGroup | None) -> Subject:
+    """Return what `params` is, and who shares the work.
+
+    Raises:
+        UsageError: if there is nothing to train, or a wrapper averages over other ranks.
+    """
+    model = params if isinstance(params, nn.Module) else None
+    if isinstance(params, Tensor | set | frozenset) or not (model is not None or isinstance(params, Iterable)):
+        raise UsageError(  # the order of a set is another on every rank
+            f"ShardedOptimizer takes a model, or a list of parameters or of groups, not a {type(params).__name__}"
+        )
+    groups = [_listed(entry) for entry in (params.parameters() if isinstance(params, nn.Module) else params)]
+    if not groups:
+        raise UsageError("ShardedOptimizer got no parameters; give the model, or those that it is to train")
+    ours = averagings({id(parameter) for parameter in _parameters(groups)})
+    group = process_group
+    if group is None and dist.is_initialized():
+        group = getattr(model, "process_group", None)
+        group = ours[0].group if group is None and ours else group or dist.group.WORLD
+    for wrapper in ours if group is not None else ():
+        ranks, theirs = (dist.get_process_group_ranks(each) for each in (group, wrapper.group))
+        if ranks != theirs:
+            raise UsageError(
+                f"the ShardedOptimizer is of ranks {ranks}, but the wrapper averages over ranks {theirs}; give both "
+                "the same process_group"
+            )
+    names = {key: name for wrapper in ours for key, name in wrapper.names.items()}
+    if model is not None:
+        names |= {id(parameter): plain_name(name) for name, parameter in unwrap(model).named_parameters()}
+    modules = [wrapper.module for wrapper in ours] if model is None else [model]
+    sparse = frozenset(parameter for module in modules for parameter in sparse_by_layer(module))
+    several = [wrapper for wrapper in ours if group is not None and dist.get_world_size(wrapper.group) > 1]
+    return Subject(groups, group, model, names, sparse, several)
+
+
+def expect_scatterable(subject: Subject) -> None:
+    """Refuse to scatter gradients that no wrapper of ours averages, or one by something else than an all-reduce.
+
+    Raises:
+        UsageError: unless there is one rank alone.
+    """
+    for wrapper in subject.wrappers:
+        wrapper.expect_scatterable()
+    if subject.size > 1 and not subject.wrappers:
+        raise UsageError(
+            "reduce_scatter=True needs paceline.DistributedDataParallel, as others average whole gradients; wrap the "
+            "model with it first, or leave reduce_scatter out"
+        )
+
+
+def _listed(entry: Any) -> Any:
+    """Return a group whose parameters can be looked at more than once, unlike what ``parameters()`` returns."""
+    if isinstance(entry, dict) and isinstance(entry.get("params"), Iterator):
+        entry["params"] = list(entry["params"])
+    return entry
+
+
+def _parameters(groups: Iterable[Any]) -> Iterable[Any]:
+    for entry in groups:
+        if isinstance(entry, Mapping):
+            params = entry.get("params", ())
+            yield from _parameters([params] if isinstance(params, Tensor) else params)
+        elif isinstance(entry, tuple):
+            yield entry[-1]
+        else:
+            yield entry
+
+
+def expect_plain(group: Any, before: Sequence[Mapping[str, Any]], subject: Subject) -> None:
+    """Refuse a group with parameters that cannot be sharded.
+
+    Raises:
+        UsageError: names one that is there twice, is a DTensor, is not the wrapper's, or is on another device.
+    """
+    if not isinstance(group, dict) or "params" not in group:
+        raise UsageError(f'a parameter group is a dict with "params", not {group!r:.80}')
+    params = group["params"]
+    if not isinstance(params, Tensor | set):  # which torch takes or refuses itself
+        group["params"] = params = list(params)
+    seen = {id(parameter) for other in before for parameter in other["params"]}
+    device = next((parameter.device for other in before for parameter in other["params"]), None)
+    averaged = {key for wrapper in subject.wrappers for key in wrapper.names} if subject.wrappers else None
+    for parameter in _parameters([group]):
+        if not isinstance(parameter, Tensor):
+            raise UsageError(f"ShardedOptimizer trains tensors, not {type(parameter).__name__}")
+        name = subject.name_of(parameter)
+        if id(parameter) in seen:
+            raise UsageError(f"{name} is in two parameter groups, or twice in one; give it once")
+        seen.add(id(parameter))
+        if is_sharded(parameter):
+            raise UsageError(f"{name} is a DTensor, which is sharded already; use the optimizer itself")
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(f"{name} has no shape yet; run a forward before the optimizer is made")
+        if parameter.device.type != (device := device or parameter.device).type:
+            raise UsageError(
+                f"{name} is on {parameter.device}, but another on {device}; make one optimizer for each device"
+            )
+        if averaged is not None and parameter.requires_grad and id(parameter) not in averaged:
+            raise UsageError(
+                f"{name} is none that the wrapper averages, unlike the others; give the wrapper's parameters alone, "
+                "and make another optimizer for the rest"
+            )
+
+
+def expect_step(
+    closure: Any, subject: Subject, groups: Sequence[Mapping[str, Any]], trained: Sequence[Sequence[Tensor]]
+) -> None:
+    """Refuse a step that cannot be taken over `groups`, of which `trained` are the parameters.
+
+    Raises:
+        UsageError: for a closure, inside ``model.join()``, without any gradient, and for groups that were changed.
+    """
+    if closure is not None:
+        raise UsageError("ShardedOptimizer.step() takes no closure; call it before the step, and leave it out here")
+    if subject.is_joining():
+        raise UsageError(
+            "a ShardedOptimizer cannot step inside model.join(), as a rank that has run out of data would not "
+            "update its share; leave join() out, or use the optimizer itself"
+        )
+    for number, (group, given) in enumerate(zip_longest(groups, trained)):
+        now = () if group is None else group["params"]
+        if given is None or len(now) != len(given) or not all(map(is_, now, given)):
+            raise UsageError(
+                f"parameter group {number} of the ShardedOptimizer has {len(now)} parameters, which are others than "
+                f"the {len(given or ())} that were given; add some by add_param_group(), leave some out by setting "
+                "requires_grad to False and p.grad to None, or make another optimizer"
+            )
+    everything = [parameter for given in trained for parameter in given]
+    if all(parameter.grad is None for parameter in everything):
+        if replaced := subject.replaced(everything):
+            more = f" and {len(replaced) - _NAMED} more" if len(replaced) > _NAMED else ""
+            raise UsageError(
+                f"the ShardedOptimizer trains {', '.join(map(repr, replaced[:_NAMED]))}{more}, but the model has got "
+                "other parameters in their place since, as from load_state_dict(assign=True); make another "
+                "ShardedOptimizer, and load the state of this one"
+            )
+        raise UsageError(
+            "ShardedOptimizer.step() was called without a gradient in any parameter; call loss.backward() first"
+        )
+
+
+def describe_groups(
+    optimizer_class: type[Optimizer],
+    by: str,
+    master_dtype: torch.dtype | None,
+    groups: Sequence[Mapping[str, Any]],
+) -> list[Any]:
+    """Describe what is trained and how, as plain values that have to be equal on every rank."""
+    return [
+        (optimizer_class.__qualname__, by, str(master_dtype)),
+        *(
+            (
+                sorted((name, _plain(value)) for name, value in group.items() if name != "params"),
+                [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in group["params"]],
+            )
+            for group in groups
+        ),
+    ]
+
+
+def _plain(value: Any) -> str:
+    plain = repr(value.tolist() if isinstance(value, Tensor) else value)
+    return re.sub(r" at 0x[0-9a-f]+", "", plain)  # of a function or another object, which lies elsewhere on each rank

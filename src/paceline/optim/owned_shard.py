@@ -1,0 +1,139 @@
+"""The pieces of parameters that one rank owns, with the gradients and the optimizer's state of these alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.state.buckets import flattened
+from paceline.ddp.transport.scattered_gradients import ScatteredGradient
+from paceline.errors import UsageError
+from paceline.optim.segments import flat_view
+from paceline.optim.sharding_plan import Piece
+
+HALVES = (torch.bfloat16, torch.float16)
+"""Dtypes of parameters that may have a master copy."""
+
+
+@dataclass
+class Owned:
+    """A piece of a parameter that this rank updates.
+
+    Args:
+        parameter: the user's.
+        index: its number in the optimizer.
+        piece: which elements; None for all of them, in the parameter's own shape.
+        master_dtype: of a copy that is trained in the parameter's place; None to train the parameter itself.
+    """
+
+    parameter: nn.Parameter
+    index: int
+    piece: tuple[int, int] | None
+    master_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        self._view = self._seen()
+        values = self._view if self.master_dtype is None else self._view.to(self.master_dtype, copy=True)
+        self.trained = nn.Parameter(values, requires_grad=self.parameter.is_floating_point() or self._view.is_complex())
+        """The piece itself, or its master copy, which the inner optimizer trains."""
+
+    def _seen(self) -> Tensor:
+        if self.piece is None:
+            return self.parameter.detach()
+        return flat_view(self.parameter)[slice(*self.piece)]
+
+    def values(self) -> Tensor:
+        """Return what the parameter holds here; a view."""
+        return self._view
+
+    def let_go(self) -> None:
+        """Hold the parameter's memory no longer, until :meth:`look_again`."""
+        self._view = self._view.new_empty(0)
+        if self.master_dtype is None:
+            self.trained.data = self._view
+
+    def look_again(self) -> None:
+        """Follow the parameter to other memory."""
+        self._view = self._seen()
+        if self.master_dtype is None:
+            self.trained.data = self._view
+        else:
+            self.take_changes()
+
+    def take_changes(self) -> None:
+        """Take over from the parameter what somebody has written to it; elsewhere the master keeps its precision."""
+        if self.master_dtype is not None:
+            master = self.trained.data
+            is_same = master.to(self._view.dtype) == self._view
+            self.trained.data = torch.where(is_same, master, self._view.to(self.master_dtype))
+
+    def take_gradient(self, gradient: Tensor | None) -> None:
+        """Show the inner optimizer this piece of the parameter's gradient."""
+        if gradient is None:
+            return
+        if isinstance(gradient, ScatteredGradient):
+            gradient = self._found_in(gradient)
+        elif gradient.is_sparse:
+            if self.piece is not None:
+                raise UsageError(
+                    f"the gradient of parameter {self.index} of the ShardedOptimizer is sparse, and it cannot be cut "
+                    "into pieces; give the model itself, whose sparse layers are found, or leave sparse=True out"
+                )
+            self.trained.grad = gradient
+            return
+        if self.piece is not None:
+            gradient = _laid_out(gradient, self.parameter)[slice(*self.piece)]
+        self.trained.grad = gradient if gradient.dtype is self.trained.dtype else gradient.to(self.trained.dtype)
+
+    def _found_in(self, gradient: ScatteredGradient) -> Tensor:
+        """Return the memory of a gradient of which this rank has the average in this piece."""
+        memory = gradient.memory()
+        piece = self.piece or (0, self.parameter.numel())
+        if memory.stride() != self.parameter.stride() or piece not in gradient.own_pieces():
+            raise UsageError(
+                f"parameter {self.index} of the ShardedOptimizer was laid out or shared out otherwise when its "
+                "gradient was scattered; change nothing between a backward and the step"
+            )
+        return memory
+
+    def end_step(self) -> None:
+        """Let go of the gradient, and show the new values in the parameter."""
+        if self.trained.grad is not None:
+            self.trained.grad = None
+            if self.master_dtype is not None:
+                self._view.copy_(self.trained.detach())
+
+
+def _laid_out(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return the elements of `gradient` in the order of the parameter's memory."""
+    if gradient.stride() == parameter.stride():
+        return flattened(gradient)
+    return flattened(torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient))
+
+
+def owned_by(
+    rank: int,
+    pieces: Sequence[Piece],
+    parameters: Sequence[nn.Parameter],
+    first: int,
+    master_dtype: torch.dtype | None,
+) -> list[Owned]:
+    """Return what `rank` owns of the `parameters` that `pieces` number; the optimizer numbers them from `first` on."""
+    owned = []
+    for piece in pieces:
+        parameter = parameters[piece.parameter]
+        if piece.owner == rank:
+            is_whole = piece.numel == parameter.numel()
+            has_master = master_dtype is not None and parameter.dtype in HALVES
+            owned.append(
+                Owned(
+                    parameter,
+                    first + piece.parameter,
+                    None if is_whole else (piece.start, piece.stop),
+                    master_dtype if has_master else None,
+                )
+            )
+    return owned

@@ -1,0 +1,188 @@
+"""The report of a profile: made from the records of all ranks, and the figures of ``summary.json``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from paceline.core.processes.missing_ranks import named_ranks
+from paceline.profiler.analysis.advice import advise
+from paceline.profiler.analysis.gradient_noise_scale import describe, noise_scale
+from paceline.profiler.analysis.metrics import Facts
+from paceline.profiler.analysis.operator_table import operators_in
+from paceline.profiler.analysis.step_breakdown import typical_step
+from paceline.profiler.records.rank_file import KILLED, MISSING, RankRecord, read_ranks
+from paceline.profiler.records.trace_file import read_traces
+from paceline.profiler.report.formatting import rank_parts
+from paceline.profiler.report.report import (
+    BACKWARD,
+    BUBBLE,
+    COMMUNICATION,
+    COMPUTE,
+    DATA,
+    FORWARD,
+    PARTS,
+    Advice,
+    RankInfo,
+    Report,
+    Slice,
+    Timeline,
+)
+
+
+def read_facts(folder: Path) -> Facts:
+    """Return the figures of the profile in `folder`.
+
+    Raises:
+        UsageError: if there is none, or it cannot be read.
+    """
+    return facts_of(folder, read_ranks(folder))
+
+
+def facts_of(folder: Path, records: Sequence[RankRecord]) -> Facts:
+    """Return the figures of the ranks whose `records`, and whose torch's traces, are in `folder`."""
+    traces = read_traces(folder, records)
+    return Facts(records, operators_in(traces, records), traces)
+
+
+def report_of(facts: Facts) -> Report:
+    """Return the report of a run."""
+    records, accounts = facts.records, facts.accounts
+    first = records[0]
+    advice = advise(facts)
+    return Report(
+        title=first.title,
+        backend=first.backend,
+        ranks=[RankInfo(r.rank, r.host, r.device, r.threads, r.cores, r.memory.get("peak")) for r in records],
+        steps=accounts.steps,
+        step_seconds=[_nones(row) for row in accounts.lengths],
+        parts={part: [_nones(row) for row in rows] for part, rows in accounts.parts.items()},
+        waited_for=accounts.waited_for,
+        headline=headline(facts, advice),
+        advice=advice,
+        stragglers=facts.stragglers,
+        shares=facts.shares | {"allreduce": facts.all_reduce_share()},
+        overlap=fmean(facts.overlap.values()) if facts.overlap else None,
+        overlap_by_rank={str(rank): share for rank, share in facts.overlap.items()},
+        timeline=timeline(facts),
+        operators=facts.operators.operators,
+        memory=first.memory,
+        device_figures=facts.operators.device_figures,
+        noise_scale=describe(noise_scale(records)),
+        missing=missing(records, facts),
+        samples_per_step=facts.rows,
+    )
+
+
+def summary(report: Report) -> dict[str, Any]:
+    """Return the figures that programs read: ``summary.json``."""
+    parts = {str(rank): _in_ms(rank_parts(report, rank)) for rank in range(len(report.ranks))}
+    lengths = sorted(max(value for value in row if value is not None) for row in report.step_seconds if any(row))
+    return {
+        "title": report.title,
+        "headline": report.headline,
+        "ranks": len(report.ranks),
+        "steps": len(report.steps),
+        "step_ms": round(1e3 * lengths[len(lengths) // 2], 4) if lengths else None,
+        "straggler_rank": report.stragglers[0].rank if report.stragglers else None,
+        "stragglers": report.to_json()["stragglers"],
+        "bubble_ms_per_step": {rank: row[BUBBLE] for rank, row in parts.items()},
+        "parts_ms_per_step": parts,
+        "compute_share": sum(report.shares[part] for part in COMPUTE),
+        "exposed_communication_share": report.shares[COMMUNICATION],
+        "bubble_share": report.shares[BUBBLE],
+        "data_share": report.shares[DATA],
+        "allreduce_share": report.shares["allreduce"],
+        "overlap": report.overlap,
+        "overlap_by_rank": dict(report.overlap_by_rank),
+        "samples_per_step": report.samples_per_step,
+        "gradient_noise_scale": report.noise_scale.get("value"),
+        "device": dict(report.device_figures),
+        "memory": dict(report.memory),
+        "advice": [
+            {"kind": one.kind, "text": one.text, "reason": one.reason, "gain": round(one.gain, 4)}
+            | ({"predictions": dict(one.predictions)} if one.predictions else {})
+            for one in report.advice
+        ],
+        "missing": list(report.missing),
+    }
+
+
+def headline(facts: Facts, advice: Sequence[Advice]) -> str:
+    """Return the verdict in one sentence."""
+    shares = facts.shares
+    if not facts.accounts.steps:
+        return "No step was measured."
+    if facts.stragglers:
+        slow = facts.stragglers[0]
+        return (
+            f"Rank {slow.rank} holds the others up: its {slow.phase} takes {slow.seconds * 1e3:.1f} ms longer in a "
+            f"step; {shares[BUBBLE]:.0%} of all time is spent waiting for a rank."
+        )
+    compute = shares[FORWARD] + shares[BACKWARD]
+    causes = {
+        f"communication takes {shares[COMMUNICATION]:.0%} of a step": shares[COMMUNICATION],
+        f"ranks wait for each other, in turns, for {shares[BUBBLE]:.0%} of the time": shares[BUBBLE],
+        f"the loop waits for data for {shares[DATA]:.0%} of the time": shares[DATA],
+    }
+    worst = max(causes, key=lambda text: causes[text])
+    if causes[worst] < 0.1:
+        text = f"Nothing holds the ranks up: they compute for {compute:.0%} of the time"
+    else:
+        text = worst[0].upper() + worst[1:]
+    return f"{text}; the best change promises {advice[0].gain:.0%}." if advice else f"{text}."
+
+
+def timeline(facts: Facts) -> Timeline | None:
+    """Return the typical step, on the clock of rank 0."""
+    number = typical_step(facts.records)
+    found = ((steps, times) for steps, times in zip(facts.detailed, facts.buckets, strict=True))
+    steps, times = next((pair for pair in found if pair[0][0].number == number), (None, ()))
+    if number is None or steps is None:
+        return None
+    zero = min(step.start for step in steps)
+    slices = [
+        [Slice(s.label, s.start - zero, s.end - zero, s.bucket) for s in step.spans if s.end > s.start]
+        for step in steps
+    ]
+    return Timeline(number, slices, times)
+
+
+def missing(records: Sequence[RankRecord], facts: Facts) -> list[str]:
+    """Return what could not be seen, and why."""
+    notes = []
+    for record in records:
+        if record.ended == MISSING:
+            notes.append(f"rank {record.rank} left no record in this folder; copy the files of all hosts together")
+        elif record.ended == KILLED:
+            notes.append(f"rank {record.rank} was killed; its last steps may be missing")
+        elif record.ended:
+            notes.append(f"rank {record.rank} ended with an error: {record.ended}")
+    if torch_ranks := [record.rank for record in records if record.wrapper == "torch"]:
+        notes.append(
+            f"torch's DistributedDataParallel was used on {named_ranks(torch_ranks)}: it waits for all-reduces inside "
+            "backward, where nobody can look, so bubbles and communication count as backward, and buckets are not "
+            "shown; use paceline.DistributedDataParallel to see them"
+        )
+    if any(record.profiles_itself for record in records):
+        notes.append(
+            "the program ran a profiler of torch itself, beside which no other can run: operators are not shown, and "
+            "its steps were slower than usual while it ran"
+        )
+    if not any(record.loaders_seen for record in records):
+        notes.append("no DataLoader was seen, so the time before a step's forward counts as waiting for data")
+    if len(records) > 1 and not facts.overlap and records[0].wrapper == "paceline":
+        notes.append("the ends of all-reduces were not seen, so overlap is not known")
+    return notes
+
+
+def _nones(row: Sequence[float]) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in row]
+
+
+def _in_ms(seconds: Mapping[str, float] | None) -> dict[str, float]:
+    """Return a rank's mean times in milliseconds; zeros for one that took no step."""
+    return {part: round(1e3 * seconds[part], 4) if seconds else 0.0 for part in PARTS}

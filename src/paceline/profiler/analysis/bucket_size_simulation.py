@@ -1,0 +1,113 @@
+"""Other bucket sizes, simulated with the times at which a run's gradients came, and buckets that are oddly slow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, MIB, arrival_order, assign, overlap
+from paceline.core.telemetry.spans import LAUNCH
+from paceline.profiler.analysis.bucket_timeline import gradient_times
+from paceline.profiler.analysis.metrics import Facts
+from paceline.profiler.report.report import COMMUNICATION
+
+CANDIDATES = (0.25, 1, 2, 5, 10, 50, 100, 400)
+"""MiB that are tried."""
+_WORTH = 0.03
+"""Share of the step that another size has to save."""
+
+
+def all_reduce_times(facts: Facts) -> list[tuple[int, float]]:
+    """Return bytes and median seconds of each bucket's all-reduce, in the order of launch; none if they are unknown."""
+    sizes = facts.records[0].buckets
+    seen: list[list[float]] = [[] for _ in sizes]
+    for buckets in facts.buckets:
+        if len(buckets) != len(sizes):
+            return []
+        before = 0.0
+        for bucket in buckets:
+            ends = [end for end in bucket.finished if end is not None]
+            if not ends:
+                return []
+            begin = max(*bucket.launched, before)
+            seen[bucket.bucket].append(max(0.0, max(ends) - begin))
+            before = max(ends)
+    if not all(seen):
+        return []
+    return [(nbytes, median(times)) for nbytes, times in zip(sizes, seen, strict=True)]
+
+
+def fit(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return seconds for a message and for a byte that explain `times` best, neither below 0."""
+    total = sum(nbytes for nbytes, _ in times)
+    spent = sum(seconds for _, seconds in times)
+    if len(times) < 2 or not total:
+        return 0.0, spent / total if total else 0.0
+    mean_bytes, mean_seconds = total / len(times), spent / len(times)
+    spread = sum((nbytes - mean_bytes) ** 2 for nbytes, _ in times)
+    slope = sum((nbytes - mean_bytes) * (seconds - mean_seconds) for nbytes, seconds in times) / spread if spread else 0
+    if slope <= 0:
+        return mean_seconds, 0.0
+    return (mean_seconds - slope * mean_bytes, slope) if mean_seconds > slope * mean_bytes else (0.0, spent / total)
+
+
+def best_capacity(facts: Facts) -> tuple[float, float] | None:
+    """Return the ``bucket_cap_mb`` that would overlap best, and the seconds that it saves; None if little is gained."""
+    times = all_reduce_times(facts)
+    parameters = facts.records[0].parameters
+    if not times or not facts.detailed:
+        return None
+    arrivals = [gradient_times(steps[0]) for steps in facts.detailed]
+    if {len(arrived) for arrived in arrivals} != {len(parameters)}:
+        return None
+    arrived = sorted(arrivals, key=lambda one: one[-1][1])[len(arrivals) // 2]
+    places = {index: place for place, index in enumerate(sorted(index for index, _ in arrived))}
+    arrived = [(places[index], when) for index, when in arrived]  # among those that are trained
+    sizes = [nbytes for _, nbytes in parameters]
+    alpha, beta = fit(times)
+
+    def exposed(capacities: Sequence[int]) -> float:
+        """Return the seconds of communication after backward, with buckets of these capacities."""
+        order = arrival_order([index for index, _ in arrived], len(sizes))
+        when = dict(arrived)
+        full, before, reduce = [], 0.0, []
+        for indices in assign(sizes, [0] * len(sizes), order, capacities):
+            last = max(before, *(when[index] for index in indices))
+            full.append(last - before)
+            reduce.append(alpha + beta * sum(sizes[index] for index in indices))
+            before = last
+        return overlap(full, reduce).exposed
+
+    now = exposed([FIRST_CAPACITY, CAPACITY]) if len(times) > 1 else exposed([sum(sizes)])
+    found = min((exposed([int(size * MIB)]), size) for size in CANDIDATES)
+    saved = now - found[0]
+    return (found[1], saved) if saved > _WORTH * facts.length else None
+
+
+def slow_bucket(facts: Facts) -> tuple[int, float, float, int] | None:
+    """Return a bucket that takes far longer than its size explains: number, seconds, expected seconds, bytes."""
+    times = hook_times(facts) or all_reduce_times(facts)
+    for number, (nbytes, seconds) in sorted(enumerate(times), key=lambda item: -item[1][1]):
+        others = [time for place, time in enumerate(times) if place != number]
+        if len(others) < 2:
+            return None
+        alpha, beta = fit(others)
+        expected = alpha + beta * nbytes
+        if seconds > 3 * expected and seconds - expected > 0.05 * facts.length:
+            return number, seconds, expected, nbytes
+    return None
+
+
+def hook_times(facts: Facts) -> list[tuple[int, float]]:
+    """Return bytes and median seconds of each bucket's launch, if launches are most of communication, as with hooks."""
+    sizes = facts.records[0].buckets
+    seen: list[list[float]] = [[] for _ in sizes]
+    for steps in facts.detailed:
+        for step in steps:
+            for span in step.spans:
+                if span.label == LAUNCH and span.bucket is not None and span.bucket < len(sizes):
+                    seen[span.bucket].append(span.seconds)
+    if not sizes or not all(seen):
+        return []
+    times = [(nbytes, median(seconds)) for nbytes, seconds in zip(sizes, seen, strict=True)]
+    return times if sum(seconds for _, seconds in times) > facts.accounts.mean(COMMUNICATION) / 2 else []

@@ -1,0 +1,145 @@
+"""The buckets of detailed steps: when each was launched and finished on every rank, and how much backward hid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.core.telemetry.spans import DONE, GRADIENT, LAUNCH, REDUCE, SENT, Span
+from paceline.profiler.analysis.step_breakdown import steps_by_number
+from paceline.profiler.records.clock_offsets import offset_at
+from paceline.profiler.records.intervals import shared, total
+from paceline.profiler.records.rank_file import RankRecord
+from paceline.profiler.records.steps import Step, cut_into_stretches
+from paceline.profiler.report.report import BACKWARD, FORWARD, OPTIMIZER, BucketTimes
+
+COMPUTING = (FORWARD, BACKWARD, OPTIMIZER)
+"""Parts of a step under which all-reduces may hide."""
+Steps = Sequence[Step]
+"""One step on all ranks."""
+
+
+def detailed_steps(records: Sequence[RankRecord]) -> list[Steps]:
+    """Return the detailed steps that all ranks took, on rank 0's clock."""
+    together: list[Steps] = []
+    for ranks in steps_by_number(records).values():
+        taken = [step for step in ranks if step is not None and step.kind == "detailed" and step.spans]
+        if len(taken) == len(records):
+            offsets = [offset_at(step.start, record.offsets) for step, record in zip(taken, records, strict=True)]
+            together.append([_moved(step, offset) for step, offset in zip(taken, offsets, strict=True)])
+    return together
+
+
+def _moved(step: Step, offset: float) -> Step:
+    if not offset:
+        return step
+    spans = [span._replace(start=span.start - offset, end=span.end - offset) for span in step.spans]
+    return replace(step, start=step.start - offset, end=step.end - offset, spans=spans)
+
+
+def bucket_times(steps: Steps, sizes: Sequence[int]) -> list[BucketTimes]:
+    """Return when each bucket of one step was launched and finished, in seconds since the first rank began it.
+
+    Empty where ranks launched different numbers of buckets, or a bucket more than once.
+    """
+    zero = min(step.start for step in steps)
+    launched = [[span for span in step.spans if span.label == LAUNCH] for step in steps]
+    counts = {len(spans) for spans in launched}
+    if len(counts) != 1 or not launched[0]:
+        return []
+    count = counts.pop()
+    sent, finished = [_sent(step, spans) for step, spans in zip(steps, launched, strict=True)], _finished(steps, count)
+    return [
+        BucketTimes(
+            number,
+            sizes[number] if len(sizes) == count else 0,
+            [ends[number] - zero for ends in sent],
+            [None if ends is None else ends[number] - zero for ends in finished],
+        )
+        for number in range(count)
+    ]
+
+
+def _sent(step: Step, launches: Sequence[Span]) -> list[float]:
+    """Return when a rank began the all-reduce of each bucket; when its launch was over, where nothing marks that."""
+    marks = _marks(step, SENT)
+    return marks if len(marks) == len(launches) else [span.end for span in launches]
+
+
+def _marks(step: Step, label: str) -> list[float]:
+    """Return the times of the marks `label`, in the order of their buckets."""
+    return [end for _, end in sorted((span.bucket or 0, span.end) for span in step.spans if span.label == label)]
+
+
+def _finished(steps: Steps, count: int) -> list[list[float] | None]:
+    """Return when each bucket was finished on each rank; None for a rank that cannot tell.
+
+    In shared memory every rank reduces its share, in the order of launch, and the bucket is finished with the last.
+    """
+    shares = [[span.end for span in step.spans if span.label == REDUCE][:count] for step in steps]
+    if all(len(ends) == count for ends in shares):
+        ends = [max(together) for together in zip(*shares, strict=True)]
+        return [ends] * len(steps)
+    marks = [_marks(step, DONE) for step in steps]
+    return [found if len(found) == count else None for found in marks]
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """When one rank computed in one step, and when the all-reduces of its buckets ran.
+
+    In microseconds since the first rank began the step. They are whole, as other programs read no finer ones: what
+    they count from these lanes is what Paceline counts.
+    """
+
+    compute: list[tuple[str, int, int]]
+    """Parts of :data:`COMPUTING`, each with begin and end, in their order."""
+    all_reduces: list[tuple[int, int, int]]
+    """Buckets, each with begin and end. None of them overlap."""
+
+    def busy_and_hidden(self) -> tuple[float, float]:
+        """Return the microseconds in which all-reduces ran, and those of them in which the rank computed."""
+        busy = [(begin, end) for _, begin, end in self.all_reduces]
+        return total(busy), shared(busy, [(begin, end) for _, begin, end in self.compute])
+
+
+def lanes(steps: Steps, buckets: Sequence[BucketTimes]) -> list[Lanes | None]:
+    """Return the lanes of one step by rank; None for a rank that does not know when its all-reduces ended.
+
+    An all-reduce runs from the launch of the last rank, or from the end of the one before, to its end. What a rank does
+    for communication inside backward, such as copying into buckets or reducing its share in shared memory, is not
+    computing.
+    """
+    zero = min(step.start for step in steps)
+    found: list[Lanes | None] = []
+    for rank, step in enumerate(steps):
+        ends = [bucket.finished[rank] for bucket in buckets]
+        if not ends or None in ends:
+            found.append(None)
+            continue
+        all_reduces, before = [], 0.0
+        for bucket in buckets:
+            end = bucket.finished[rank] or 0.0
+            all_reduces.append((bucket.bucket, _micro(max(*bucket.launched, before)), _micro(end)))
+            before = max(before, end)
+        stretches, _ = cut_into_stretches(step.spans, step.start, step.end)
+        compute = [(part, _micro(begin - zero), _micro(end - zero)) for part, begin, end in stretches]
+        found.append(
+            Lanes(
+                [(part, begin, end) for part, begin, end in compute if part in COMPUTING and end > begin],
+                [(number, begin, end) for number, begin, end in all_reduces if end > begin],
+            )
+        )
+    return found
+
+
+def _micro(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def gradient_times(step: Step) -> list[tuple[int, float]]:
+    """Return each parameter with when its gradient arrived, in seconds since the step's first one, in that order."""
+    marks = [(span.bucket or 0, span.start) for span in step.spans if span.label == GRADIENT]
+    last = dict(marks)  # one that arrives more than once counts where it came last
+    first = min((when for _, when in marks), default=0.0)
+    return sorted(((index, when - first) for index, when in last.items()), key=lambda pair: pair[1])

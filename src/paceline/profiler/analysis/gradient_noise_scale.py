@@ -1,0 +1,125 @@
+"""The gradient noise scale: the batch size beyond which larger batches, and so more ranks, stop paying.
+
+After McCandlish, Kaplan, Amodei and the OpenAI Dota Team, "An Empirical Model of Large-Batch Training" (2018),
+appendix A.1. A rank's gradient over b samples and the average over B = N·b samples have expected squared norms
+
+    |G|² + S / b        and        |G|² + S / B
+
+so both together give unbiased estimates of |G|², the true gradient's squared norm, and of S, the variance of one
+sample's gradient. The noise scale S / |G|² is the critical batch size: a step over B samples makes 1 / (1 + S/|G|²/B)
+of the progress that a step with the true gradient makes. Both are averaged over steps before they are divided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.telemetry.spans import AVERAGED, LOCAL
+from paceline.profiler.analysis.step_breakdown import steps_by_number
+from paceline.profiler.records.rank_file import RankRecord
+
+FEWEST = 5
+"""Steps that an estimate takes."""
+_CURVE = 13
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """An estimate from several steps."""
+
+    batch_size: float
+    """Samples in a step, all ranks together."""
+    gradient: float
+    """|G|²."""
+    variance: float
+    """S, of one sample."""
+    steps: int
+    error: float
+    """Standard error of the value, by the jackknife; infinite where the gradient's norm is not known from 0."""
+
+    @property
+    def value(self) -> float | None:
+        """Samples; None where noise hides the gradient, so that only more steps could tell."""
+        return self.variance / self.gradient if self.gradient > 0 and self.variance > 0 else None
+
+
+def squared_norms(norms: Sequence[tuple[str, Any, float]]) -> tuple[float, float] | None:
+    """Return the squared norms of a rank's gradient and of the average, from the norms of buckets; None without any."""
+    sums = {LOCAL: 0.0, AVERAGED: 0.0}
+    seen = set()
+    for label, norm, factor in norms:
+        if factor:
+            sums[label] += (float(norm) / factor) ** 2
+            seen.add(label)
+    if len(seen) < 2 or not all(map(math.isfinite, sums.values())):
+        return None
+    return sums[LOCAL], sums[AVERAGED]
+
+
+def estimate(steps: Sequence[tuple[float, float, float, int]]) -> NoiseScale | None:
+    """Return the noise scale of steps: mean squared norm on a rank, of the average, samples in all, and ranks.
+
+    None for fewer than :data:`FEWEST` steps of two ranks or more.
+    """
+    pairs = []
+    for local, averaged, samples, ranks in steps:
+        if ranks > 1 and samples > 0:
+            gradient = (ranks * averaged - local) / (ranks - 1)
+            pairs.append((gradient, (local - averaged) * samples / (ranks - 1)))
+    if len(pairs) < FEWEST:
+        return None
+    count = len(pairs)
+    gradients = math.fsum(gradient for gradient, _ in pairs)
+    variances = math.fsum(variance for _, variance in pairs)
+    without = [
+        (variances - variance) / (gradients - gradient) if gradients > gradient else math.inf
+        for gradient, variance in pairs
+    ]
+    mean = math.fsum(without) / count if all(map(math.isfinite, without)) else math.inf
+    spread = math.fsum((value - mean) ** 2 for value in without) if math.isfinite(mean) else math.inf
+    batch = math.fsum(samples for _, _, samples, _ in steps) / len(steps)
+    return NoiseScale(batch, gradients / count, variances / count, count, math.sqrt(spread * (count - 1) / count))
+
+
+def noise_scale(records: Sequence[RankRecord]) -> NoiseScale | None:
+    """Return the noise scale of a run; None where it was not measured."""
+    found = []
+    for ranks in steps_by_number(records).values():
+        norms = [step.norms for step in ranks if step is not None and step.norms is not None]
+        if len(norms) == len(records):
+            local = math.fsum(norm for norm, _ in norms) / len(norms)
+            averaged = math.fsum(norm for _, norm in norms) / len(norms)
+            found.append((local, averaged, float(sum(step.rows for step in ranks if step)), len(norms)))
+    return estimate(found)
+
+
+def describe(scale: NoiseScale | None) -> dict[str, Any]:
+    """Return it for the report: ``value``, ``error``, ``batch_size``, ``curve`` and ``text``; empty without one."""
+    if scale is None:
+        return {}
+    value = scale.value
+    if value is None:
+        return {
+            "value": None,
+            "batch_size": scale.batch_size,
+            "text": f"In {scale.steps} steps noise hides the gradient: the critical batch size is far above the "
+            f"{scale.batch_size:.0f} samples of a step, so more ranks pay.",
+        }
+    sizes = [value * 2.0 ** (power - _CURVE // 2) for power in range(_CURVE)]
+    now = 1 / (1 + value / scale.batch_size)
+    double = 1 / (1 + value / (2 * scale.batch_size))
+    verdict = "more ranks pay" if scale.batch_size < value / 2 else "more ranks pay little"
+    if scale.batch_size > 2 * value:
+        verdict = "more ranks do not pay"
+    return {
+        "value": value,
+        "error": scale.error if math.isfinite(scale.error) else None,
+        "batch_size": scale.batch_size,
+        "curve": [[size, 1 / (1 + value / size)] for size in sizes],
+        "text": f"The critical batch size is about {value:.0f} samples at this point of the training, and a step has "
+        f"{scale.batch_size:.0f}: {verdict}. A step makes {now:.0%} of the progress that the true gradient would, and "
+        f"twice the batch {double:.0%}.",
+    }

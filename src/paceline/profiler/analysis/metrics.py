@@ -1,0 +1,189 @@
+"""The figures of a run that advice rests on, gathered once from the records of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, median
+from typing import Any
+
+from paceline.core.telemetry.spans import LAUNCH, REDUCE, Span
+from paceline.profiler.analysis.bucket_timeline import Lanes, Steps, bucket_times, detailed_steps, lanes
+from paceline.profiler.analysis.lateness import is_lasting
+from paceline.profiler.analysis.operator_table import OperatorTable
+from paceline.profiler.analysis.step_breakdown import Accounts, account, mean_of
+from paceline.profiler.records.rank_file import RankRecord
+from paceline.profiler.records.steps import Step
+from paceline.profiler.report.report import (
+    BACKWARD,
+    COMMUNICATION,
+    FORWARD,
+    OPTIMIZER,
+    PARTS,
+    WAITING,
+    BucketTimes,
+    SlowRank,
+)
+from paceline.profiler.stragglers.detection import Straggler, find_stragglers
+
+_SLOWDOWN, _NOTABLE = 1.15, 0.08
+"""How much longer a straggler computes, and the share of the time that others wait for it. Less is usual among clean
+ranks of one host: the one that sleeps in a collective wakes late, and its cores and caches are not the others'."""
+_LEAST = 0.001
+"""Seconds of a step that others have to wait for a straggler: less is how ranks of one host wake each other."""
+_ADD = 1.5
+"""To add a gradient to one that is there moves three times its bytes, a copy into a bucket two."""
+
+
+def _is_in_launch(inner: Span, step: Step) -> bool:
+    return any(span.label == LAUNCH and span.start <= inner.start and inner.end <= span.end for span in step.spans)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Figures of one run, each computed once, when it is first asked for."""
+
+    records: Sequence[RankRecord]
+    operators: OperatorTable
+    traces: Sequence[dict[str, Any]] = ()
+    """Of torch's profiler, by rank; empty where a rank left none."""
+
+    @cached_property
+    def accounts(self) -> Accounts:
+        """The measured steps."""
+        return account(self.records)
+
+    @cached_property
+    def length(self) -> float:
+        """Mean seconds of a step."""
+        return self.accounts.mean_length()
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """Each part's share of the steps' time; zeros where there are no steps."""
+        return {part: self.accounts.mean(part) / self.length if self.length else 0.0 for part in PARTS}
+
+    @cached_property
+    def batches(self) -> float:
+        """Forwards in a step."""
+        counts = [step.batches for record in self.records for step in record.steps if step.is_measured()]
+        return max(1.0, fmean(counts)) if counts else 1.0
+
+    @cached_property
+    def rows(self) -> float | None:
+        """Rows in a step, all ranks together."""
+        sums = [math.fsum(row for row in rows if not math.isnan(row)) for rows in self.accounts.rows]
+        return fmean(sums) if sums and any(sums) else None
+
+    @cached_property
+    def detailed(self) -> list[Steps]:
+        """The detailed steps that all ranks took."""
+        return detailed_steps(self.records)
+
+    @cached_property
+    def buckets(self) -> list[list[BucketTimes]]:
+        """The buckets of each detailed step."""
+        return [bucket_times(steps, self.records[0].buckets) for steps in self.detailed]
+
+    @cached_property
+    def lanes(self) -> list[list[Lanes | None]]:
+        """For each detailed step, when each rank computed and when all-reduces ran."""
+        return [lanes(steps, times) for steps, times in zip(self.detailed, self.buckets, strict=True)]
+
+    @cached_property
+    def all_reduces_run(self) -> float | None:
+        """Median seconds of a step in which all-reduces ran, mean of the ranks; None where it was not seen."""
+        known = [[lane.busy_and_hidden()[0] for lane in ranks if lane is not None] for ranks in self.lanes]
+        return median(fmean(busy) for busy in known if busy) / 1e6 if any(known) else None
+
+    @cached_property
+    def overlap(self) -> dict[int, float]:
+        """By rank, the share of the all-reduces' time in which the rank computed; without those that cannot tell.
+
+        From the kernels of a GPU where there are any.
+        """
+        if self.operators.overlap:
+            return dict(self.operators.overlap)
+        found = {}
+        for rank in range(len(self.records)):
+            times = [lane.busy_and_hidden() for ranks in self.lanes if (lane := ranks[rank]) is not None]
+            if busy := sum(busy for busy, _ in times):
+                found[rank] = sum(hidden for _, hidden in times) / busy
+        return found
+
+    @cached_property
+    def all_reduce(self) -> float:
+        """Seconds of a step that all-reduces take: those in which they run, and at least what they cost a step."""
+        shown = self.accounts.mean(COMMUNICATION)
+        shares_the_core = any(record.wrapper == "paceline" and record.backend == "paceline" for record in self.records)
+        if self.all_reduces_run is None or shares_the_core:  # there, what runs beside backward is counted already
+            return shown
+        return max(shown, self.all_reduces_run)
+
+    def all_reduce_share(self, times: float = 1.0) -> float:
+        """Return all-reduce's share of the work, if `times` as many batches were accumulated between all-reduces.
+
+        Work is forward, backward, optimizer and all-reduce, without waiting for other ranks and for data; and adding up
+        gradients, which a batch that is accumulated costs beside its forward and backward.
+        """
+        mean = self.accounts.mean
+        adding = (times - 1) * self.batches * _ADD * self.copying
+        work = times * (mean(FORWARD) + mean(BACKWARD)) + adding + mean(OPTIMIZER) + self.all_reduce
+        return self.all_reduce / work if work else 0.0
+
+    @cached_property
+    def copying(self) -> float:
+        """Median seconds of a step in which gradients are copied into buckets."""
+        times = []
+        for steps in self.detailed:
+            for step in steps:
+                reduces = math.fsum(
+                    span.seconds for span in step.spans if span.label == REDUCE and _is_in_launch(span, step)
+                )
+                times.append(math.fsum(span.seconds for span in step.spans if span.label == LAUNCH) - reduces)
+        return max(0.0, median(times)) if times else 0.0
+
+    @cached_property
+    def stragglers(self) -> list[SlowRank]:
+        """Ranks that computed longer than the others, as far as these waited for them."""
+        accounts = self.accounts
+        if len(self.records) < 2 or not accounts.steps:
+            return []
+        busy = accounts.busy()
+        found = find_stragglers(busy, min_slowdown=_SLOWDOWN)
+        return [self._describe(straggler) for straggler in found if self._is_notable(straggler)]
+
+    def _is_notable(self, straggler: Straggler) -> bool:
+        """Whether others spent so much of the time waiting for it that it is worth a look, and it is no accident."""
+        if self.accounts.caused(straggler.rank) <= max(_NOTABLE * self.length, _LEAST):
+            return False
+        steps = slice(straggler.first_step, straggler.last_step + 1)
+        lengths = [mean_of([row]) for row in self.accounts.lengths[steps]]
+        return is_lasting(self.accounts.busy()[steps], lengths, straggler.rank)
+
+    def _describe(self, straggler: Straggler) -> SlowRank:
+        accounts = self.accounts
+        rows = range(straggler.first_step, straggler.last_step + 1)
+        lost = {}
+        for part in PARTS:
+            if part in WAITING:
+                continue
+            differences = []
+            for row in rows:
+                others = [value for rank, value in enumerate(accounts.parts[part][row]) if rank != straggler.rank]
+                others = [value for value in others if not math.isnan(value)]
+                own = accounts.parts[part][row][straggler.rank]
+                if others and not math.isnan(own):
+                    differences.append(own - median(others))
+            lost[part] = fmean(differences) if differences else 0.0
+        return SlowRank(
+            straggler.rank,
+            accounts.steps[straggler.first_step],
+            accounts.steps[straggler.last_step],
+            straggler.slowdown,
+            straggler.kind,
+            max(lost, key=lambda part: lost[part]),
+            straggler.seconds_lost / max(1, straggler.steps_slow),
+        )

@@ -1,0 +1,137 @@
+"""Time by operator and kernel, from the traces that torch's profiler wrote on each rank."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paceline.profiler.records.intervals import Interval, merged, shared, total
+from paceline.profiler.records.rank_file import RankRecord
+from paceline.profiler.records.trace_file import Event, complete_events
+from paceline.profiler.report.report import Operator
+
+MOST = 30
+TENSOR_CORE_KERNELS = ("gemm", "cutlass", "xmma", "wgmma", "hmma", "cudnn")
+"""In the names of kernels that may use tensor cores; `_NOT_ON_THEM` tells those apart that do not."""
+_NOT_ON_THEM = ("sgemm", "simt", "f32f32f32")
+NCCL_KERNEL = re.compile("nccl.*Kernel")
+
+
+@dataclass(frozen=True)
+class OperatorTable:
+    """Operators of all ranks' traced steps, and what kernels tell of the GPU."""
+
+    operators: list[Operator] = field(default_factory=list)
+    calls: float = 0.0
+    """Of ATen's operators, or of kernels, in a step of a rank."""
+    seconds: float = 0.0
+    """Of these."""
+    device_figures: dict[str, float] = field(default_factory=dict)
+    overlap: dict[int, float] = field(default_factory=dict)
+    """By rank, the share of the time of NCCL's kernels in which others compute; empty where there are none."""
+
+
+def operators_in(traces: Sequence[dict[str, Any]], records: Sequence[RankRecord]) -> OperatorTable:
+    """Return the operators of torch's `traces` of the ranks, which are empty where a rank left none."""
+    found: list[tuple[list[Event], int]] = []
+    overlap = {}
+    for trace, record in zip(traces, records, strict=True):
+        steps = sum(step.kind == "traced" for step in record.steps)
+        events = complete_events(trace)
+        if events and steps:
+            found.append((events, steps))
+            if (share := overlap_of_kernels(events)) is not None:
+                overlap[record.rank] = share
+    return replace(tabulate(found), overlap=overlap)
+
+
+def overlap_of_kernels(events: Sequence[Event]) -> float | None:
+    """Return the share of the time of NCCL's kernels in which kernels compute; None without the former.
+
+    That is also what Holistic Trace Analysis takes for overlap.
+    """
+    communicating: list[Interval] = []
+    computing: list[Interval] = []
+    for event in events:
+        if event.get("cat") == "kernel":
+            kernels = communicating if NCCL_KERNEL.match(event["name"]) else computing
+            kernels.append((event["ts"], event["ts"] + event["dur"]))
+    time = total(communicating)
+    return shared(communicating, computing) / time if time else None
+
+
+def tabulate(traces: Sequence[tuple[list[Event], int]]) -> OperatorTable:
+    """Add up the events of each rank's trace, which covers so many steps."""
+    if not traces:
+        return OperatorTable()
+    seconds: dict[str, float] = defaultdict(float)
+    calls: dict[str, float] = defaultdict(float)
+    for events, steps in traces:
+        kernels = [event for event in events if event.get("cat") == "kernel"]
+        timed = [(kernel["name"], kernel["dur"]) for kernel in kernels] if kernels else own_times(events)
+        for name, microseconds in timed:
+            seconds[name] += microseconds / 1e6 / steps / len(traces)
+            calls[name] += 1 / steps / len(traces)
+    names = sorted(seconds, key=lambda name: -seconds[name])
+    whole = sum(seconds.values())
+    table = [Operator(name, calls[name], seconds[name], seconds[name] / whole if whole else 0.0) for name in names]
+    figures = figures_of_kernels(traces)
+    plain = [name for name in names if figures or name.startswith("aten::")]
+    called, spent = (math.fsum(values[name] for name in plain) for values in (calls, seconds))
+    return OperatorTable(table[:MOST], called, spent, figures)
+
+
+def own_times(events: Sequence[Event]) -> list[tuple[str, float]]:
+    """Return each operator with its microseconds, without the operators that it called in its thread."""
+    threads: dict[Any, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "cpu_op":
+            threads[event.get("tid")].append(event)
+    times: list[tuple[str, float]] = []
+    for thread in threads.values():
+        stack: list[tuple[float, int]] = []  # ends of the open operators, and their places in `times`
+        for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
+            while stack and stack[-1][0] <= event["ts"]:
+                stack.pop()
+            if stack:
+                name, own = times[stack[-1][1]]
+                times[stack[-1][1]] = (name, own - event["dur"])
+            stack.append((event["ts"] + event["dur"], len(times)))
+            times.append((event["name"], event["dur"]))
+    return times
+
+
+def figures_of_kernels(traces: Sequence[tuple[list[Event], int]]) -> dict[str, float]:
+    """Return what kernels tell of the GPU, between 0 and 1: of the time in which any runs, and of that of kernels.
+
+    Empty without kernels. Occupancy and blocks are as Kineto estimates them for each launch.
+    """
+    covered = span = busy = occupied = filled = tensor = 0.0
+    for events, _ in traces:
+        kernels = [event for event in events if event.get("cat") == "kernel"]
+        if not kernels:
+            continue
+        running = merged((kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in kernels)
+        covered += total(running)
+        span += running[-1][1] - running[0][0]
+        for kernel in kernels:
+            arguments = kernel.get("args", {})
+            busy += kernel["dur"]
+            occupied += kernel["dur"] * float(arguments.get("est. achieved occupancy %", 0)) / 100
+            filled += kernel["dur"] * min(1.0, float(arguments.get("blocks per SM", 0)))
+            name = kernel["name"].lower()
+            is_matrix = any(word in name for word in TENSOR_CORE_KERNELS)
+            tensor += kernel["dur"] * (is_matrix and not any(word in name for word in _NOT_ON_THEM))
+    if not busy:
+        return {}
+    utilization = covered / span if span else 0.0
+    return {
+        "utilization": utilization,
+        "sm_efficiency": utilization * filled / busy,
+        "occupancy": occupied / busy,
+        "tensor_cores": tensor / busy,
+    }

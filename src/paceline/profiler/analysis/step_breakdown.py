@@ -1,0 +1,160 @@
+"""The accounting of a profile: the steps of all ranks side by side, bubbles told from communication.
+
+A collective is over when its last rank has come and the data have travelled. What a rank waits before the last one has
+come is a bubble, which that rank caused; what it waits afterwards is communication. So the records of all ranks are
+needed, on one clock. Everything here is a function of these records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from paceline.profiler.records.clock_offsets import offset_at
+from paceline.profiler.records.rank_file import RankRecord
+from paceline.profiler.records.steps import LEAD, MEETING, Meeting, Step
+from paceline.profiler.report.report import BUBBLE, COMMUNICATION, DATA, OTHER, PARTS, WAITING
+
+Seconds = list[float]
+"""By rank; NaN where a rank took no such step."""
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """The measured steps of a run: lists by step, each with a value for every rank."""
+
+    steps: list[int]
+    lengths: list[Seconds]
+    parts: dict[str, list[Seconds]]
+    """By part, in the order of :data:`PARTS`."""
+    waited_for: list[list[float]]
+    """Seconds in a step that a rank (row) spent in bubbles that another (column) caused."""
+    rows: list[Seconds]
+    """Rows of the model's input."""
+
+    def busy(self) -> list[Seconds]:
+        """Return what is left of the steps without waiting: what a straggler has more of than others."""
+        waiting = [self.parts[part] for part in WAITING]
+        return [
+            [length - sum(part[at][rank] for part in waiting) for rank, length in enumerate(lengths)]
+            for at, lengths in enumerate(self.lengths)
+        ]
+
+    def caused(self, rank: int) -> float:
+        """Return the seconds of a step that each other rank spends in bubbles that `rank` causes, their mean."""
+        return math.fsum(row[rank] for row in self.waited_for) / max(1, len(self.waited_for) - 1)
+
+    def mean(self, part: str) -> float:
+        """Return the mean seconds of `part` in a step of a rank."""
+        return mean_of(self.parts[part])
+
+    def mean_length(self) -> float:
+        """Return the mean length of a step."""
+        return mean_of(self.lengths)
+
+
+def mean_of(table: Sequence[Sequence[float]]) -> float:
+    """Return the mean of what is there; 0 if nothing is."""
+    there = [value for row in table for value in row if not math.isnan(value)]
+    return math.fsum(there) / len(there) if there else 0.0
+
+
+def account(records: Sequence[RankRecord]) -> Accounts:
+    """Bring the measured steps of all ranks together."""
+    steps = steps_by_number(records)
+    numbers = [number for number, ranks in steps.items() if any(step and step.is_measured() for step in ranks)]
+    ranks = range(len(records))
+    counts_lead = not any(record.loaders_seen for record in records)
+    parts: dict[str, list[Seconds]] = {part: [] for part in PARTS}
+    lengths: list[Seconds] = []
+    rows: list[Seconds] = []
+    waited_for = [[0.0] * len(records) for _ in ranks]
+    for number in numbers:
+        taken = steps[number]
+        bubbles = find_bubbles(taken, records)
+        cells = [_cut_step(step, bubbles[rank], counts_lead) if step else {} for rank, step in enumerate(taken)]
+        for part in PARTS:
+            parts[part].append([cell.get(part, 0.0) if cell else math.nan for cell in cells])
+        lengths.append([step.length if step else math.nan for step in taken])
+        rows.append([float(step.rows) if step else math.nan for step in taken])
+        for rank, causes in enumerate(bubbles):
+            for cause, seconds in causes.items():
+                waited_for[rank][cause] += seconds / len(numbers)
+    return Accounts(numbers, lengths, parts, waited_for, rows)
+
+
+def steps_by_number(records: Sequence[RankRecord]) -> dict[int, list[Step | None]]:
+    """Return every step's record on each rank; None where a rank has none."""
+    by_rank = [{step.number: step for step in record.steps} for record in records]
+    numbers = sorted({number for steps in by_rank for number in steps})
+    return {number: [steps.get(number) for steps in by_rank] for number in numbers}
+
+
+def _cut_step(step: Step, bubbles: dict[int, float], counts_lead: bool) -> dict[str, float]:
+    """Return the step's parts, with its meetings split into bubbles and communication.
+
+    With `counts_lead` what comes before the first forward counts as waiting for data: the program has no DataLoader
+    that could tell, and gets its batches there.
+    """
+    seconds = dict(step.seconds)
+    met = seconds.pop(MEETING, 0.0)
+    bubble = min(met, math.fsum(bubbles.values()))
+    seconds[BUBBLE] = bubble
+    seconds[COMMUNICATION] = seconds.get(COMMUNICATION, 0.0) + met - bubble
+    lead = DATA if counts_lead else OTHER
+    seconds[lead] = seconds.get(lead, 0.0) + seconds.pop(LEAD, 0.0)
+    return seconds
+
+
+def find_bubbles(steps: Sequence[Step | None], records: Sequence[RankRecord]) -> list[dict[int, float]]:
+    """Return, for each rank, the seconds in a step that it waited for each other rank, which came last.
+
+    Meetings of a group are matched by their order. Where its ranks do not have the same number of them, nothing can be
+    said, and the waiting counts as communication.
+    """
+    bubbles: list[dict[int, float]] = [{} for _ in records]
+    for ranks, meetings in _by_group(steps, records):
+        if len(ranks) < 2 or len({len(met) for met in meetings}) != 1:
+            continue
+        for together in zip(*meetings, strict=True):
+            offsets = [offset_at(met.came, records[rank].offsets) for rank, met in zip(ranks, together, strict=True)]
+            came = [met.came - offset for met, offset in zip(together, offsets, strict=True)]
+            last = max(came)
+            cause = ranks[came.index(last)]
+            for rank, met, begin, offset in zip(ranks, together, came, offsets, strict=True):
+                waited = min(last, met.left - offset) - begin
+                if waited > 0:
+                    bubbles[rank][cause] = bubbles[rank].get(cause, 0.0) + waited
+    return bubbles
+
+
+def _by_group(
+    steps: Sequence[Step | None], records: Sequence[RankRecord]
+) -> Iterator[tuple[list[int], list[list[Meeting]]]]:
+    """Yield the ranks of each group and their meetings in it, where all of them took the step."""
+    found: dict[str, dict[int, list[Meeting]]] = defaultdict(lambda: defaultdict(list))
+    for rank, step in enumerate(steps):
+        for meeting in step.meetings if step else ():
+            found[meeting.group][rank].append(meeting)
+    for name, by_rank in found.items():
+        ranks = next((record.groups[name] for record in records if name in record.groups), [])
+        if not ranks:  # the record of a rank that was killed does not know
+            ranks = list(range(len(records)))
+        if all(rank < len(steps) and steps[rank] is not None for rank in ranks):
+            yield list(ranks), [by_rank.get(rank, []) for rank in ranks]
+
+
+def typical_step(records: Sequence[RankRecord]) -> int | None:
+    """Return the number of the detailed step whose length is the median; None if there is none on all ranks."""
+    lengths = {
+        number: max(step.length for step in ranks if step)
+        for number, ranks in steps_by_number(records).items()
+        if all(step is not None and step.kind == "detailed" and step.spans for step in ranks)
+    }
+    if not lengths:
+        return None
+    middle = median(lengths.values())
+    return min(lengths, key=lambda number: abs(lengths[number] - middle))

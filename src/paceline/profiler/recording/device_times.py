@@ -1,0 +1,72 @@
+"""When a GPU came to the begin and the end of each span, which the host runs ahead of."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paceline.core.telemetry.spans import Span
+from paceline.profiler.records.steps import Step
+
+LAG = 8
+"""Steps after which a step's events are read: the device has passed them, so nobody waits."""
+
+
+class DeviceTimes:
+    """Turns steps by the host's clock into steps by events on `device`, a few steps later.
+
+    Times count from one synchronization at the beginning, step by step, as a difference of two events is a float32 of
+    milliseconds and long ones are inexact.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pending: deque[tuple[Step, Any, Any]] = deque()  # steps with the events of their start and end
+        torch.accelerator.synchronize(device)
+        self._begin = self.event()
+        self._now = time.perf_counter()  # by the host's clock, when the device came to the event before the oldest step
+        self._before = self._begin
+
+    def event(self) -> Any:
+        """Record an event on the device's current stream, and return it."""
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def step_begins(self) -> None:
+        """A step begins."""
+        self._begin = self.event()
+
+    def step_ends(self, step: Step) -> list[Step]:
+        """Take `step`, whose last span has ended; return steps whose events the device has passed."""
+        self._pending.append((step, self._begin, self.event()))
+        return [self._read() for _ in range(len(self._pending) - LAG)]
+
+    def rest(self) -> list[Step]:
+        """Return all that are left; waits for the device."""
+        torch.accelerator.synchronize(self._device)
+        return [self._read() for _ in range(len(self._pending))]
+
+    def _read(self) -> Step:
+        step, begin, end = self._pending.popleft()
+        end.synchronize()
+        start: float = self._now + self._before.elapsed_time(begin) / 1000
+        self._now, self._before = start, begin
+
+        def seconds(event: Any) -> float:
+            elapsed: float = begin.elapsed_time(event)
+            return start + elapsed / 1000
+
+        spans = [_by_device(span, seconds) for span in step.spans]
+        return replace(step, start=start, end=seconds(end), spans=spans)
+
+
+def _by_device(span: Span, seconds: Any) -> Span:
+    """Return `span` by the device's times; marks have none, and stay out of figures of devices."""
+    if span.events is None or None in span.events:
+        return span
+    return span._replace(start=seconds(span.events[0]), end=seconds(span.events[1]), events=None)

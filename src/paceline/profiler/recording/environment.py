@@ -1,0 +1,100 @@
+"""Describes a rank for its record: the machine it runs on, and the model it trains."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.core.state.unwrapping import plain_name
+from paceline.ddp import DistributedDataParallel
+from paceline.launch.pinning import cores
+from paceline.profiler.records.rank_file import RankRecord
+
+
+def place() -> tuple[int, int]:
+    """Return the rank and the size of the world, which a launcher says before it is made."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def describe_rank(title: str = "") -> RankRecord:
+    """Return a record of this rank, without steps; by default its title is the command line."""
+    rank, size = place()
+    return RankRecord(
+        rank=rank,
+        size=size,
+        title=title or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        host=platform.node(),
+        device="cpu",
+        threads=torch.get_num_threads(),
+        cores=cores(),
+        started_ns=time_of_day(),
+        began_ns=time.time_ns(),
+    )
+
+
+def describe_model(record: RankRecord, wrapper: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Note in `record` what the wrapper and the optimizers hold, while they are there; `wrapper` may be None."""
+    record.memory["peak"] = peak_memory()
+    if wrapper is None:
+        return
+    with suppress(ValueError):  # the group was destroyed
+        record.backend = str(dist.get_backend(wrapper.process_group))
+    record.wrapper = "paceline" if isinstance(wrapper, DistributedDataParallel) else "torch"
+    named = list(wrapper.module.named_parameters())
+    trained = {plain_name(name): parameter.nbytes for name, parameter in named if parameter.requires_grad}
+    record.parameters = list(trained.items())
+    if isinstance(wrapper, DistributedDataParallel):
+        layout = wrapper.bucket_layout()
+        record.buckets = [sum(trained.get(name, 0) for name in names) for names in layout]
+    record.embeddings = [
+        plain_name(f"{name}.weight" if name else "weight")
+        for name, layer in wrapper.module.named_modules()
+        if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and not layer.sparse
+    ]
+    record.memory["parameters"] = sum(parameter.nbytes for _, parameter in named)
+    record.memory["gradients"] = sum(trained.values())
+    # A script's optimizers are gone when it has ended.
+    record.memory["optimizer"] = max(record.memory.get("optimizer", 0), *map(_state_bytes, optimizers), 0)
+    if torch.cuda.is_initialized():
+        record.device = torch.cuda.get_device_name()
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+def peak_memory() -> int:
+    """Return bytes: of the GPU where one is used, else of the process."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def time_of_day() -> int:
+    """Return the time of day at second 0 of ``time.perf_counter``, in nanoseconds.
+
+    A process may be interrupted between its looks at two clocks, so the closest of several pairs counts.
+    """
+    looks = []
+    for _ in range(5):
+        before, day, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+        looks.append((after - before, day - (before + after) // 2))
+    return min(looks)[1]

@@ -1,0 +1,327 @@
+"""Recording on one rank: turns spans on, finds the ends of steps, and writes them to the rank's file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from paceline.core.telemetry.spans import BUCKET_WAIT, WAIT, Recorder, recorder
+from paceline.core.torch_internals.compile import class_never_compiled
+from paceline.core.torch_internals.profiler import before_profiling
+from paceline.errors import UsageError
+from paceline.nn.data_parallel import nested_tensors
+from paceline.profiler.analysis.gradient_noise_scale import squared_norms
+from paceline.profiler.recording.device_times import DeviceTimes
+from paceline.profiler.recording.environment import describe_model, describe_rank, place, time_of_day
+from paceline.profiler.recording.torch_profiler import OperatorTrace
+from paceline.profiler.recording.torch_spans import torch_spans
+from paceline.profiler.records.clock_offsets import are_apart, measure_offset
+from paceline.profiler.records.rank_file import (
+    KILLED,
+    open_file,
+    remove_ranks,
+    trace_of,
+    write_head,
+    write_state,
+    write_steps,
+)
+from paceline.profiler.records.steps import DETAILED, FLUSH_S, KEPT, MEASURED, MOST, TRACED, WARM_UP, Step, cut, kind_of
+
+FLUSH_SPANS = 100_000
+"""After which steps are cut and written before :data:`FLUSH_S`."""
+NORMS_EVERY, NORMS_SEEN = (4, 16), 48
+"""Steps from one that takes norms of gradients, which cost two passes over these, to the next; first and later on."""
+CROWD = 50_000
+"""Spans of one step that are kept: a step that has more is left out of the figures, as memory is bounded."""
+
+
+@class_never_compiled
+class Session:
+    """Records this rank until :meth:`close`. Every rank has one.
+
+    Args:
+        folder: of the profile.
+        steps: how many steps to measure; None for all.
+        operators: whether torch's profiler looks at a few steps, too.
+        on_enough: called when `steps` steps were measured.
+        title: of the program; its command line by default.
+
+    Raises:
+        UsageError: if the folder cannot be written to.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        steps: int | None = None,
+        *,
+        operators: bool = True,
+        on_enough: Callable[[], None] = lambda: None,
+        title: str = "",
+        recorder: Recorder = recorder,
+    ) -> None:
+        if recorder.on:
+            raise UsageError("a profile is being recorded already; end it before the next one begins")
+        folder = folder.absolute()  # as the program may change its own
+        self._wanted, self._on_enough, self._recorder = steps, on_enough, recorder
+        self._record = describe_rank(title)
+        self._file = open_file(folder, self._record.rank)
+        if self._record.rank == 0:
+            remove_ranks(folder, self._record.size)
+        write_head(self._file, self._record)
+        self._traced = TRACED if operators else 0
+        self._operators = OperatorTrace(trace_of(folder, self._record.rank))
+        self._device_times: DeviceTimes | None = None
+        """Made when the first forward shows that the model is on a GPU."""
+        self._unwritten: list[Step] = []
+        """Not yet cut into parts, either."""
+        self._unwritten_spans = 0
+        self._flushed = time.perf_counter()
+        self._number = self._measured = 0
+        """Steps so far, and those of them that were measured."""
+        self._kind = ""
+        """Of the step under way."""
+        self._rows = self._batches = 0
+        """Of the step under way."""
+        self._norms: dict[int, list[tuple[str, Any, float]]] = {}
+        """Norms of buckets, by step, until the device has come to them."""
+        self._depth = 0
+        """Backwards under way."""
+        self._is_due = self._stepped_inside = False
+        """Whether a backward has ended since the last step did; whether an optimizer stepped inside one."""
+        self._wrapper: Any = None
+        """The wrapper with most parameters."""
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._is_crowded = False
+        """Whether spans of the step under way were dropped."""
+        self._is_closed = self._is_over = False
+        self._hooks = ExitStack()
+        self._hooks.enter_context(torch_spans(recorder, self))
+        self._hooks.enter_context(before_profiling(self._operators.give_way))
+        _recording.add(self)
+        recorder.spans.clear()
+        recorder.on = True
+        self._start = time.perf_counter()
+        self._prepare()
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._record.rank
+
+    # -- what torch_spans tells -----------------------------------------------------------------------------------
+
+    def forward_begins(self, model: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the forward and its rows."""
+        if self._is_over or not (model.training and torch.is_grad_enabled()):
+            return
+        if self._wrapper is None:
+            self._check_world()
+        self._batches += 1
+        first = args[0] if args else None  # most models' only input
+        if not (isinstance(first, torch.Tensor) and first.dim()):
+            first = next((tensor for tensor in nested_tensors((args, kwargs)) if tensor.dim()), ())
+        self._rows += len(first)
+        if model is self._wrapper:
+            return
+        if self._wrapper is None or _count(model) > _count(self._wrapper):
+            self._wrapper = model
+        if self._device_times is None and torch.cuda.is_initialized():
+            self._device_times = DeviceTimes(torch.device("cuda", torch.cuda.current_device()))
+            self._recorder.make_event = self._device_times.event
+
+    def backward_begins(self) -> None:
+        """Count it."""
+        self._depth += 1
+
+    def backward_ends(self) -> None:
+        """Note that an optimizer step would end the step now."""
+        self._depth -= 1
+        self._is_due = self._is_due or self._is_shared()
+        self._thin_out()
+        if self._stepped_inside and not self._depth:
+            self._stepped_inside = False
+            if self._is_due:
+                self._end_step()
+
+    def batch_came(self) -> None:
+        """Note that a DataLoader is used."""
+        self._record.loaders_seen = True
+        self._thin_out()
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """End the step, unless this is a further optimizer of the same backward, or no wrapper took part in it.
+
+        Models that a rank trains by itself have no steps of their own, or its steps would not be the others'.
+        """
+        self._optimizers.add(optimizer)
+        if self._depth:
+            self._stepped_inside = True
+        elif self._is_due:
+            self._end_step()
+        else:
+            self._thin_out()
+
+    def _is_shared(self) -> bool:
+        """Whether a wrapper took part in the step so far; its forward is not seen in what torch.compile has made."""
+        return self._batches > 0 or any(span.label == WAIT for span in self._recorder.spans)
+
+    def _thin_out(self) -> None:
+        """Drop the spans of a step without end, such as a long evaluation or a training without a wrapper."""
+        if len(self._recorder.spans) > CROWD:
+            self._recorder.spans.clear()
+            self._is_crowded = True
+
+    def _check_world(self) -> None:
+        """Refuse to go on where the ranks came to be after the recording began, and this one took another's place.
+
+        Raises:
+            UsageError: if this is so.
+        """
+        mine, seen = (self._record.rank, self._record.size), place()
+        if mine != seen:
+            raise UsageError(
+                f"rank {seen[0]} of {seen[1]} was not there when its profile began; call paceline.init() or "
+                "init_process_group before `with paceline.profiler.profile(…)`"
+            )
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Set up for the step that begins now."""
+        kind, before = kind_of(self._number, self._traced), self._kind
+        self._kind = kind
+        self._recorder.skipped = set() if kind == "detailed" else {BUCKET_WAIT}
+        every = NORMS_EVERY[self._number >= NORMS_SEEN]
+        self._recorder.norms = [] if self._number % every == 0 and kind in MEASURED else None
+        if kind == before == "plain":
+            return
+        self._recorder.detailed = kind == "detailed"
+        if kind == "traced":
+            self._record.started_ns = time_of_day()  # again, as torch's profiler counts from it, and clocks are set
+        self._operators.follow(is_wanted=kind == "traced")
+        # In the first step, if the ranks are there: all of them begin together, and need not take the same steps.
+        if self._number in (0, WARM_UP) and not self._record.offsets and are_apart():
+            self._record.offsets.append(measure_offset())
+
+    def _end_step(self) -> None:
+        """A step is over: keep it, and write what has come together."""
+        if self._is_over:
+            return
+        end = time.perf_counter()
+        spans, self._recorder.spans = self._recorder.spans, []
+        kind = "crowded" if self._is_crowded else self._kind
+        step = Step(self._number, kind, self._start, end, {}, [], self._rows, self._batches, None, spans)
+        if self._recorder.norms:
+            self._norms[self._number] = self._recorder.norms
+        self._unwritten += [step] if self._device_times is None else self._device_times.step_ends(step)
+        self._unwritten_spans += len(spans)
+        self._measured += step.is_measured()
+        self._start, self._number = end, self._number + 1
+        self._rows = self._batches = 0
+        self._is_due = self._stepped_inside = self._is_crowded = False
+        if end - self._flushed > FLUSH_S or self._unwritten_spans > FLUSH_SPANS:
+            self._flush()
+        if self._number == WARM_UP + DETAILED:
+            self._write_state(KILLED)  # which is true until the end, where it is replaced
+        if self._measured in (MOST, self._wanted):
+            self._stop()
+            if self._measured == self._wanted:
+                self._on_enough()
+        else:
+            self._prepare()
+            if self._device_times is not None:
+                self._device_times.step_begins()
+
+    def _cut(self, step: Step) -> Step:
+        """Give `step` its parts, and return it; its spans are dropped if enough are kept."""
+        step.seconds, step.meetings = cut(step.spans, step.start, step.end)
+        step.norms = squared_norms(self._norms.pop(step.number, []))
+        if step.number >= WARM_UP + DETAILED + TRACED + KEPT:
+            step.spans = []
+        return step
+
+    def _flush(self) -> None:
+        """Write what has come together; a disk that is full ends the profile, not the training."""
+        try:
+            write_steps(self._file, map(self._cut, self._unwritten))
+        except OSError as error:
+            self._give_up(error)
+        self._unwritten, self._unwritten_spans, self._flushed = [], 0, time.perf_counter()
+
+    def _give_up(self, error: OSError) -> None:
+        where = f"rank {self.rank}: the profile ends in step {self._number}"
+        print(f"paceline: {where}: it cannot be written: {error.strerror}; make room there", file=sys.stderr)
+        self._stop()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """Record nothing more. What was put into torch stays until the end, as torch may be going through its hooks."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._recorder.on = self._recorder.detailed = False
+        self._recorder.make_event = self._recorder.norms = None
+        self._recorder.spans, self._recorder.skipped = [], set()
+        self._operators.follow(is_wanted=False)
+
+    def abandon(self) -> None:
+        """Record nothing in a child that was forked: the file is its parent's."""
+        self._operators.drop()
+        self._is_closed = True
+        self._stop()
+        self._hooks.close()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the recording and the file; harmless when already closed. With an `error`, alone and not with others."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._stop()
+        self._hooks.close()
+        if self._device_times is not None:
+            self._unwritten += self._device_times.rest()
+        if error is None and are_apart():
+            self._record.offsets.append(measure_offset())
+        self._record.profiles_itself = self._operators.has_given_way
+        self._record.ended_ns = time.time_ns()
+        self._flush()
+        self._write_state("" if error is None else f"{type(error).__name__}: {error}".rstrip(": "))
+        with suppress(OSError):  # which the flush told of
+            self._file.close()
+
+    def _write_state(self, ended: str) -> None:
+        """Write what is known of the rank beside its steps."""
+        describe_model(self._record, self._wrapper, self._optimizers)
+        self._record.groups = {name: list(ranks) for name, ranks in self._recorder.groups.items()}
+        self._record.ended = ended
+        try:
+            write_state(self._file, self._record)
+        except OSError as error:
+            self._give_up(error)
+
+
+def _count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+_recording: WeakSet[Session] = WeakSet()
+"""This process's session, while there is one."""
+
+
+def _abandon() -> None:
+    for session in list(_recording):
+        session.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon)

@@ -1,0 +1,70 @@
+"""torch's profiler over a few steps of one rank: its trace, and time by operator and kernel."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from paceline.core.torch_internals.profiler import is_profiling
+
+
+class OperatorTrace:
+    """Runs torch's profiler while that is wanted, and writes its trace to `file` when it is not any more.
+
+    A process has room for one. Two at once end it with a segmentation fault, so the program's own comes first.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._profiler: Any = None
+        self._is_starting = False
+        """Whether the profiler that begins now is this one."""
+        self.has_given_way = False
+        """Whether the program used a profiler of torch itself."""
+
+    def follow(self, *, is_wanted: bool) -> None:
+        """Start or stop, if that is due."""
+        if is_wanted and self._profiler is None:
+            self.has_given_way = self.has_given_way or is_profiling()
+            if not self.has_given_way:
+                self._start()
+        elif not is_wanted and self._profiler is not None:
+            profiler = self._stop()
+            profiler.export_chrome_trace(str(self._file))
+
+    def give_way(self) -> None:
+        """A profiler of torch begins: end this one, without a trace, unless it is this one that begins."""
+        if self._is_starting:
+            return
+        self.has_given_way = True
+        if self._profiler is not None:
+            self._stop()
+
+    def drop(self) -> None:
+        """Forget a profiler that runs in the parent of this process."""
+        self._profiler = None
+
+    def _start(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it prints when it starts and stops
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_initialized():
+            activities.append(ProfilerActivity.CUDA)
+        profiler = torch.profiler.profile(activities=activities)
+        self._is_starting = True
+        try:
+            profiler.start()
+        finally:
+            self._is_starting = False
+        self._profiler = profiler
+
+    def _stop(self) -> Any:
+        profiler, self._profiler = self._profiler, None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            profiler.stop()
+        return profiler

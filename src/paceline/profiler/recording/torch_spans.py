@@ -1,0 +1,179 @@
+"""Spans of what torch and the program do themselves: backwards, collectives, batches, steps of optimizers.
+
+While they are installed, a few functions of torch are replaced by ones that record a span and call them. So scripts
+need no change, and the steps of torch's own wrapper are seen as far as Python can see them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from paceline.core.telemetry.spans import BACKWARD, COLLECTIVE, DATA_WAIT, FORWARD, OPTIMIZER, Recorder
+from paceline.core.torch_internals.compile import compiled_below
+from paceline.core.torch_internals.data import BatchIterator
+
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+)
+
+
+class Listener(Protocol):
+    """Is told of what happens in a program's steps."""
+
+    def forward_begins(self, model: TorchDDP, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A wrapper, ours or torch's, is about to run its forward."""
+
+    def backward_begins(self) -> None:
+        """A backward is about to run."""
+
+    def backward_ends(self) -> None:
+        """It has ended, whether well or not."""
+
+    def batch_came(self) -> None:
+        """A ``DataLoader`` has given a batch."""
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped."""
+
+
+@contextmanager
+def torch_spans(recorder: Recorder, listener: Listener) -> Iterator[None]:
+    """Record spans of torch's functions in the block, and tell `listener` of them."""
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(_replaced(dist, name, functools.partial(_collective, recorder)))
+        stack.enter_context(_replaced(torch.autograd, "backward", functools.partial(_backward, recorder, listener)))
+        stack.enter_context(_replaced(BatchIterator, "__next__", functools.partial(_next_batch, recorder, listener)))
+        stack.enter_context(_replaced(TorchDDP, "__call__", functools.partial(_forward, recorder, listener)))
+        for handle in _optimizer_hooks(recorder, listener):
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Let ``owner.name`` be what `make` makes of it."""
+    original, was_own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        if was_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def _next_batch(recorder: Recorder, listener: Listener, original: Callable[..., Any]) -> Callable[..., Any]:
+    loop = threading.current_thread()
+
+    @functools.wraps(original)
+    def next_batch(iterator: Any) -> Any:
+        if threading.current_thread() is not loop:  # one that fetches batches in advance, for which nobody waits
+            return original(iterator)
+        with recorder.span(DATA_WAIT):
+            batch = original(iterator)
+        listener.batch_came()
+        return batch
+
+    return next_batch
+
+
+def _backward(recorder: Recorder, listener: Listener, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        listener.backward_begins()
+        try:
+            with recorder.surround(BACKWARD):
+                return original(*args, **kwargs)
+        finally:
+            listener.backward_ends()
+
+    return backward
+
+
+def _forward(recorder: Recorder, listener: Listener, original: Callable[..., Any]) -> Callable[..., Any]:
+    @compiled_below  # so that it is called where the wrapper was compiled, too
+    @functools.wraps(original)
+    def forward(model: TorchDDP, *args: Any, **kwargs: Any) -> Any:
+        listener.forward_begins(model, args, kwargs)
+        with recorder.surround(FORWARD):
+            return original(model, *args, **kwargs)
+
+    return forward
+
+
+def _collective(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not recorder.on:
+            return original(*args, **kwargs)
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # which the call itself says better
+            return original(*args, **kwargs)
+        if given.get("async_op"):
+            return original(*args, **kwargs)
+        with recorder.span(COLLECTIVE, group=_name_of(recorder, given.get("group"))):
+            return original(*args, **kwargs)
+
+    return collective
+
+
+def _name_of(recorder: Recorder, group: Any) -> str | None:
+    """Return the name of `group`, and have the recorder know its ranks; None where there is none."""
+    if not dist.is_initialized():
+        return None
+    group = dist.group.WORLD if group is None else group
+    name = getattr(group, "group_name", None)
+    if name is not None and name not in recorder.groups:
+        recorder.groups[name] = dist.get_process_group_ranks(group)
+    return name
+
+
+def _optimizer_hooks(recorder: Recorder, listener: Listener) -> list[Any]:
+    ends: list[tuple[int, Callable[[], None]]] = []  # of the steps under way, the innermost last
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        ends.append((id(optimizer), recorder.open(OPTIMIZER)))
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # Those of steps that raised are above the one that ends now; their spans are dropped.
+        while ends:
+            number, end = ends.pop()
+            if number == id(optimizer):
+                end()
+                break
+        listener.optimizer_stepped(optimizer)
+
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]

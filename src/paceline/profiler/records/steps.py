@@ -1,0 +1,175 @@
+"""One rank's steps: the time of each cut into parts, and where it met other ranks.
+
+A step ends with the optimizer's; further optimizers of the same backward belong to it. What lies between two steps
+belongs to the later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
+
+from paceline.core.telemetry.spans import BACKWARD as BACKWARD_SPAN
+from paceline.core.telemetry.spans import (
+    BUCKET_WAIT,
+    COLLECTIVE,
+    CONTROL,
+    DATA_WAIT,
+    LAUNCH,
+    REDUCE,
+    WAIT,
+    Span,
+)
+from paceline.core.telemetry.spans import CHECKPOINT as CHECKPOINT_SPAN
+from paceline.core.telemetry.spans import FORWARD as FORWARD_SPAN
+from paceline.core.telemetry.spans import OPTIMIZER as OPTIMIZER_SPAN
+from paceline.profiler.report.report import BACKWARD, CHECKPOINT, COMMUNICATION, DATA, FORWARD, OPTIMIZER, OTHER
+
+WARM_UP, DETAILED, TRACED = 3, 5, 3
+"""Steps at the beginning: not measured; with marks of every gradient; under torch's profiler, and not measured."""
+KEPT = 100
+"""Measured steps of which single spans are kept."""
+FLUSH_S = 5.0
+"""Seconds of steps that are cut and written in one go: one by one costs three times as much."""
+MEASURED = ("detailed", "plain")
+"""Kinds of steps that count in figures."""
+MOST = 10_000
+"""Measured steps of a run: a longer one is described by its first ones."""
+MEETING = "meeting"
+"""Time in collectives, before it is split into bubbles and communication."""
+LEAD = "lead"
+"""Time before the first forward that no span covers."""
+_PARTS = {
+    DATA_WAIT: DATA,
+    FORWARD_SPAN: FORWARD,
+    BACKWARD_SPAN: BACKWARD,
+    LAUNCH: COMMUNICATION,
+    REDUCE: COMMUNICATION,
+    CONTROL: COMMUNICATION,
+    WAIT: MEETING,
+    BUCKET_WAIT: MEETING,
+    COLLECTIVE: MEETING,
+    OPTIMIZER_SPAN: OPTIMIZER,
+    CHECKPOINT_SPAN: CHECKPOINT,
+}
+_WHOLE = (MEETING, CHECKPOINT)
+"""Parts that take what lies inside them."""
+
+
+class Meeting(NamedTuple):
+    """A collective in which this rank waited: it `came` when it had nothing else to do, and `left` when it was over."""
+
+    group: str
+    came: float
+    left: float
+
+
+@dataclass
+class Step:
+    """A step on one rank; times in seconds of its ``time.perf_counter``. Made in every step, and filled in later."""
+
+    number: int
+    kind: str
+    """``warm-up``, ``detailed``, ``traced`` (by torch's profiler), ``plain``, or ``crowded``:
+    with more spans than are kept."""
+    start: float
+    end: float
+    seconds: dict[str, float]
+    """By part, with :data:`MEETING` in place of bubbles and waiting for communication, and :data:`LEAD` apart from
+    other time; they add up to its length."""
+    meetings: list[Meeting]
+    rows: int = 0
+    """Rows of the model's first input."""
+    batches: int = 1
+    """Forwards: more than one where gradients are accumulated."""
+    norms: tuple[float, float] | None = None
+    """Squared norms of this rank's gradient and of the average, where they were taken."""
+    spans: list[Span] = field(default_factory=list)
+    """Kept for some steps only."""
+
+    @property
+    def length(self) -> float:
+        """Seconds."""
+        return self.end - self.start
+
+    def is_measured(self) -> bool:
+        """Whether it counts in figures."""
+        return self.kind in MEASURED
+
+
+def kind_of(number: int, traced: int) -> str:
+    """Return the kind of step `number` if `traced` ones are under torch's profiler; the one after pays for its end."""
+    if number > WARM_UP + DETAILED + TRACED:
+        return "plain"
+    ends = [WARM_UP, WARM_UP + DETAILED, WARM_UP + DETAILED + traced]
+    for kind, end in zip(("warm-up", "detailed", "traced"), ends, strict=True):
+        if number < end:
+            return kind
+    return "warm-up" if traced and number == ends[-1] else "plain"
+
+
+def cut(spans: Iterable[Span], start: float, end: float) -> tuple[dict[str, float], list[Meeting]]:
+    """Cut the time from `start` to `end` into parts, and find the meetings.
+
+    Returns:
+        Seconds by part, which add up to ``end - start``, and the outermost meetings in their order.
+    """
+    seconds: dict[str, float] = {}
+    stretches, meetings = cut_into_stretches(spans, start, end)
+    for part, begin, stop in stretches:
+        seconds[part] = seconds.get(part, 0.0) + (stop - begin)
+    return seconds, meetings
+
+
+def cut_into_stretches(
+    spans: Iterable[Span], start: float, end: float
+) -> tuple[list[tuple[str, float, float]], list[Meeting]]:
+    """Cut the time from `start` to `end` where another span becomes the innermost one, and find the meetings.
+
+    Returns:
+        Parts with their begin and end, one after the other, and the outermost meetings in their order.
+    """
+    stretches: list[tuple[str, float, float]] = []
+    meetings: list[Meeting] = []
+    stack: list[tuple[float, str]] = []  # end and part of the spans that are open, the outermost first
+    now, outer, outer_end = start, LEAD, end  # where the cut has come to, and what is the innermost there
+    for label, begin, stop, _, group, _ in _outermost_first(spans):
+        part = _PARTS.get(label)
+        if part is None or stop <= start or begin >= end:
+            continue
+        while stack and outer_end <= begin:
+            if outer_end > now:
+                stretches.append((outer, now, outer_end))
+                now = outer_end
+            outer_end, outer = stack.pop()
+        if begin > now:
+            stretches.append((outer, now, begin))
+            now = begin
+        if part == FORWARD:  # what no span covers is no longer before it
+            if stack:
+                stack[0] = (end, OTHER)
+            else:
+                outer = OTHER
+        stack.append((outer_end, outer))
+        outer_end = min(outer_end, stop)
+        if outer not in _WHOLE:
+            if part == MEETING:
+                meetings.append(Meeting(group or "", max(start, begin), outer_end))
+            outer = part
+    while stack:
+        if outer_end > now:
+            stretches.append((outer, now, outer_end))
+            now = outer_end
+        outer_end, outer = stack.pop()
+    if end > now:
+        stretches.append((outer, now, end))
+    return stretches, meetings
+
+
+def _outermost_first(spans: Iterable[Span]) -> list[Span]:
+    """Return `spans` by their start, and of those that start together the longest first."""
+    ordered = sorted(spans, key=itemgetter(2), reverse=True)
+    ordered.sort(key=itemgetter(1))  # keeps the order of what starts together
+    return ordered

@@ -1,0 +1,40 @@
+"""Files in Google's Trace Event Format: those of torch's profiler are read, ours are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.profiler.records.rank_file import RankRecord, trace_of
+
+Event = dict[str, Any]
+
+
+def read_traces(folder: Path, records: Sequence[RankRecord]) -> list[dict[str, Any]]:
+    """Return what torch's profiler wrote on each rank; empty where that is missing or was cut off."""
+    return [_read(trace_of(folder, record.rank)) for record in records]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        trace: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return trace
+
+
+def complete_events(trace: dict[str, Any]) -> list[Event]:
+    """Return the events of `trace` that have a length."""
+    return [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
+
+
+def write_events(file: Path, head: dict[str, Any], events: Iterable[Event]) -> None:
+    """Write `events` to `file`, an event a line, behind the entries of `head`, an entry a line."""
+    with file.open("w", encoding="utf-8") as out:
+        out.write("{\n" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()))
+        out.write('"traceEvents": [\n')
+        for number, event in enumerate(events):
+            out.write((",\n" if number else "") + json.dumps(event))
+        out.write("\n]}\n")

@@ -1,0 +1,151 @@
+"""Two profiled runs side by side: what each figure is in both, and what made the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from paceline.profiler.report.formatting import (
+    NAMES,
+    compute_share,
+    mean_parts,
+    ms,
+    nbytes,
+    percent,
+    samples_per_second,
+    share,
+    typical_step,
+)
+from paceline.profiler.report.report import BUBBLE, COMMUNICATION, PARTS, Report
+
+EQUAL = 0.02
+"""Runs whose times differ by a smaller share are called equally fast."""
+SAMPLES = 1000
+"""Times are for so many samples where the runs take different numbers of samples in a step."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One figure in both runs; None where a run does not have it."""
+
+    name: str
+    a: float | None
+    b: float | None
+    unit: str
+    """``s``, ``share``, ``bytes`` or nothing."""
+    better: str = ""
+    """``less`` or ``more``; nothing where neither is."""
+
+    @property
+    def ratio(self) -> float | None:
+        """The second run's by the first one's."""
+        return self.b / self.a if self.a and self.b is not None else None
+
+    @property
+    def verdict(self) -> str:
+        """``better``, ``worse``, or nothing where they are about equal or neither can be said."""
+        if self.a is None or self.b is None or not self.better:
+            return ""
+        change = self.b - self.a
+        if abs(change) <= (0.01 if self.unit == "share" else EQUAL * abs(self.a)):
+            return ""
+        return "better" if (change < 0) == (self.better == "less") else "worse"
+
+    def shown(self) -> tuple[str, str, str]:
+        """Return both figures and their ratio, or for shares their difference, as people read them."""
+        change = "–" if self.ratio is None else f"× {self.ratio:.2f}"
+        if self.unit == "share":
+            change = "–" if self.a is None or self.b is None else f"{100 * (self.b - self.a):+.1f} points"
+        return self._one(self.a), self._one(self.b), change
+
+    def _one(self, value: float | None) -> str:
+        if value is None:
+            return "–"
+        if self.unit == "s":
+            return ms(value)
+        return percent(value) if self.unit == "share" else nbytes(value) if self.unit == "bytes" else f"{value:,.4g}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs, and the figures of both."""
+
+    a: Report
+    b: Report
+    names: tuple[str, str]
+    headline: str
+    """The verdict in one sentence."""
+    detail: str
+    """What made most of the difference; empty where there is none."""
+    pairs: tuple[Pair, ...]
+    parts: tuple[Mapping[str, float], Mapping[str, float]]
+    """Mean seconds of each part over the ranks, in ``basis``."""
+    basis: str
+    """What the parts' times are for: ``a step``, or ``1,000 samples``."""
+
+
+def compare(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> Comparison:
+    """Lay two runs side by side; `names` are those of the runs in words and headings."""
+    scales, basis = _basis(a, b)
+    parts = tuple(
+        {part: scale * seconds for part, seconds in mean_parts(run).items()}
+        for run, scale in zip((a, b), scales, strict=True)
+    )
+    both = (parts[0], parts[1])
+    headline, detail = _verdict(a, b, names, both, basis)
+    return Comparison(a, b, names, headline, detail, tuple(_pairs(a, b, both, basis)), both, basis)
+
+
+def _basis(a: Report, b: Report) -> tuple[tuple[float, float], str]:
+    if not a.samples_per_step or not b.samples_per_step or a.samples_per_step == b.samples_per_step:
+        return (1.0, 1.0), "a step"
+    return (SAMPLES / a.samples_per_step, SAMPLES / b.samples_per_step), f"{SAMPLES:,} samples"
+
+
+def _pairs(a: Report, b: Report, parts: tuple[Mapping[str, float], Mapping[str, float]], basis: str) -> Iterator[Pair]:
+    def both(name: str, values: tuple[float | None, float | None], unit: str = "", better: str = "") -> Pair:
+        return Pair(name, *values, unit, better)
+
+    yield both("ranks", (len(a.ranks), len(b.ranks)))
+    yield both("samples per step", (a.samples_per_step, b.samples_per_step))
+    yield both("samples per second", (samples_per_second(a), samples_per_second(b)), "", "more")
+    alike = basis == "a step"
+    yield both("step, median", (typical_step(a), typical_step(b)), "s", "less" if alike else "")
+    for part in PARTS:
+        if parts[0][part] or parts[1][part]:
+            yield both(f"{NAMES[part]}, {basis}", (parts[0][part], parts[1][part]), "s", "less")
+    yield both("computing, share", (compute_share(a), compute_share(b)), "share", "more")
+    for part in (COMMUNICATION, BUBBLE):
+        yield both(f"{NAMES[part]}, share", (share(a, part), share(b, part)), "share", "less")
+    yield both("all-reduce, share", (a.shares.get("allreduce"), b.shares.get("allreduce")), "share", "less")
+    yield both("overlap", (a.overlap, b.overlap), "share", "more")
+    yield both("peak memory of a rank", (_peak(a), _peak(b)), "bytes", "less")
+
+
+def _peak(report: Report) -> int | None:
+    return max((one.peak_memory for one in report.ranks if one.peak_memory is not None), default=None)
+
+
+def _verdict(
+    a: Report,
+    b: Report,
+    names: tuple[str, str],
+    parts: tuple[Mapping[str, float], Mapping[str, float]],
+    basis: str,
+) -> tuple[str, str]:
+    first, second = typical_step(a), typical_step(b)
+    if first is None or second is None:
+        without = [name for name, step in zip(names, (first, second), strict=True) if step is None]
+        return f"{' and '.join(without)} took no step that was measured.", ""
+    what = "step"
+    if a.samples_per_step and b.samples_per_step:
+        what, first, second = "sample", first / a.samples_per_step, second / b.samples_per_step
+    ratio = second / first
+    if abs(ratio - 1) < EQUAL:
+        return f"{names[0]} and {names[1]} take the same time for a {what}, within {percent(EQUAL)}.", ""
+    way = "less" if ratio < 1 else "more"
+    sign = 1 if ratio < 1 else -1
+    most = max(PARTS, key=lambda part: sign * (parts[0][part] - parts[1][part]))
+    before, after = (ms(one[most]) for one in parts)
+    headline = f"{names[1]} takes {percent(abs(1 - ratio))} {way} time for a {what} than {names[0]}."
+    return headline, f"Most of it is {NAMES[most]}: {before} for {basis} in {names[0]}, {after} in {names[1]}."

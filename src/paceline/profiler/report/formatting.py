@@ -1,0 +1,149 @@
+"""Figures of a report as people read them: times, shares, bytes, and the mean of a part on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from paceline.profiler.report.report import COMPUTE, PARTS, WAITING, Advice, Report
+
+NAMES = {
+    "data": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "communication": "exposed communication",
+    "bubble": "bubble",
+    "optimizer": "optimizer",
+    "checkpoint": "checkpoint",
+    "other": "other",
+}
+"""Of the parts, as a column or a legend names them."""
+MEANINGS = {
+    "data": "the loop waits for a batch",
+    "forward": "the model's forward",
+    "backward": "backward, without what is named apart",
+    "communication": "a network without cost would save it",
+    "bubble": "idle until the last rank comes: equally fast ranks would save it",
+    "optimizer": "optimizer steps",
+    "checkpoint": "saves",
+    "other": "everything else in the loop: metrics, logging, schedulers",
+}
+"""One line about each part."""
+
+
+def ms(seconds: float) -> str:
+    """Return a time with three significant digits: ``12.3 ms``, ``1.25 s`` from ten seconds on."""
+    value = 1e3 * seconds
+    if value == 0 or abs(value) >= 10_000:
+        return "0 ms" if value == 0 else f"{seconds:,.1f} s"
+    return f"{value:,.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms" if abs(value) >= 1 else f"{value:.2f} ms"
+
+
+def percent(share: float) -> str:
+    """Return a share: ``27%``; with a digit more below ten percent."""
+    return f"{100 * share:.0f}%" if abs(share) >= 0.0995 else f"{100 * share:.1f}%"
+
+
+def sentence(said: str) -> str:
+    """Return words of a piece of advice with a capital, unless a name of code comes first, and a full stop."""
+    first = said.split(" ", 1)[0]
+    if first.isalpha() and first.islower():
+        said = said[:1].upper() + said[1:]
+    return said if said.endswith((".", "!", "?", ":")) or not said else f"{said}."
+
+
+def nbytes(size: float) -> str:
+    """Return a number of bytes in the largest unit that leaves a whole number: ``25 MiB``."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    unit = units[0]
+    return f"{size:.0f} {unit}" if size >= 10 or unit == "B" else f"{size:.1f} {unit}"
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values that are there; None without any."""
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
+
+
+def column(rows: Sequence[Sequence[float | None]], rank: int) -> list[float | None]:
+    """Return what a rank has in each step."""
+    return [row[rank] for row in rows]
+
+
+def rank_parts(report: Report, rank: int) -> dict[str, float] | None:
+    """Return the mean seconds of each part on a rank; None if it took no step."""
+    if mean(column(report.step_seconds, rank)) is None:
+        return None
+    return {part: mean(column(report.parts.get(part, ()), rank)) or 0.0 for part in PARTS}
+
+
+def mean_parts(report: Report) -> dict[str, float]:
+    """Return the mean seconds of each part over the ranks that took steps."""
+    rows = [parts for rank in range(len(report.ranks)) if (parts := rank_parts(report, rank)) is not None]
+    return {part: sum(row[part] for row in rows) / len(rows) if rows else 0.0 for part in PARTS}
+
+
+def typical_step(report: Report) -> float | None:
+    """Return the median length of a step over all ranks and steps; None without steps."""
+    there = [one for row in report.step_seconds for one in row if one is not None]
+    return median(there) if there else None
+
+
+def samples_per_second(report: Report) -> float | None:
+    """Return the samples that all ranks together take in a second; None where they were not counted."""
+    step = typical_step(report)
+    return report.samples_per_step / step if report.samples_per_step and step else None
+
+
+def share(report: Report, *parts: str) -> float:
+    """Return the share of the step's time that `parts` have together."""
+    return sum(report.shares.get(part, 0.0) for part in parts)
+
+
+def compute_share(report: Report) -> float:
+    """Return the share of forward and backward."""
+    return share(report, *COMPUTE)
+
+
+def waiting_share(report: Report) -> float:
+    """Return the share of exposed communication and bubbles."""
+    return share(report, *WAITING)
+
+
+def kind_name(kind: str) -> str:
+    """Return a piece of advice's kind as a heading: ``data-loading`` as ``Data loading``."""
+    return kind.replace("-", " ").replace("_", " ").capitalize()
+
+
+def figure_name(name: str) -> str:
+    """Return the name of a further figure of a piece of advice: ``allreduce_share_2`` as ``2``, after its caption."""
+    return name.removeprefix("allreduce_share_").replace("_", " ")
+
+
+def figure(value: float, as_share: bool) -> str:
+    """Return a further figure of a piece of advice."""
+    return percent(value) if as_share else f"{value:,.4g}"
+
+
+def notable_ranks(report: Report, most: int) -> list[int]:
+    """Return at most `most` ranks: stragglers, whom others waited for, the busiest, one in the middle, the idlest."""
+    count = len(report.ranks)
+    if count <= most:
+        return list(range(count))
+    caused = [sum(row[rank] for row in report.waited_for) if report.waited_for else 0.0 for rank in range(count)]
+    parts = [rank_parts(report, rank) or dict.fromkeys(PARTS, 0.0) for rank in range(count)]
+    busy = [sum(row[part] for part in COMPUTE) for row in parts]
+    by_cause = sorted(range(count), key=lambda rank: -caused[rank])
+    by_work = sorted(range(count), key=lambda rank: -busy[rank])
+    wanted = [one.rank for one in report.stragglers][: most // 2]
+    wanted += [rank for rank in by_cause if caused[rank] > 0][: most // 4] + by_work[: most // 4]
+    wanted += by_work[count // 2 : count // 2 + 1] + by_work[::-1]
+    return sorted(list(dict.fromkeys(wanted))[:most])
+
+
+def shares_only(advice: Advice) -> bool:
+    """Tell whether the further figures of a piece of advice are shares: all lie between 0 and 1."""
+    return all(0 <= value <= 1 for value in advice.predictions.values())

@@ -1,0 +1,168 @@
+"""The report of a profile: the figures of all ranks together, as ``summary.json`` and the page show them.
+
+A step of a rank is cut into parts that add up to its length:
+
+    data           the loop waits for a batch
+    forward        the model's forward
+    backward       backward, without what is below
+    communication  copying, launching and reducing buckets in backward, and waiting for a collective after the last
+                   rank has come to it: what a network without cost would save
+    bubble         waiting in a collective before the last rank has come to it: what equally fast ranks would save
+    optimizer      optimizer steps
+    checkpoint     saves
+    other          everything else that the loop does: metrics, logging, schedulers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+DATA, FORWARD, BACKWARD, COMMUNICATION, BUBBLE = "data", "forward", "backward", "communication", "bubble"
+OPTIMIZER, CHECKPOINT, OTHER = "optimizer", "checkpoint", "other"
+PARTS = (DATA, FORWARD, BACKWARD, COMMUNICATION, BUBBLE, OPTIMIZER, CHECKPOINT, OTHER)
+COMPUTE = (FORWARD, BACKWARD)
+WAITING = (COMMUNICATION, BUBBLE)
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A rank, and what it ran on."""
+
+    rank: int
+    host: str
+    device: str
+    """Such as ``cpu`` or ``NVIDIA H100``."""
+    threads: int
+    """Of torch, for one operation."""
+    cores: int
+    """That the process may use."""
+    peak_memory: int | None
+    """Bytes: of the GPU where one was used, else of the process."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A stretch of the timeline, in seconds since the first rank began the step."""
+
+    label: str
+    """One of :mod:`paceline.core.telemetry.spans`."""
+    start: float
+    end: float
+    bucket: int | None = None
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """Times of one bucket of gradients in the step of the timeline, in its seconds; by rank."""
+
+    bucket: int
+    nbytes: int
+    launched: Sequence[float]
+    """When the rank had filled it, and handed it to communication."""
+    finished: Sequence[float | None]
+    """When its all-reduce was finished; None where that is not known."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A typical step: the one whose length is the median, of those that were recorded in detail."""
+
+    step: int
+    slices: Sequence[Sequence[Slice]]
+    """By rank; slices may lie inside each other."""
+    buckets: Sequence[BucketTimes]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Time that an operator took, mean over the ranks and the steps that torch's profiler saw."""
+
+    name: str
+    calls: float
+    """In a step of a rank."""
+    seconds: float
+    """In a step of a rank, without operators that it called; on the device where one was used."""
+    share: float
+    """Of all operators."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change to make: why, and the gain it promises."""
+
+    kind: str
+    """Such as ``straggler``, ``accumulation``, ``data-loading``."""
+    text: str
+    """What to do: one sentence."""
+    reason: str
+    """What was measured."""
+    gain: float
+    """Predicted: the share of the time for a sample that it saves, between 0 and 1."""
+    predictions: Mapping[str, float] = field(default_factory=dict)
+    """Further figures, such as the predicted share of all-reduce by the number of accumulated batches."""
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that others waited for; see :func:`paceline.profiler.find_stragglers`."""
+
+    rank: int
+    first_step: int
+    last_step: int
+    slowdown: float
+    """Its computing time by the median of the other ranks'."""
+    kind: str
+    phase: str
+    """The part of the step in which it lost most."""
+    seconds: float
+    """Lost in a step."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One profiled run."""
+
+    title: str
+    """The program."""
+    backend: str
+    ranks: Sequence[RankInfo]
+    steps: Sequence[int]
+    """Numbers of the steps in the figures: without those that warmed up, and those that torch's profiler slowed."""
+    step_seconds: Sequence[Sequence[float | None]]
+    """Length of each step on each rank: shape (steps, ranks); None where a rank took no such step."""
+    parts: Mapping[str, Sequence[Sequence[float | None]]]
+    """Seconds of each of :data:`PARTS`: shape (steps, ranks)."""
+    waited_for: Sequence[Sequence[float]]
+    """Seconds in a step that a rank (row) spent in bubbles that another (column) caused, as it came last."""
+    headline: str
+    """The verdict in one sentence."""
+    advice: Sequence[Advice]
+    """The best first."""
+    stragglers: Sequence[SlowRank]
+    """The costliest first."""
+    shares: Mapping[str, float]
+    """Of the step's time, mean over steps and ranks: each of :data:`PARTS`, and ``allreduce``: the time in which
+    all-reduces ran by that in which they or forward and backward ran."""
+    overlap: float | None
+    """The share of the all-reduces' time in which a rank computes, mean of the ranks; None where it was not seen."""
+    timeline: Timeline | None
+    overlap_by_rank: Mapping[str, float] = field(default_factory=dict)
+    """The same of each rank that can tell."""
+    operators: Sequence[Operator] = ()
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes on rank 0: parameters, gradients, optimizer state, peak."""
+    device_figures: Mapping[str, float] = field(default_factory=dict)
+    """From the GPU's kernels, between 0 and 1: utilization, sm_efficiency, occupancy, tensor_cores. Empty on CPUs."""
+    noise_scale: Mapping[str, Any] = field(default_factory=dict)
+    """Gradient noise scale: ``value`` (samples), ``batch_size`` (global), ``curve`` (pairs of batch size and the
+    predicted share of the best possible progress per step). Empty where it was not measured."""
+    missing: Sequence[str] = ()
+    """What could not be seen, and why: sentences."""
+    samples_per_step: float | None = None
+    """Rows of the model's first input in a step, all ranks together."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as what JSON knows."""
+        return asdict(self)

@@ -1,0 +1,69 @@
+"""A rank's exception made readable for the user of a test: the user's own frames first, and no advice for trainings."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+
+import pytest
+
+from paceline.errors import PacelineError
+from paceline.testing.ranks.outcomes import is_users
+
+HINT = re.compile(
+    "[;,](?: and)? start again from the last checkpoint(?!, and)|start again from the last checkpoint, and "
+)
+"""In our own errors, for those who train."""
+
+
+def leave_out_hints(error: BaseException) -> None:
+    """Remove from messages what helps a training and no test, also from those of the errors that `error` came from."""
+    waiting, seen = [error], set()
+    while waiting:
+        each = waiting.pop()
+        seen.add(id(each))
+        if isinstance(each, PacelineError):
+            each.args = tuple(HINT.sub("", part) if isinstance(part, str) else part for part in each.args)
+        related = (each.__cause__, each.__context__, *getattr(each, "exceptions", ()))  # the last are a group's
+        waiting += [one for one in related if isinstance(one, BaseException) and id(one) not in seen]
+
+
+def keep_users_frames(config: pytest.Config, error: BaseException) -> str:
+    """Leave the user's own frames alone in `error`; return the others in short, if one of these raised it."""
+    entries = [*_entries(error)]
+    own, options = [entry for entry in entries if is_users(entry.tb_frame.f_code.co_filename)], config.option
+    if not own or own[-1] is entries[-1] or options.usepdb or options.fulltrace or options.tbstyle == "native":
+        return ""
+    lines = _library_frames(error)
+    if isinstance(error, PacelineError):  # it says what it came from
+        if error.__cause__ is not None:
+            lines += [first_line(f"{type(error.__cause__).__name__}: {error.__cause__}")]
+            lines += _library_frames(error.__cause__)
+        error.__cause__, error.__suppress_context__ = None, True
+    kept = None
+    for entry in reversed(own):
+        kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__traceback__ = kept
+    return "\n".join(lines)
+
+
+def _entries(error: BaseException) -> Iterator[TracebackType]:
+    entry = error.__traceback__
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next
+
+
+def _library_frames(error: BaseException) -> list[str]:
+    """Return the frames below the user's innermost one, the innermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inner = itertools.takewhile(lambda frame: not is_users(frame.filename), reversed(frames))
+    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in inner]
+
+
+def first_line(text: str) -> str:
+    """Return the first line that is not blank; empty without one."""
+    return next((line for line in text.splitlines() if line.strip()), "")

@@ -1,0 +1,280 @@
+"""A test's body on one rank: between the fork and the outcome, as pytest would have run it in the test process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import sys
+import time
+import unittest
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from _pytest.outcomes import XFailed
+
+import paceline.core.processes.world
+from paceline.errors import CommunicationError
+from paceline.testing.faults import Faults
+from paceline.testing.pytest_plugin import captured_output
+from paceline.testing.pytest_plugin import coverage as coverage_of_ranks
+from paceline.testing.pytest_plugin import hypothesis as hypothesis_tests
+from paceline.testing.pytest_plugin.deferred_fixtures import DEFERRED, run_new_finalizers
+from paceline.testing.pytest_plugin.marks import RanksMark
+from paceline.testing.pytest_plugin.preloaded_modules import loaded_since
+from paceline.testing.pytest_plugin.users_frames import first_line, keep_users_frames, leave_out_hints
+from paceline.testing.ranks.child import Connected, environment
+from paceline.testing.ranks.outcomes import Outcome
+from paceline.testing.ranks.recorded_collectives import Places, Recorder, replace
+
+LEAST_PATIENCE_S = 30.0  # of collectives, and for the ranks to come together
+CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
+"""In torch's errors of collectives that failed because of another rank."""
+
+
+def run_body(item: Any, runtest: Callable[[], None], mark: RanksMark, places: Places, connected: Connected) -> Outcome:
+    """Run the test of `item` on this rank; `places` are those of torch's functions, which are to be recorded."""
+    modules, properties = len(sys.modules), len(item.user_properties)
+    captured_output.separate(item.config)
+    reports = _listen(item.config, connected)
+    with coverage_of_ranks.measured(connected.folder, connected.rank), ExitStack() as stack:
+        records: list[Any] = []
+        if "recwarn" not in item.fixturenames:  # which catches them
+            records = stack.enter_context(_recorded())
+        recorder, error = _run(item, runtest, mark, places, connected)
+        error = error or _unittest_error(item)
+    outcome = _outcome_of(item, error, connected)
+    for report in reports:  # of subtests
+        if report.failed and outcome.kind == "passed":
+            outcome = Outcome("failed", first_line(report.longreprtext), _kept(report.longrepr))
+    outcome.sections = captured_output.read(item.config) + _log(item.config)
+    outcome.warnings = [_warning(record) for record in records]
+    outcome.properties = [(name, _kept(value)) for name, value in item.user_properties[properties:]]
+    outcome.modules = loaded_since(modules)
+    if recorder is not None:
+        outcome.calls = recorder.result()
+    return outcome
+
+
+@contextmanager
+def _recorded() -> Iterator[list[Any]]:
+    """Record warnings, with the filters that pytest has set."""
+    with warnings.catch_warnings(record=True) as records:
+        yield records
+
+
+def _run(
+    item: Any, runtest: Callable[[], None], mark: RanksMark, places: Places, connected: Connected
+) -> tuple[Recorder | None, BaseException | None]:
+    """Join the world, set up what the test process could not, run the body, and tear that down."""
+    __tracebackhide__ = True
+    slow = (mark.slow_rank or {}).get(connected.rank, 0.0)
+    faults = Faults(connected.rank, connected.size, lambda why: connected.tell("doomed", why), slow)
+    recorder = None
+    undo = run_new_finalizers(item)
+    error: BaseException | None = None
+    try:
+        os.environ.update(environment(connected, mark.hosts))
+        with warnings.catch_warnings():
+            if mark.hosts > 1:
+                warnings.filterwarnings("ignore", message="the process group uses Gloo")
+            patience = timedelta(seconds=max(mark.timeout * 0.8, LEAST_PATIENCE_S))
+            world = paceline.core.processes.world.init(mark.backend, patience)
+        _let_the_test_initialize(connected.port, places)
+        recorder = Recorder(connected.note, faults.lost.__contains__)
+        recorder.install(places)
+        faults.hook()
+        connected.tell("begun")
+        _set_up_deferred(item, world, faults)
+        runtest()
+        _warn_of_unhandled(item.config)
+    except BaseException as raised:
+        error = raised
+    try:
+        undo()
+    except BaseException as raised:
+        error = error or raised
+    return recorder, error
+
+
+def _set_up_deferred(item: Any, world: Any, faults: Faults) -> None:
+    """Set up the fixtures that need the world."""
+    item.config.stash[WORLD] = world
+    item.config.stash[FAULTS] = faults
+    arguments = getattr(item, "funcargs", None)
+    if arguments is None:
+        return
+    hypothesis_tests.forget(item)
+    waiting = [name for name, value in arguments.items() if value is DEFERRED]
+    for name in waiting:
+        del arguments[name]
+    for name in waiting:
+        arguments[name] = item._request.getfixturevalue(name)
+
+
+WORLD: pytest.StashKey[Any] = pytest.StashKey()
+FAULTS: pytest.StashKey[Any] = pytest.StashKey()
+
+
+def _let_the_test_initialize(port: int, places: Places) -> None:
+    """Let a test that makes the default process group itself do so: ours goes, as nothing has used it.
+
+    Its store may be at another place than that on `port`, and then one of the ranks has to make it.
+    """
+    original = dist.init_process_group
+    is_ours = [True]
+
+    @functools.wraps(original)
+    def init_process_group(*arguments: Any, **options: Any) -> Any:
+        if is_ours and dist.is_initialized():
+            is_ours.clear()
+            paceline.core.processes.world.current().close()
+        method = options.get("init_method") or next(iter(arguments[1:]), None) or "env://"
+        if not method.startswith("env://") or os.environ.get("MASTER_PORT") != str(port):
+            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        return original(*arguments, **options)
+
+    replace("init_process_group", init_process_group, places)
+
+
+def _warn_of_unhandled(config: pytest.Config) -> None:
+    """Warn of exceptions in threads and destructors, as pytest does after a body."""
+    for name, function in (
+        ("threadexception", "collect_thread_exception"),
+        ("unraisableexception", "collect_unraisable"),
+    ):
+        collect = getattr(config.pluginmanager.getplugin(name), function, None)
+        if collect is not None:  # since pytest 8.4
+            collect(config)
+
+
+class Listener:
+    """On a rank, collects the reports of subtests, rather than print them, and says when a debugger is in use.
+
+    It is registered in the test process, once, as that takes milliseconds.
+    """
+
+    NAME = "paceline rank"
+
+    def __init__(self) -> None:
+        self.connected: Connected | None = None
+        """None in the test process, where there is nothing to do."""
+        self.reports: list[pytest.TestReport] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Collect the report."""
+        if self.connected is not None:
+            self.reports.append(report)
+
+    def pytest_enter_pdb(self) -> None:
+        """Take the terminal, and all the time that is needed."""
+        if self.connected is not None:
+            _take_terminal()
+            self.connected.tell("debugging", True)
+
+    def pytest_leave_pdb(self) -> None:
+        """Go on."""
+        if self.connected is not None:
+            self.connected.tell("debugging", False)
+
+
+def _listen(config: pytest.Config, connected: Connected) -> list[pytest.TestReport]:
+    """Have the reports of this rank go into the list that is returned, and nowhere else."""
+    ours: Any = config.pluginmanager.getplugin(Listener.NAME)
+    ours.connected = connected
+    listeners = config.hook.pytest_runtest_logreport
+    for listener in list(listeners.get_hookimpls()):  # the terminal, a file, xdist's connection to its controller
+        if listener.plugin is not ours:
+            listeners._remove_plugin(listener.plugin)
+    reports: list[pytest.TestReport] = ours.reports
+    return reports
+
+
+def _take_terminal() -> None:
+    """Go back to the process group of the test process, which has the terminal."""
+    with suppress(OSError):
+        os.setpgid(0, os.getpgid(os.getppid()))
+
+
+def _unittest_error(item: Any) -> BaseException | None:
+    """Return the exception that unittest has caught, if `item` is a method of a TestCase."""
+    caught = getattr(item, "_excinfo", None)
+    return caught[0].value if caught else None
+
+
+def _outcome_of(item: Any, error: BaseException | None, connected: Connected) -> Outcome:
+    """Return how the body ended."""
+    if error is None:
+        return Outcome("passed")
+    if isinstance(error, pytest.skip.Exception | unittest.SkipTest):
+        return Outcome("skipped", str(error))
+    if isinstance(error, XFailed):
+        return Outcome("xfailed", str(error))
+    if isinstance(error, pytest.exit.Exception):
+        return Outcome("exit", str(error), returncode=error.returncode)
+    leave_out_hints(error)
+    library = keep_users_frames(item.config, error)
+    info = pytest.ExceptionInfo.from_exception(error)
+    report = item.repr_failure(info)
+    if library and hasattr(report, "addsection"):
+        report.addsection("raised by a library, the innermost frame first", library, "-")
+    message = first_line(_crash_message(report) or info.exconly())
+    if item.config.getoption("usepdb", False) and connected.ask("may I debug?"):
+        try:
+            _debug(item, info)
+        except pytest.exit.Exception as quitting:
+            return Outcome("exit", str(quitting), returncode=quitting.returncode)
+    consequence = isinstance(error, CommunicationError) or any(text in str(error) for text in CONSEQUENCES)
+    return Outcome("failed", message, _kept(report), _pickled(error), consequence)
+
+
+def _debug(item: Any, info: pytest.ExceptionInfo[BaseException]) -> None:
+    """Let the user look around, as ``--pdb`` does."""
+    _take_terminal()
+    now = time.time()
+    call: pytest.CallInfo[None] = pytest.CallInfo(None, info, now, now, 0.0, "call", _ispytest=True)
+    report = pytest.TestReport.from_item_and_call(item, call)
+    item.ihook.pytest_exception_interact(node=item, call=call, report=report)
+
+
+def _crash_message(report: Any) -> str:
+    crash = getattr(report, "reprcrash", None)
+    return crash.message if crash is not None else ""
+
+
+def _kept(value: Any) -> Any:
+    """Return a value, such as pytest's report of an exception, if it can be sent to another process, else its text."""
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return str(value)
+    return value
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """Return the exception, if it is the same on the other side."""
+    try:
+        data = pickle.dumps(error)
+        return data if type(pickle.loads(data)) is type(error) else None
+    except Exception:
+        return None
+
+
+def _warning(record: Any) -> tuple[str, bytes, str, int]:
+    try:
+        category = pickle.dumps(record.category)
+    except Exception:
+        category = pickle.dumps(UserWarning)
+    return str(record.message), category, record.filename, record.lineno
+
+
+def _log(config: pytest.Config) -> list[tuple[str, str]]:
+    """Return what the rank logged."""
+    plugin: Any = config.pluginmanager.getplugin("logging-plugin")
+    text = plugin.report_handler.stream.getvalue().strip() if plugin is not None else ""
+    return [("log", text)] if text else []

@@ -1,0 +1,102 @@
+"""The life of a forked rank, from the fork to its end; nothing of the test process goes on in it."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from paceline.core.processes.private_store import STORE
+from paceline.launch.rank.child import die_with
+from paceline.launch.rank.stack_dump import number as stack_signal
+from paceline.launch.rank.stack_dump import path_of
+from paceline.launch.rendezvous.store import LOOPBACK
+from paceline.testing.ranks.outcomes import Outcome
+from paceline.testing.ranks.recorded_collectives import Note
+
+ENDED_BADLY = 70
+
+
+@dataclass
+class Connected:
+    """A rank's place, and its connection to the test process."""
+
+    rank: int
+    size: int
+    port: int
+    """Of the store, on loopback."""
+    private: str
+    """How ``paceline.init`` finds the private store of ranks on one host, as a launcher tells it."""
+    pipe: Connection
+    note: Note
+    folder: Path
+    """For files, which the test process deletes."""
+    drawn: Any
+    """State of the ``random`` module in the test process."""
+
+    def tell(self, what: str, value: Any = None) -> None:
+        """Tell the test process something."""
+        self.pipe.send((what, value))
+
+    def ask(self, what: str) -> bool:
+        """Ask the test process something."""
+        self.tell(what)
+        return bool(self.pipe.recv())
+
+
+def be_rank(body: Callable[[Connected], Outcome], connected: Connected) -> NoReturn:
+    """Run `body` in this process, which was just forked, and wait to be killed."""
+    try:
+        gc.freeze()  # or the first collection would copy the memory of all that the test process has
+        os.setpgid(0, 0)
+        die_with(os.getppid())
+        signal.set_wakeup_fd(-1)
+        random.setstate(connected.drawn)  # Python gives forks another; a fixture's seed is for the ranks, too
+        torch.set_num_threads(1)  # the fork has none of the test process's OpenMP threads, and would wait for them
+        with path_of(connected.folder, connected.rank).open("w") as stack:
+            faulthandler.enable(stack)
+            if stack_signal():
+                faulthandler.register(stack_signal(), stack, all_threads=False, chain=False)
+            connected.tell("ended", body(connected))
+            with suppress(EOFError, OSError):
+                connected.pipe.recv()
+    except BaseException:
+        with suppress(BaseException):
+            traceback.print_exc(file=sys.__stderr__)
+    finally:
+        os._exit(ENDED_BADLY)
+
+
+def environment(connected: Connected, hosts: int) -> dict[str, str]:
+    """Return torchrun's environment for this rank, as if the ranks were on so many hosts."""
+    local = connected.size // hosts
+    place = {
+        "RANK": connected.rank,
+        "WORLD_SIZE": connected.size,
+        "LOCAL_RANK": connected.rank % local,
+        "LOCAL_WORLD_SIZE": local,
+        "GROUP_RANK": connected.rank // local,
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": connected.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    settings = {name: str(value) for name, value in place.items()}
+    if sys.platform == "linux":
+        settings["GLOO_SOCKET_IFNAME"] = "lo"
+    if hosts > 1:
+        settings["PACELINE_HOSTS"] = str(hosts)
+    else:
+        settings[STORE] = connected.private
+    return settings

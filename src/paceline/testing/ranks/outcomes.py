@@ -1,0 +1,192 @@
+"""The outcome of a test, from how its ranks ended. Plain values only."""
+
+from __future__ import annotations
+
+import functools
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import paceline
+from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
+from paceline.testing.ranks.recorded_collectives import Calls, unmatched
+
+FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
+MACHINERY = ["/_pytest/", "/pluggy/", "/pytest/__main__", "/pytest_paceline.py", "<frozen runpy>"]
+MACHINERY += [str(Path(__file__).parent)]
+"""In the frames that are left out of a stack."""
+LEFT_OUT = ("skipped", "xfailed")
+"""Kinds of outcomes of a rank that ended the test by ``pytest.skip`` or ``pytest.xfail``; all ranks have to."""
+LIBRARIES = (sys.base_prefix + "/lib", str(Path(paceline.__file__).parent), "<")
+"""Where the frames lie that do not tell a user where the rank is."""
+
+
+@dataclass
+class Outcome:
+    """How a rank's part of the test ended, as the rank itself tells."""
+
+    kind: str
+    """``passed``, ``failed``, ``skipped``, ``xfailed`` or ``exit``."""
+    message: str = ""
+    """Of the exception, in one line."""
+    report: Any = None
+    """pytest's report of the exception, or a text."""
+    error: bytes | None = None
+    """The pickled exception, if it can be pickled."""
+    is_consequence: bool = False
+    """Whether the exception says that a collective failed, for which another rank may be the reason."""
+    returncode: int | None = None
+    """That of ``pytest.exit``."""
+    sections: list[tuple[str, str]] = field(default_factory=list)
+    """Captured output: what it is, and the text."""
+    warnings: list[tuple[str, bytes, str, int]] = field(default_factory=list)
+    """Text, pickled category, file and line of each."""
+    properties: list[tuple[str, object]] = field(default_factory=list)
+    """What the test has recorded with ``record_property``."""
+    modules: list[str] = field(default_factory=list)
+    """Of torch and Paceline, that the rank has loaded by itself."""
+    calls: Calls = field(default_factory=dict)
+
+
+@dataclass
+class Ending:
+    """How a rank ended, as the test process sees it."""
+
+    rank: int
+    outcome: Outcome | None = None
+    """None if the rank did not come to the end of its part."""
+    code: int | None = None
+    """Exit code, negative for a signal, of a rank that ended by itself before the test process ended it."""
+    ordered: str = ""
+    """Why the rank was to end, if the test had ordered it."""
+    doing: str = ""
+    """Where it was when its time was over, in one line."""
+    stack: str = ""
+    when: float = 0.0
+    """Seconds after the start."""
+
+
+@dataclass
+class Verdict:
+    """The test's result."""
+
+    kind: str
+    """``passed``, or one of the kinds of :class:`Outcome`."""
+    first: Ending | None = None
+    """The rank that the others failed because of, if it told of an exception."""
+    message: str = ""
+    """In one line, with the rank."""
+
+
+def judge(endings: Sequence[Ending], timeout: float, deadlock: str = "") -> Verdict:
+    """Return what the test has come to. The ranks are in their order; `deadlock` says why the rest was not awaited."""
+    told = {ending.rank: ending.outcome for ending in endings if ending.outcome is not None}
+    if leaving := [e for e in endings if e.outcome and e.outcome.kind == "exit"]:
+        return Verdict("exit", leaving[0], told[leaving[0].rank].message)
+    dead = [e for e in endings if e.code is not None and not e.ordered]
+    failed = [e for e in endings if e.outcome and e.outcome.kind == "failed"]
+    own = [e for e in failed if not told[e.rank].is_consequence]
+    disagreement = _disagreement(endings)
+    for causes in (own + dead, [] if disagreement else failed):
+        if causes:
+            first = min(causes, key=lambda e: e.when)
+            if first.outcome is None:
+                return Verdict("failed", None, f"{_died(first)} before the end of the test")
+            return Verdict("failed", first, f"rank {first.rank}: {first.outcome.message}")
+    if disagreement:
+        return Verdict("failed", None, disagreement)
+    silent = [e for e in endings if e.outcome is None and not e.ordered]
+    if silent:
+        where = "; ".join(f"rank {e.rank} {e.doing}" for e in silent)
+        done = [str(e.rank) for e in endings if e.outcome is not None]
+        others = f"; rank{'s' * (len(done) > 1)} {', '.join(done)} had come to the end" if done else ""
+        return Verdict("failed", None, f"{deadlock or f'no end within {timeout:g} s'}: {where}{others}")
+    for ending in endings:
+        if ending.outcome is not None and ending.outcome.kind in LEFT_OUT:
+            return Verdict(ending.outcome.kind, ending, ending.outcome.message)
+    if len(told) == len(endings) and (difference := unmatched(_calls(told))):
+        return Verdict("failed", None, f"the test left a collective unmatched: {difference}")
+    return Verdict("passed")
+
+
+def _disagreement(endings: Sequence[Ending]) -> str:
+    """Return in one line which ranks have left the test out, if others have not; else nothing.
+
+    Those that wait for them in vain, or failed because of them, are among the others.
+    """
+    kinds = [(e.rank, e.outcome.kind if e.outcome is not None else "silent") for e in endings if not e.ordered]
+    by_kind = ranks_by_value(kinds)
+    left_out = {kind: ranks for kind, ranks in by_kind.items() if kind in LEFT_OUT}
+    if not left_out or len(by_kind) == 1:
+        return ""
+    reasons = {e.rank: e.outcome.message for e in endings if e.outcome is not None}
+    parts = [f"{named_ranks(ranks)} {kind} ({reasons[ranks[0]]})" for kind, ranks in left_out.items()]
+    rest = [rank for rank, kind in kinds if kind not in LEFT_OUT]
+    return (
+        f"{', '.join(parts)}{f', and {named_ranks(rest)} did not' if rest else ''}; decide by what is the same on all "
+        "ranks, and return on those that have nothing to do"
+    )
+
+
+def others(endings: Sequence[Ending], first: Ending | None) -> list[tuple[str, str]]:
+    """Return what the ranks other than `first` came to: title and text of each."""
+    return [_other(ending, first) for ending in endings if ending is not first]
+
+
+def _other(ending: Ending, first: Ending | None) -> tuple[str, str]:
+    if ending.ordered:
+        return f"rank {ending.rank} ended as ordered: {ending.ordered}", ""
+    if ending.code is not None:
+        return _died(ending), ending.stack
+    if ending.outcome is None:
+        return f"rank {ending.rank} {ending.doing}", ending.stack
+    outcome = ending.outcome
+    if outcome.kind == "failed":
+        same = first is not None and first.outcome is not None and str(outcome.report) == str(first.outcome.report)
+        if same:
+            return f"rank {ending.rank} raised the same", ""
+        return f"rank {ending.rank} raised, too: {outcome.message}", str(outcome.report)
+    return f"rank {ending.rank} {outcome.kind} after {ending.when:.2f} s", ""
+
+
+def _died(ending: Ending) -> str:
+    assert ending.code is not None
+    if ending.code < 0:
+        try:
+            name = signal.Signals(-ending.code).name
+        except ValueError:
+            name = f"signal {-ending.code}"
+        return f"rank {ending.rank} was killed by {name}"
+    return f"rank {ending.rank} ended with exit code {ending.code}"
+
+
+def _calls(told: Mapping[int, Outcome]) -> dict[int, Calls]:
+    return {rank: outcome.calls for rank, outcome in told.items() if outcome.kind != "skipped"}
+
+
+def own_frames(stack: str) -> str:
+    """Return a stack without the frames of pytest and of this package."""
+    return "\n".join(line for line in stack.splitlines() if not any(part in line for part in MACHINERY))
+
+
+@functools.cache
+def is_users(path: str | None) -> bool:
+    """Return whether a file is the user's own: no part of Python, of an installed package, or of this one."""
+    return path is not None and not path.startswith(LIBRARIES) and "/site-packages/" not in path
+
+
+def position(note: Mapping[str, Any], stack: str, has_begun: bool) -> str:
+    """Return where a rank is, in one line, from the note of its latest call and its Python stack."""
+    if note.get("inside"):
+        number = f", its collective {note['number']}" if note["call"] not in ("send", "recv") else ""
+        return f"is in {note['call']}{number}, called at {note['place']}"
+    for path, line, function in FRAME.findall(stack):
+        if is_users(path):
+            return f"is at {path.rpartition('/')[2]}:{line} in {function}"
+    if not stack:
+        return "does not answer" if has_begun else "has not joined the world"
+    return "is in a library" if has_begun else "has not joined the world"

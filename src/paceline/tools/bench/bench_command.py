@@ -1,0 +1,64 @@
+"""``paceline bench``: measurements of this machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline.core.output.commands import Commands
+from paceline.launch.program import start_program
+from paceline.launch.watching.settings import FORCE_HELP
+from paceline.tools.bench.bench_config import BACKENDS, OPS, SIZES, BenchConfig, parse_names, parse_sizes
+
+EXAMPLES = """Examples:
+
+paceline bench collectives --nproc 2
+
+paceline bench collectives --nproc 4 --sizes 64K,1M --ops all_reduce,broadcast --plot speed.svg
+
+paceline bench collectives --backends gloo,paceline --json speed.json
+"""
+bench = typer.Typer(cls=Commands, help="Measure what this machine can do.")
+
+
+@bench.callback()
+def _group() -> None:
+    """Measure what this machine can do."""
+
+
+@bench.command("collectives", epilog=EXAMPLES)
+def collectives(
+    nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, cpu, or auto.")] = "auto",
+    force: Annotated[bool, typer.Option("--force", help=FORCE_HELP)] = False,
+    sizes: Annotated[str, typer.Option(metavar="LIST", help="Bytes of the whole tensor, with K, M or G.")] = SIZES,
+    ops: Annotated[str, typer.Option(metavar="LIST", help=f"Some of {', '.join(OPS)}.")] = "all_reduce",
+    backends: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Some of algorithms (ours, over Gloo's send and receive), gloo (its own), paceline (shared memory).",
+        ),
+    ] = ",".join(BACKENDS),
+    rounds: Annotated[int, typer.Option(help="Turns that each variant takes; the median counts.")] = 7,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw them there (.svg or .html).")] = None,
+) -> None:
+    """Time collectives: ours step by step, Gloo's own, the shared-memory group's, and a model beside them.
+
+    Bandwidths are defined as in nccl-tests. Float32, in place, on the CPU.
+    """
+    from paceline.launch.job import resolve_nproc
+
+    count, note = resolve_nproc(nproc, force)
+    config = BenchConfig(
+        parse_sizes(sizes),
+        parse_names("--ops", ops, OPS),
+        parse_names("--backends", backends, BACKENDS),
+        rounds,
+        json,
+        plot,
+    )
+    config.check(count)
+    raise typer.Exit(start_program(["paceline.tools.bench"], config, count, sys.stderr, note))

@@ -1,0 +1,88 @@
+"""The options of ``paceline bench collectives``, checked before a rank starts."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.core.output.files import check_file
+from paceline.errors import UsageError
+from paceline.launch.program import ProgramConfig
+
+OPS = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")
+BACKENDS = ("algorithms", "gloo", "paceline")
+SIZES = "1K,4K,16K,64K,256K,1M,4M,25M"
+ELEMENT = 4
+"""Bytes of a float32."""
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+PLOTS = (".svg", ".html")
+COPIES = 4
+"""Tensors of the size that a rank may hold at once: three variants' and a backend's own."""
+
+
+@dataclass(frozen=True)
+class BenchConfig(ProgramConfig):
+    """The options of ``paceline bench collectives``."""
+
+    sizes: list[int]
+    """Bytes of the whole tensor."""
+    ops: list[str] = field(default_factory=lambda: ["all_reduce"])
+    backends: list[str] = field(default_factory=lambda: list(BACKENDS))
+    rounds: int = 7
+    """How many times each variant takes its turn; the median counts."""
+    json: str | None = None
+    plot: str | None = None
+
+    def check(self, ranks: int) -> None:
+        """Refuse what cannot be done on `ranks` ranks.
+
+        Raises:
+            UsageError: names the option.
+        """
+        if self.rounds < 1:
+            raise UsageError(f"--rounds={self.rounds} is less than 1; give 1 or more")
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if max(self.sizes) * ranks * COPIES > available:
+            raise UsageError(
+                f"--sizes: {max(self.sizes)} bytes on {ranks} ranks need {COPIES} times that a rank, and this host has "
+                f"{available // 2**30} GiB of memory; give smaller sizes"
+            )
+        if self.plot is not None and Path(self.plot).suffix not in PLOTS:
+            raise UsageError(f"--plot {self.plot}: the name has to end in {' or '.join(PLOTS)}")
+        for option, file in (("--json", self.json), ("--plot", self.plot)):
+            check_file(option, file)
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Read sizes in bytes, and return them in ascending order: ``"4K,1M"`` is ``[4096, 1048576]``.
+
+    Raises:
+        UsageError: for what is no size, or no whole float32.
+    """
+    sizes = set()
+    for part in text.split(","):
+        matched = re.fullmatch(r"(\d+)\s*([KMG]?)(I?B)?", part.strip().upper())
+        if matched is None:
+            raise UsageError(f"--sizes: {part.strip()!r} is no size; give bytes with K, M or G, such as 4K,1M,25M")
+        size = int(matched[1]) * UNITS[matched[2]]
+        if size < ELEMENT or size % ELEMENT:
+            raise UsageError(
+                f"--sizes: {part.strip()!r} is no whole number of float32, which take {ELEMENT} bytes each"
+            )
+        sizes.add(size)
+    return sorted(sizes)
+
+
+def parse_names(option: str, text: str, known: tuple[str, ...]) -> list[str]:
+    """Read the names in `text`, separated by commas; returns each once, in the order of `known`.
+
+    Raises:
+        UsageError: for one that is not among `known`.
+    """
+    names = [part.strip().replace("-", "_") for part in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{option}: {name!r} is unknown; choose among {', '.join(known)}")
+    return [name for name in known if name in names]

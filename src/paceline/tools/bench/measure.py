@@ -1,0 +1,125 @@
+"""A rank's work in ``paceline bench collectives``: every variant is checked once, then they take turns."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from torch import Tensor
+
+from paceline.core.processes.world import World, init
+from paceline.errors import PacelineError
+from paceline.launch.pinning import cores
+from paceline.tools.bench.bench_config import ELEMENT, BenchConfig
+from paceline.tools.bench.result_page import report
+from paceline.tools.bench.rows import Row, fitted
+from paceline.tools.bench.turns import slowest_timed, take_turns
+from paceline.tools.bench.variants import Variant, own_part, release, variants
+
+BYTES_A_TURN = 8_000_000
+"""A variant is called as often in a turn as moves about that much, ``CALLS`` times at most."""
+CALLS = 100
+
+
+def main(config_json: str) -> None:
+    """Measure on this rank, and report on rank 0.
+
+    Raises:
+        PacelineError: on rank 0, after the report, if a result was wrong.
+    """
+    config = BenchConfig.from_json(config_json)
+    with init("paceline") as world:
+        gloo = dist.new_group(backend="gloo")
+        rows: list[Row] = []
+        with _progress(world, len(config.ops) * len(config.sizes)) as measured:
+            for op in config.ops:
+                for size in config.sizes:
+                    count = elements(op, size, world.size)
+                    made = variants(op, count, config.backends, gloo)
+                    rows += _measure(op, count, made, config.rounds, world.size)
+                    release(made)
+                    measured(f"{op} {count * ELEMENT:,} bytes")
+        if world.is_main:
+            host_cores = cores()
+            model, rows = fitted(rows, host_cores)
+            report(rows, model, host_cores, config)
+    if world.is_main and (wrong := sum(row.wrong for row in rows)):
+        raise PacelineError(f"{wrong} elements came out wrong; the column 'wrong' says where")
+
+
+def elements(op: str, nbytes: int, ranks: int) -> int:
+    """Return the elements of a tensor of about `nbytes` that ranks can cut into equal parts, where `op` needs that."""
+    count = nbytes // ELEMENT
+    return -(-count // ranks) * ranks if op in ("reduce_scatter", "all_gather") else count
+
+
+def _measure(op: str, count: int, made: Sequence[Variant], rounds: int, ranks: int) -> list[Row]:
+    """Check every variant, then measure them; returns a row for each."""
+    wrong = {variant.name: _wrong(op, count, variant) for variant in made}
+    calls = max(1, min(CALLS, BYTES_A_TURN // (count * ELEMENT)))
+    seconds = take_turns({variant.name: partial(_turn, variant, calls) for variant in made}, rounds, warm_up=0)
+    return [
+        Row(
+            op,
+            variant.name,
+            variant.schedule,
+            ranks,
+            count * ELEMENT,
+            count,
+            statistics.median(seconds[variant.name]),
+            wrong[variant.name],
+        )
+        for variant in made
+    ]
+
+
+def _turn(variant: Variant, calls: int) -> float:
+    variant.source.zero_()  # just written, as gradients are; and sums of sums stay finite
+    return slowest_timed(variant.run, calls)
+
+
+def _wrong(op: str, count: int, variant: Variant) -> int:
+    """Count the elements of all ranks' results that are wrong, with small whole numbers, which are summed exactly."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    variant.load(_values(count, rank))
+    variant.run()
+    wrong = torch.zeros((), dtype=torch.int64)
+    if op != "reduce" or rank == 0:
+        wrong += (variant.result != _right(op, count, rank, size)).sum()
+    dist.all_reduce(wrong)
+    return int(wrong)
+
+
+def _values(count: int, rank: int) -> Tensor:
+    return (torch.arange(count) % 7 + rank).float()
+
+
+def _right(op: str, count: int, rank: int, size: int) -> Tensor:
+    if op == "broadcast":
+        return _values(count, 0)
+    if op == "all_gather":
+        return torch.arange(count).remainder(7).add(torch.arange(count) // (count // size)).float()
+    total = sum((_values(count, other) for other in range(size)), torch.zeros(count))
+    return total[own_part(count)] if op == "reduce_scatter" else total
+
+
+@contextmanager
+def _progress(world: World, total: int) -> Iterator[Callable[[str], None]]:
+    """Show progress on rank 0: a bar on a terminal, else a line for each step; on stderr, so the table can be kept."""
+    console = Console(file=sys.stderr)
+    if not world.is_main:
+        yield lambda done: None
+    elif not console.is_terminal:
+        yield lambda done: print(f"measured {done}", file=sys.stderr, flush=True)
+    else:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("measuring", total=total)
+            yield lambda done: bar.update(task, advance=1, description=done)

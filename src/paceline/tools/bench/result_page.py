@@ -1,0 +1,90 @@
+"""Presents a benchmark's results: a table for people, JSON for programs, and a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from paceline.comm.algorithms.cost import Model, crossovers
+from paceline.core.output.files import write_file
+from paceline.core.output.tables import print_table
+from paceline.tools.bench.bench_config import BenchConfig
+from paceline.tools.bench.plot import plot
+from paceline.tools.bench.rows import Row
+from paceline.tools.explain.pictures.scene import counted
+
+COLUMNS = ("bytes", "count", "variant", "time µs", "algbw", "busbw", "#wrong", "model µs")
+"""Type and reduction, which nccl-tests repeats in each line, are in the title."""
+CLOSE = 0.2
+"""A modelled time is called right if it differs by no more than this share of the measured one."""
+
+
+def report(rows: Sequence[Row], model: Model | None, cores: int, config: BenchConfig) -> None:
+    """Print the table and write the files that were asked for.
+
+    Raises:
+        UsageError: if a file cannot be written.
+    """
+    for op in config.ops:
+        print_table(table(op, [row for row in rows if row.op == op], cores))
+    if model is not None:
+        Console().print(said(model, rows), highlight=False)
+    write_file("--json", config.json, json.dumps(document(rows, model, cores), indent=2) + "\n")
+    if config.plot is not None:
+        write_file("--plot", config.plot, plot(rows, cores, Path(config.plot).suffix))
+
+
+def table(op: str, rows: Sequence[Row], cores: int) -> Table:
+    """Lay the rows out as nccl-tests prints them, with a line for each variant; bandwidths in GB/s."""
+    what = f"{op} (float32, {rows[0].reduction})" if rows[0].reduction else f"{op} (float32)"
+    title = f"{what}, {counted(rows[0].ranks, 'rank')} on {counted(cores, 'core')}; bandwidths in GB/s"
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in COLUMNS:
+        made.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+    fastest = {size: min(row.seconds for row in rows if row.nbytes == size) for size in {row.nbytes for row in rows}}
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        modelled = row.model_seconds
+        made.add_row(
+            str(row.nbytes),
+            str(row.count),
+            row.variant,
+            f"{1e6 * row.seconds:.1f}",
+            f"{row.algbw:.3f}",
+            f"{row.busbw:.3f}",
+            str(row.wrong),
+            "" if modelled is None else f"{1e6 * modelled:.1f}",
+            style="bold" if row.seconds == fastest[row.nbytes] else "",
+            end_section=following is not None and following.nbytes != row.nbytes,
+        )
+    return made
+
+
+def said(model: Model, rows: Sequence[Row]) -> str:
+    """Describe the fitted model: how well it fits, and which all-reduce it recommends from which size on."""
+    best = [f"{name} from {size:,} bytes" for size, name in crossovers(rows[0].ranks, model)]
+    off = [abs(row.model_seconds / row.seconds - 1) for row in rows if row.model_seconds is not None]
+    close = sum(one <= CLOSE for one in off)
+    return (
+        f"model fitted to our algorithms: {1e6 * model.alpha:.1f} µs a message, {1e9 * model.beta:.3f} ns a byte sent, "
+        f"{1e9 * model.gamma:.3f} ns a byte reduced\n"
+        f"within {CLOSE:.0%} of the measured time in {close} of {len(off)} cases\n"
+        f"its best all-reduce: {', '.join(best)}"
+    )
+
+
+def document(rows: Sequence[Row], model: Model | None, cores: int) -> dict[str, object]:
+    """Return the same for programs: seconds and GB/s."""
+    return {
+        "ranks": rows[0].ranks,
+        "cores": cores,
+        "torch": torch.__version__,
+        "model": None if model is None else model._asdict(),
+        "rows": [{**asdict(row), "algbw": row.algbw, "busbw": row.busbw} for row in rows],
+    }

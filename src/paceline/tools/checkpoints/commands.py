@@ -1,0 +1,132 @@
+"""``paceline checkpoint`` as it is typed: its commands and their options. :mod:`paceline.checkpoint` does the work.
+
+Importing this needs no torch, so that the help does not.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Annotated, Any
+
+import typer
+
+from paceline.core.output.commands import Commands
+from paceline.errors import UsageError
+
+EXAMPLES = """Examples:
+
+paceline checkpoint list runs/7
+
+paceline checkpoint verify runs/7 --step 120
+
+paceline checkpoint verify runs/7 copies/7
+
+paceline checkpoint export runs/7 --out model.safetensors
+"""
+
+
+class _Group(Commands):
+    """The commands, of which one that cannot write its output says so in a line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command.
+
+        Raises:
+            UsageError: if stdout takes no more, as a file on a full disk.
+        """
+        try:
+            return super().invoke(ctx)
+        except OSError as error:  # of files our functions raise errors of their own
+            from paceline.checkpoint.storage import step_folders
+
+            if error.errno == errno.EPIPE:
+                raise  # a reader that has seen enough, such as head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is left would fail again at exit
+            raise UsageError(
+                f"the output cannot be written: {step_folders.reason(error)}; send it elsewhere"
+            ) from error
+
+
+checkpoint = typer.Typer(cls=_Group, help="List, verify and show checkpoints, and export weights.")
+Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder, or that of one checkpoint.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@checkpoint.callback(epilog=EXAMPLES)
+def _group() -> None:
+    """List, verify and show checkpoints, and export weights. No pickle is loaded, and no checkpoint is changed."""
+
+
+@checkpoint.command("list")
+def list_checkpoints(
+    folder: Folder,
+    quick: Annotated[bool, typer.Option("--quick", help="Compare sizes alone, instead of reading every byte.")] = False,
+    json: Json = False,
+) -> None:
+    """List the checkpoints: step, size, age, whether it is complete, and metadata.
+
+    The newest complete one, which a run resumes from, is marked as latest; best is by what the run gave as keep_best.
+    """
+    from paceline.tools.checkpoints import inspect_command
+
+    inspect_command.list_checkpoints(folder, quick, json)
+
+
+@checkpoint.command("verify")
+def verify_checkpoints(
+    folders: Annotated[
+        list[str],
+        typer.Argument(metavar="FOLDER…", help="Folders of runs, or of checkpoints; several are copies of one run."),
+    ],
+    step: Annotated[int | None, typer.Option(help="Verify this one; all by default.")] = None,
+    json: Json = False,
+) -> None:
+    """Read every byte and compare checksums, which cover every tensor. The exit code is 1 if anything is damaged.
+
+    Every damaged file is named, with whose tensors it holds. Of several folders, checkpoints of one step are copies: of
+    one run, or of runs that should be equal. They are compared tensor by tensor, and the exit code is 1 if any differs.
+    """
+    from paceline.tools.checkpoints import inspect_command
+
+    inspect_command.verify_checkpoints(folders, step, json)
+
+
+@checkpoint.command("show")
+def show_checkpoint(
+    folder: Folder,
+    step: Annotated[int | None, typer.Option(help="Show this one; the newest complete one by default.")] = None,
+    json: Json = False,
+) -> None:
+    """Show what a checkpoint holds: objects by name, tensors with shape, dtype and bytes, versions, metadata.
+
+    Tensors are not read, so that this is quick: verify finds out whether they are intact.
+    """
+    from paceline.tools.checkpoints import inspect_command
+
+    inspect_command.show_checkpoint(folder, step, json)
+
+
+@checkpoint.command("export")
+def export_object(
+    folder: Folder,
+    out: Annotated[str, typer.Option(metavar="FILE", help="Gets the state; it appears whole or not at all.")],
+    step: Annotated[int | None, typer.Option(help="Export from this one; the newest complete one by default.")] = None,
+    name: Annotated[str, typer.Option(help="Under which the module was registered.")] = "model",
+    format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="safetensors|torch",
+            help="By the file's ending if left out: torch with .pt, .pth, .bin, .ckpt.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    json: Json = False,
+) -> None:
+    """Write a module's state_dict into a file that needs no Paceline: safetensors, or what torch.load reads.
+
+    The checkpoint is verified first. Tied weights are in the file under each of their names.
+    """
+    from paceline.tools.checkpoints import inspect_command
+
+    inspect_command.export_object(folder, out, step, name, format, force, json)

@@ -1,0 +1,103 @@
+"""Compares copies of one checkpoint, such as an undisturbed run's and a resumed run's: every tensor, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.format import manifest, safetensors_file, verify
+from paceline.checkpoint.format.manifest import File, Manifest
+from paceline.checkpoint.format.safetensors_file import Spec
+from paceline.core import strict_json
+from paceline.tools.checkpoints.inspection import Inspected
+
+_PIECE = 2**22  # bytes
+
+
+def differences(first: Inspected, second: Inspected) -> Iterator[str]:
+    """Yield what differs between two checkpoints, whose bytes were compared with their manifests before.
+
+    Manifests and notes are not compared: versions, metadata and restarts may differ. Files that are as their
+    manifests say are equal where these state the same SHA-256.
+    """
+    if first.manifest is None or second.manifest is None:
+        without = first if first.manifest is None else second
+        yield f"{without.path} has no manifest that can be read"
+        return
+    ours, theirs = _tensor_files(first.manifest), _tensor_files(second.manifest)
+    intact = not first.damages and not second.damages
+    for key in sorted(ours.keys() | theirs.keys(), key=str):
+        file, other = ours.get(key), theirs.get(key)
+        if file is None or other is None:
+            yield f"{_named(key)} is in {(first if other is None else second).path} only"
+        elif not intact or file.sha256 != other.sha256:
+            yield from _in_files(_named(key), first.path / file.path, second.path / other.path)
+    yield from _in_values(first.path, second.path)
+
+
+def count_tensors(found: Manifest) -> int:
+    """Return the number of tensors in a checkpoint."""
+    return sum(len(file.tensors) for file in found.files)
+
+
+def _tensor_files(found: Manifest) -> dict[tuple[str, int | None], File]:
+    return {(file.role, file.rank): file for file in found.files if file.path.endswith(".safetensors")}
+
+
+def _named(key: tuple[str, int | None]) -> str:
+    role, rank = key
+    return repr(role) if rank is None else f"rank {rank}'s own state"
+
+
+def _in_files(whose: str, first: Path, second: Path) -> Iterator[str]:
+    try:
+        ours, theirs = safetensors_file.read_places(first), safetensors_file.read_places(second)
+        for name in sorted(ours.keys() | theirs.keys()):
+            if name not in ours or name not in theirs:
+                yield f"tensor {strict_json.shown(name)} of {whose} is in {first if name in ours else second} only"
+            elif (difference := _in_tensors((first, *ours[name]), (second, *theirs[name]))) is not None:
+                yield f"tensor {strict_json.shown(name)} of {whose} differs: {difference}"
+    except (OSError, ValueError) as error:
+        yield f"{whose} cannot be compared: {error}"
+
+
+def _in_tensors(first: tuple[Path, Spec, int], second: tuple[Path, Spec, int]) -> str | None:
+    """Describe the first difference between two stored tensors: path, spec and the byte at which each begins."""
+    if first[1] != second[1]:
+        (ours, theirs) = (f"{spec.dtype} {list(spec.shape)}" for _, spec, _ in (first, second))
+        return f"{ours} and {theirs}"
+    with first[0].open("rb") as file, second[0].open("rb") as other:
+        file.seek(first[2])
+        other.seek(second[2])
+        left, size = first[1].nbytes, first[1].nbytes
+        while left:
+            mine, its = file.read(min(left, _PIECE)), other.read(min(left, _PIECE))
+            if mine != its:
+                equal = next((i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b), 0)
+                return f"from byte {size - left + equal} of {size} on"
+            left -= len(mine)
+    return None
+
+
+def _in_values(first: Path, second: Path) -> Iterator[str]:
+    """Yield the objects whose plain values differ."""
+    try:
+        ours, theirs = (strict_json.parse(verify.read_document(path / manifest.STATE)) for path in (first, second))
+        if ours == theirs:
+            return
+        for name, node, other in _pairs(_entries(ours), _entries(theirs)):
+            if node != other:
+                yield f"plain values of {name} differ"
+    except (verify.Damaged, ValueError, AttributeError, TypeError, KeyError) as error:
+        yield f"plain values cannot be compared: {error}"
+
+
+def _entries(state: Any) -> dict[str, Any]:
+    own = {f"rank {rank}'s {name!r}": node for rank, nodes in enumerate(state["ranks"]) for name, node in nodes.items()}
+    return {**{repr(name): node for name, node in state["objects"].items()}, **own}
+
+
+def _pairs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name in sorted(ours.keys() | theirs.keys()):
+        yield name, ours.get(name), theirs.get(name)

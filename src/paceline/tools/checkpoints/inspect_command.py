@@ -1,0 +1,203 @@
+"""The work of ``paceline checkpoint``: what a folder holds, whether it is whole, and a file of it for others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from paceline.checkpoint.storage.free_space import readable
+from paceline.core.output.tables import print_table
+from paceline.errors import CheckpointError, NoCheckpoint, UsageError
+from paceline.tools.checkpoints import compare_copies, inspection
+from paceline.tools.checkpoints import export as exporting
+from paceline.tools.checkpoints.command_output import add_row, make_table, print_json, printable, say
+from paceline.tools.checkpoints.inspection import Inspected, SavedObject, SavedTensor
+
+MOST_SHOWN = 20  # differences
+
+
+def list_checkpoints(folder: str, quick: bool, json: bool) -> None:
+    """List the checkpoints: step, size, age, whether it is complete, and metadata."""
+    place, steps = inspection.locate(folder)
+    found = list(inspection.inspect(place, steps, every_byte=not quick))
+    complete = [each for each in found if not each.damages]
+    latest = complete[-1].step if complete else None
+    best = inspection.best_of(complete)
+    if json:
+        rows = [_summary(each) for each in found]
+        print_json({"folder": str(place), "latest": latest, "best": best, "checkpoints": rows})
+        return
+    table = make_table(">step", ">size", ">age", "state", "", "metadata")
+    for each in found:
+        roles = {"latest": each.step == latest, "best": each.step == best, "protected": each.notes.protected}
+        marks = ", ".join(role for role, holds in roles.items() if holds)
+        metadata = ", ".join(f"{key}={_short(value)}" for key, value in each.notes.metadata.items())
+        age = _age(time.time() - each.saved_at) if each.saved_at else ""
+        add_row(table, each.step, readable(each.nbytes), age, each.state, marks, metadata)
+    print_table(table)
+    for each in found:
+        for damage in each.damages:
+            say(f"step {each.step} is {'of a newer format' if each.newer else 'damaged'}: {damage}")
+
+
+def verify_checkpoints(folders: Sequence[str], step: int | None, json: bool) -> None:
+    """Read every byte and compare checksums, and copies of one step with each other, tensor by tensor.
+
+    The exit code is 1 if anything is damaged or differs.
+    """
+    places: dict[tuple[Path, int], Path] = {}  # one that is named twice is no copy
+    for folder in folders:
+        place, steps = inspection.locate(folder, step)
+        for each_step in steps:
+            places.setdefault((place.resolve(), each_step), place)
+    found = []
+    for (_, number), place in places.items():
+        for each in inspection.inspect(place, [number], every_byte=True):
+            found.append(each)
+            if not json:
+                _echo_verdict(each, "" if len(folders) == 1 else f" in {place}")
+    if not found:
+        raise NoCheckpoint(f"there is no checkpoint in {folders[0]} any more; check whether its run is deleting them")
+    same_step = {number: [each for each in found if each.step == number and not each.newer] for _, number in places}
+    compared = {number: same for number, same in sorted(same_step.items()) if len(same) > 1}
+    different = [text for number, same in compared.items() for text in _differences(number, same)]
+    if json:
+        damaged = sorted({each.step for each in found if each.state == "damaged"})
+        rows = [_summary(each) for each in found]
+        print_json({"damaged": damaged, "differences": different, "checkpoints": rows})
+    else:
+        for text in different[:MOST_SHOWN]:
+            typer.echo(printable(text))
+        if len(different) > MOST_SHOWN:
+            typer.echo(f"and {len(different) - MOST_SHOWN} more differences; --json has all")
+        if compared and not different:
+            typer.echo("copies of one step are equal: every tensor, bit by bit, and every plain value")
+        elif len(folders) > 1 and not compared:
+            typer.echo("nothing was compared: no step is in more than one of the folders")
+    if different or any(each.state == "damaged" for each in found):
+        raise typer.Exit(1)
+    if newer := [each for each in found if each.newer]:
+        raise UsageError(f"step {newer[0].step} cannot be verified: {newer[0].damages[0]}")
+
+
+def _echo_verdict(found: Inspected, where: str) -> None:
+    if found.manifest is not None and not found.damages:
+        files = len(found.manifest.files) + 1  # and the manifest, which has a checksum of its own
+        count = _tensors(compare_copies.count_tensors(found.manifest))
+        typer.echo(
+            printable(f"step {found.step}{where}: complete ({count} in {files} files, {readable(found.nbytes)})")
+        )
+    for damage in found.damages:
+        typer.echo(printable(f"step {found.step}{where}: {found.state}: {damage}"))
+
+
+def _differences(step: int, same: Sequence[Inspected]) -> Iterator[str]:
+    """Yield what differs between the copies of `step`, each compared with one that is not damaged, if there is one."""
+    reference = next((each for each in same if not each.damages), same[0])
+    for other in same:
+        if other is not reference:
+            yield from (
+                f"step {step} in {other.path.parent}: {text}" for text in compare_copies.differences(reference, other)
+            )
+
+
+def show_checkpoint(folder: str, step: int | None, json: bool) -> None:
+    """Show what a checkpoint holds: objects by name, tensors with shape, dtype and bytes, versions, metadata."""
+    found = _choose(folder, step, every_byte=False)
+    objects = inspection.contents(found)
+    known = found.manifest
+    assert known is not None, "a chosen checkpoint is not damaged"
+    if json:
+        versions = {"torch_version": known.torch_version, "paceline_version": known.paceline_version}
+        listed = [{**asdict(each), "nbytes": each.nbytes} for each in objects]
+        print_json({**_summary(found), "world_size": known.world_size, **versions, "objects": listed})
+        return
+    typer.echo(f"step {found.step} in {found.path}: {readable(found.nbytes)}, {_age(time.time() - found.saved_at)} old")
+    ranks = "1 rank" if known.world_size == 1 else f"{known.world_size} ranks"
+    typer.echo(printable(f"saved by {ranks} with Paceline {known.paceline_version}, torch {known.torch_version}"))
+    for key, value in found.notes.metadata.items():
+        typer.echo(printable(f"metadata {key} = {_short(value)}"))
+    if found.notes.protected:
+        typer.echo("protected: it is never deleted to make room")
+    print_table(_contents_table(objects))
+
+
+def export_object(
+    folder: str, out: str, step: int | None, name: str, format: str | None, force: bool, json: bool
+) -> None:
+    """Write a module's state_dict into a file that needs no Paceline: safetensors, or what torch.load reads."""
+    kind = exporting.format_of(out, format)
+    target = exporting.check_target(out, force)
+    found = _choose(folder, step, every_byte=True)
+    assert found.manifest is not None, "a chosen checkpoint is not damaged"
+    try:
+        count, nbytes = exporting.export(found.path, found.manifest, name, target, kind)
+    except UsageError:
+        raise
+    except CheckpointError as error:
+        raise NoCheckpoint(str(error)) from error
+    if json:
+        about = {"step": found.step, "name": name, "format": kind, "file": str(target)}
+        print_json({**about, "tensors": count, "nbytes": nbytes})
+    else:
+        typer.echo(f"{out}: {name!r} of step {found.step}, {_tensors(count)}, {readable(nbytes)}, as {kind}")
+
+
+def _choose(folder: str, step: int | None, every_byte: bool) -> Inspected:
+    """Return the checkpoint of `step`, or the newest complete one; names those that are skipped on stderr."""
+    found, skipped = inspection.newest(*inspection.locate(folder, step), every_byte)
+    for each in skipped:
+        say(f"step {each.step} is skipped: {each.damages[0]}")
+    return found
+
+
+def _summary(found: Inspected) -> dict[str, Any]:
+    """Return what is known about a checkpoint without its contents, for JSON."""
+    return {
+        "step": found.step,
+        "path": str(found.path),
+        "state": found.state,
+        "damages": found.damages,
+        "nbytes": found.nbytes,
+        "saved_at": found.saved_at or None,
+        "protected": found.notes.protected,
+        "metadata": found.notes.metadata,
+    }
+
+
+def _contents_table(objects: Sequence[SavedObject]) -> Table:
+    table = make_table("object", "rank", "tensor", "dtype", "shape", ">bytes")
+    for each in objects:
+        rank = "all" if each.rank is None else str(each.rank)
+        add_row(table, each.name, rank, _tensors(len(each.tensors)), "", "", f"{each.nbytes:,}")
+        for tensor in each.tensors:
+            size = f"{tensor.nbytes:,}" if tensor.tied_to is None else f"as {tensor.tied_to}"
+            add_row(table, "", "", f"  {tensor.name}", tensor.dtype, _shape(tensor), size)
+    return table
+
+
+def _shape(tensor: SavedTensor) -> str:
+    shape, piece = str(list(tensor.shape)), tensor.slice
+    return shape if piece is None else f"{shape}: {piece.start} to {piece.stop} of {list(piece.whole)}"
+
+
+def _tensors(count: int) -> str:
+    return "plain values" if count == 0 else "1 tensor" if count == 1 else f"{count} tensors"
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

@@ -1,0 +1,262 @@
+"""The command line: ``paceline run`` starts any script as ranks, ``paceline train`` a recipe of ours, …
+
+A user's mistake is one line, ``error: …``, and exit code 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Annotated, Any, NamedTuple, NoReturn
+
+import typer
+
+from paceline import __version__
+from paceline.core.output.commands import INTERRUPTED, Commands, Verbatim, load_torch, or_near
+from paceline.errors import UsageError
+from paceline.launch.watching.settings import FORCE_HELP
+from paceline.tools.bench.bench_command import bench
+from paceline.tools.checkpoints.commands import checkpoint
+from paceline.tools.compare.modes import MODES
+from paceline.tools.explain.explain_command import EXAMPLES, explain
+from paceline.tools.memory_estimate import estimate_command
+from paceline.tools.recipes.commands import (
+    RECIPES,
+    AroundRecipe,
+    Recipes,
+    command_line,
+    parse_recipe,
+    untyped_flags,
+)
+
+
+class Completion(NamedTuple):
+    """A word that the shell may complete, with the attributes that click's have."""
+
+    value: str
+    type: str = "plain"
+    help: str | None = None
+
+
+class Run(Verbatim):
+    """The command ``run``, whose options are no parameters of click's."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Return the options that begin with `incomplete`."""
+        from paceline.tools.cli.run_help import help_parser
+
+        names = help_parser()._option_string_actions if incomplete.startswith("-") else {}
+        return [Completion(name) for name in names if name.startswith(incomplete)]
+
+
+app = typer.Typer(
+    name="paceline",
+    cls=Commands,
+    help="Data-parallel training for PyTorch that is exact, fast, visible and hard to break.",
+    pretty_exceptions_enable=False,
+)
+Force = Annotated[bool, typer.Option("--force", help=FORCE_HELP)]
+train = typer.Typer(cls=Recipes, help="Train one of the recipes that come with Paceline.")
+app.add_typer(train, name="train")
+app.add_typer(bench, name="bench")
+app.add_typer(checkpoint, name="checkpoint")
+app.command("explain", epilog=EXAMPLES)(explain)
+app.command("estimate-memory", epilog=estimate_command.EXAMPLES)(estimate_command.estimate_memory)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def paceline(
+    show: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Data-parallel training for PyTorch that is exact, fast, visible and hard to break."""
+
+
+@app.command("run", cls=Run)
+def run(context: typer.Context) -> None:
+    """Start a script as N ranks: paceline run --nproc 2 script.py"""
+    from paceline.tools.cli.run_help import asks_for_help, help_parser
+
+    if asks_for_help(context.args):
+        help_parser().print_help()
+        return
+    load_torch()
+    from paceline.tools.cli.run_options import start
+
+    raise typer.Exit(start(context.args))
+
+
+@app.command("compare", cls=AroundRecipe, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def compare(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(metavar="RECIPE|SCRIPT", help="A recipe, or a script that uses Paceline.")],
+    modes: Annotated[
+        str | None,
+        typer.Option(metavar="LIST", help=f"Some of {', '.join(MODES)}, with commas; all that can run by default."),
+    ] = None,
+    nproc: Annotated[str, typer.Option(metavar="N", help="Devices: a number, gpu, cpu, or auto.")] = "auto",
+    force: Force = False,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to time in each mode, after a warm-up of 3.")] = 40,
+    one_by_one: Annotated[
+        bool, typer.Option("--one-by-one", help="End each mode before the next starts, for want of memory.")
+    ] = False,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the results there as JSON.")] = None,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw them there (.svg).")] = None,
+) -> None:
+    """Train the same program in several ways, and compare speed, memory and weights.
+
+    What follows the name goes to the recipe or the script: paceline compare --nproc 2 digits --batch-size 64.
+    Options of the comparison come before a script's name, and anywhere with a recipe.
+    """
+    load_torch()
+    from paceline.launch.job import resolve_nproc, say
+    from paceline.tools.compare.compare_command import Comparison, Target
+    from paceline.tools.compare.compare_command import compare as run_comparison
+
+    count, note = resolve_nproc(nproc, force)
+    if note:
+        say(note)
+    if target in RECIPES:
+        program = Target(target, parse_recipe(target, context.args, "compare"))
+    else:
+        program = Target(target, None, context.args, tuple(RECIPES))
+    raise typer.Exit(run_comparison(program, Comparison(modes, steps, json, plot, one_by_one), count))
+
+
+@app.command("profile", cls=AroundRecipe, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def profile(
+    context: typer.Context,
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE|SCRIPT",
+            help="A recipe, or a script that uses DistributedDataParallel. Or: report FOLDER.",
+        ),
+    ] = None,
+    nproc: Annotated[str, typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")] = "auto",
+    force: Force = False,
+    steps: Annotated[
+        int | None, typer.Option(help="Optimizer steps to measure, after which the program ends; all by default.")
+    ] = None,
+    out: Annotated[str, typer.Option(metavar="FOLDER", help="Gets the report, the trace and the records.")] = "profile",
+    operators: Annotated[
+        bool, typer.Option("--operators/--no-operators", help="Have torch's profiler watch 3 steps, too.")
+    ] = True,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Show the ranks live on stderr: step, phase, waiting, and who is slow. On a terminal the ranks' "
+            "output goes through files and appears above the view, line by line, with the rank in front, so ranks "
+            "see no terminal; elsewhere it goes where it always does, and the view is a line every 10 seconds.",
+        ),
+    ] = False,
+    compare: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="FOLDER FOLDER", help="Show two profiles side by side.")
+    ] = None,
+) -> None:
+    """Run a program on N ranks, and see where the time of a step goes, who waits for whom, and what to change.
+
+    What follows the name goes to the recipe or the script: paceline profile --nproc 2 train.py --epochs 3.
+    Options of the profile come before a script's name, and anywhere with a recipe.
+
+    paceline profile report FOLDER writes the results again, such as from the records of several hosts.
+    """
+    load_torch()
+    from paceline.tools.profile import profile_command
+
+    if compare is not None:
+        raise typer.Exit(profile_command.compare_profiles(*compare))
+    if target is None:
+        raise UsageError("name a recipe or a script to profile; paceline profile --help tells more")
+    if target in profile_command.TOOLS:
+        raise typer.Exit(profile_command.TOOLS[target](context.args))
+    settings = profile_command.ProfileSettings(out, steps, operators, watch)
+    raise typer.Exit(start_profiled(target, context.args, settings, nproc, force))
+
+
+@app.command("top")
+def top(
+    job: Annotated[
+        int | None, typer.Option(metavar="PID", help="The job's launcher or one of its ranks, where several jobs run.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the values once, as JSON.")] = False,
+) -> None:
+    """Show the ranks of a running job live: step, phase, step time, waiting, and which rank the others wait for.
+
+    The job needs no preparation: paceline run, train and profile keep this for every rank on its own host. Without a
+    terminal one table is printed. Ctrl-C ends the view, not the job.
+    """
+    from paceline.tools.top.top_command import run_top
+
+    raise typer.Exit(run_top(job, once=once, json=json))
+
+
+def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str, force: bool) -> int:
+    """Profile the recipe or script `target`; returns the exit code.
+
+    Raises:
+        UsageError: for a mistake, before any rank is started.
+    """
+    from paceline.launch.job import resolve_nproc, say
+    from paceline.launch.program import expect_script
+    from paceline.tools.profile.profile_command import run_profiled
+
+    count, note = resolve_nproc(nproc, force)
+    if target in RECIPES:
+        config = parse_recipe(target, arguments, "profile", keeps_files=True)
+        program = ["-m", "paceline.tools.recipes", target, config.to_json()]
+        settings = dataclasses.replace(settings, title=command_line(target, config))
+    else:
+        expect_script(target, RECIPES)
+        program = [target, *arguments]
+    settings.check()
+    if note:
+        say(note)
+    return run_profiled(program, settings, count)
+
+
+@app.command("env")
+def env() -> None:
+    """Print versions, backends, cores and limits, for a report of a defect."""
+    from paceline.tools.cli.env import describe
+
+    for name, value in describe().items():
+        typer.echo(f"{name + ':':<15}{value}")
+
+
+def main() -> NoReturn:
+    """Entry point of ``paceline`` and ``python -m paceline``."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments in (["train"], ["bench"], ["checkpoint"]):
+        arguments.append("--help")
+    try:
+        command = untyped_flags(typer.main.get_command(app))
+        code = command.main(args=arguments, prog_name="paceline", standalone_mode=False)
+    except UsageError as error:
+        code = _refuse(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        code = INTERRUPTED
+    except Exception as error:
+        # click's own, such as for an unknown option; some versions of typer bring their own click
+        if not hasattr(error, "format_message"):
+            raise
+        if (option := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
+            code = _refuse(f"No such option: {option}{or_near(option, error.possibilities or ())}")
+        else:
+            code = _refuse(error.format_message())
+    sys.exit(code or 0)
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,149 @@
+"""``paceline compare``: runs a program in several ways that take turns, and lays the figures side by side."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.core.output.files import check_file, write_file
+from paceline.core.output.tables import print_table
+from paceline.errors import UsageError
+from paceline.launch.program import ProgramConfig, expect_script
+from paceline.tools.compare.bars import draw
+from paceline.tools.compare.comparison import Row, as_json, compare_weights, figures, table_of
+from paceline.tools.compare.modes import MODES, Mode, Run, choose_modes, devices_of, ranks_of
+from paceline.tools.compare.turn_taking import Place
+
+
+@dataclass(frozen=True)
+class Target:
+    """The program that is compared: a recipe with its configuration, or a script with its arguments."""
+
+    name: str
+    config: ProgramConfig | None
+    """A recipe's, checked already; None for a script."""
+    arguments: Sequence[str] = ()
+    """A script's."""
+    recipes: Sequence[str] = ()
+    """The names of all recipes, one of which may have been meant."""
+
+    def arguments_for(self, mode: Mode) -> tuple[str, ...]:
+        """Return what the program gets in `mode`: a recipe accumulates batches of the size that it has."""
+        if self.config is None:
+            return self.name, *self.arguments
+        if mode.accumulate == 1:
+            return (self.config.to_json(),)
+        config: Any = self.config
+        more = {"accumulate": mode.accumulate * config.accumulate, "batch_size": mode.accumulate * config.batch_size}
+        return (replace(config, **more).to_json(),)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The settings of a comparison."""
+
+    modes: str | None
+    steps: int
+    json: str | None
+    plot: str | None
+    one_by_one: bool = False
+    """Whether each mode ends before the next one starts."""
+
+    def check(self, target: Target, nproc: int) -> list[str]:
+        """Return the names of the modes.
+
+        Raises:
+            UsageError: for what cannot work, before anything runs.
+        """
+        if target.config is None:
+            expect_script(target.name, target.recipes)
+        if self.steps < 1:
+            raise UsageError(f"--steps must be at least 1, not {self.steps}")
+        if nproc < 2:
+            raise UsageError("--nproc 1 leaves nothing to compare; give at least 2")
+        if self.plot is not None and not self.plot.endswith(".svg"):
+            raise UsageError(f"--plot {self.plot} must end with .svg")
+        check_file("--json", self.json)
+        check_file("--plot", self.plot)
+        return choose_modes(self.modes, is_recipe=target.config is not None)
+
+
+def compare(target: Target, settings: Comparison, nproc: int) -> int:
+    """Run all modes, print the table and write the files; returns the exit code of the mode that failed first, or 0.
+
+    Raises:
+        UsageError: for a mistake in `settings` or `target`.
+    """
+    from paceline.launch.pinning import cores
+
+    names = settings.check(target, nproc)
+    threads = max(1, cores() // nproc)
+    records: list[dict[str, Any]] = []
+    weights: list[dict[str, Tensor]] = []
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory(prefix="paceline-compare-") as folder:
+        for together in [[name] for name in names] if settings.one_by_one else [names]:
+            for name in together:
+                console.print(f"{names.index(name) + 1}/{len(names)} {name}: {MODES[name].summary}", highlight=False)
+            if code := _run_modes(target, together, settings.steps, nproc, threads, Path(folder)):
+                return code
+            for name in together:
+                records.append(json.loads((Path(folder) / f"{name}.json").read_text("utf-8")))
+                weights.append(load_file(Path(folder) / f"{name}.json.safetensors"))
+    rows = _rows(names, records, weights, nproc)
+    title = Path(target.name).name
+    print_table(table_of(rows, title, threads))
+    outcome = {"target": title, "threads": threads, "modes": as_json(rows)}
+    write_file("--json", settings.json, json.dumps(outcome, indent=2) + "\n")
+    write_file("--plot", settings.plot, draw(rows, title))
+    return 0
+
+
+def _rows(names: list[str], records: list[dict[str, Any]], weights: list[dict[str, Tensor]], nproc: int) -> list[Row]:
+    """Return the rows of all modes; weights are compared with those of the first one."""
+    rows: dict[str, Row] = {}
+    # First of all the one that speed-ups are relative to.
+    for name in sorted(names, key=lambda name: name != "single"):
+        said, at = "reference", names.index(name)
+        if at > 0:
+            is_alike = MODES[name].accumulate == MODES[names[0]].accumulate
+            said = compare_weights(weights[0], weights[at]) if is_alike else "fewer steps"
+        rows[name] = figures(name, records[at], nproc, rows.get("single"), said)
+    return [rows[name] for name in names]
+
+
+def _run_modes(target: Target, names: list[str], steps: int, nproc: int, threads: int, folder: Path) -> int:
+    """Run the program in several modes that take turns; returns the exit code of the first to fail, or 0."""
+    from paceline.launch.job import Job
+    from paceline.tools.compare.launch_together import launch_together
+
+    turns = folder / "turns"
+    turns.write_bytes(b"")
+    counts = [ranks_of(MODES[name], nproc) for name in names]
+    recipe = None if target.config is None else target.name
+    jobs = {}
+    for number, name in enumerate(names):
+        mode = MODES[name]
+        place = Place(str(turns), sum(counts[:number]), sum(counts))
+        record, arguments = str(folder / f"{name}.json"), target.arguments_for(mode)
+        run = Run(mode.wrapper, devices_of(name, nproc), steps, record, recipe, arguments, place)
+        command = [sys.executable, "-u", "-m", "paceline.tools.compare", run.to_json()]
+        # A device has as many threads in every mode.
+        jobs[name] = Job(command, counts[number], env={"OMP_NUM_THREADS": str(threads)})
+    code, failed = launch_together(jobs, lambda name: (folder / f"{name}.json").is_file())
+    if failed:
+        others = ",".join(name for name in names if name != failed)
+        remedy = f"; to compare the others, give --modes {others}" if others else ""
+        if others and code == 1:
+            remedy += "; if memory ran out, give --one-by-one"
+        print(f"mode {failed} ended with exit code {code}{remedy}", file=sys.stderr)
+    return code

@@ -1,0 +1,188 @@
+"""One rank of a compared run: the program as it is, with a meter on its forwards and optimizer steps."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import runpy
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from paceline.core.state.digests import tensor_digest
+from paceline.core.state.unwrapping import unwrap
+from paceline.errors import UsageError
+from paceline.nn.data_parallel import nested_tensors
+from paceline.profiler.recording.environment import peak_memory
+from paceline.tools.compare.gradient_reduction import AllReduce
+from paceline.tools.compare.modes import Run
+from paceline.tools.compare.stand_ins import substitute
+from paceline.tools.compare.turn_taking import TURN, Turns
+
+WARM_UP = 3
+"""Steps that are not timed: in the first ones buckets find their order and memory is allocated."""
+SAMPLED = 2**16
+"""Elements of each parameter that are kept for comparing the modes' weights."""
+
+
+def main(text: str) -> None:
+    """Run the program until it has taken enough steps; rank 0 writes the record.
+
+    Raises:
+        UsageError: if it ends before.
+    """
+    run = Run.from_json(text)
+    meter = Meter(run)
+    substitute(run, meter.seen)
+    register_optimizer_step_post_hook(meter.stepped)
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+    try:
+        if run.recipe is not None:
+            importlib.import_module(f"paceline.tools.recipes.{run.recipe}").main(*run.arguments)
+        else:
+            sys.argv = list(run.arguments)
+            sys.path.insert(0, str(Path(run.arguments[0]).absolute().parent))
+            runpy.run_path(run.arguments[0], run_name="__main__")
+    except Enough:
+        return
+    except SystemExit as stop:  # such as sys.exit(main())
+        if stop.code not in (None, 0):
+            raise
+    raise UsageError(
+        f"the program took {len(meter.steps)} optimizer steps over a model in DistributedDataParallel, and a "
+        f"comparison needs {WARM_UP + run.steps}: {WARM_UP} to warm up, and --steps {run.steps}; let it train longer, "
+        "or give a smaller --steps"
+    )
+
+
+class Enough(SystemExit):
+    """Ends the program: it has taken as many steps as are measured."""
+
+
+class Step(NamedTuple):
+    """The measurements of one step on this rank."""
+
+    seconds: float
+    waited: float
+    """For communication, in seconds."""
+    batches: int
+    """Forwards, or 1 where several wrapped models have theirs."""
+    rows: int
+    """Rows of these."""
+    largest: int
+    """Rows of the largest of these."""
+
+
+class Meter:
+    """Counts and times the steps of a program.
+
+    A step ends when the optimizer steps that was first seen last, so that it holds one step of every optimizer where
+    several take turns, as for a generator and a discriminator.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.wrappers: list[Any] = []
+        """In the order in which their forwards ran first."""
+        self.steps: list[Step] = []
+        """Those that have ended, from the first one on, the warm-up's included."""
+        self.all_reduce_seconds: list[float] = []
+        """Seconds that all-reducing the gradients of a step takes by itself, at the end of each turn."""
+        self._all_reduce = AllReduce()
+        self._turns = Turns(run.place)
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._last: torch.optim.Optimizer | None = None  # of these, the one that was seen first after all others
+        self._rows: list[int] = []  # of each forward since the last step, on this rank
+        self._start = time.perf_counter()  # of the present step
+        self._waited = 0.0  # by all wrappers, until the last step
+
+    def seen(self, wrapper: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a forward that a backward may follow."""
+        if wrapper.training and torch.is_grad_enabled():
+            if all(wrapper is not other for other in self.wrappers):
+                self.wrappers.append(wrapper)
+            self._rows.append(next((len(each) for each in nested_tensors((inputs, kwargs)) if each.dim()), 0))
+
+    def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Take the time of a step, and wait for the next turn where one is over.
+
+        Raises:
+            Enough: after the last one.
+        """
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._last = optimizer
+        if optimizer is not self._last or not self._rows:
+            return
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self._start
+        waited = sum(wrapper.exposed_seconds for wrapper in self.wrappers)
+        several = len(self.wrappers) > 1  # then nobody knows which of the forwards are of one batch
+        batches, rows = (1, self._rows[0]) if several else (len(self._rows), sum(self._rows))
+        largest = self._rows[0] if several else max(self._rows)
+        self.steps.append(Step(seconds, waited - self._waited, batches, rows, largest))
+        self._rows, self._waited = [], waited
+        timed = len(self.steps) - WARM_UP
+        if timed >= 0 and (timed % TURN == 0 or timed == self.run.steps):
+            self._end_turn(is_last=timed == self.run.steps)
+        self._start = time.perf_counter()
+
+    def _end_turn(self, *, is_last: bool) -> None:
+        """Let the other modes have their turns, and wait for the next one of this mode."""
+        self.all_reduce_seconds.append(self._all_reduce.seconds(self.wrappers))
+        if is_last:
+            self._write()
+        self._turns.end()
+        if is_last:
+            raise Enough(0)
+        self._turns.take()
+        dist.barrier()  # ranks see that it is their turn up to a nap apart
+
+    def _write(self) -> None:
+        """Write the record, on rank 0; on all ranks after the same step."""
+        timed = self.steps[WARM_UP:]
+        mine = {
+            "seconds": [step.seconds for step in timed],
+            "waited": sum(step.waited for step in timed),
+            "batches": [step.batches for step in timed],
+            "rows": [step.rows for step in timed],
+            "largest": max(step.largest for step in timed),
+            "memory": peak_memory(),
+            "sha256": _sha256(self.wrappers),
+        }
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        if dist.get_rank() == 0:
+            seconds = self.all_reduce_seconds[1:]  # but for the warm-up's
+            record = {"ranks": ranks, "all_reduce_seconds": seconds, "wrappers": len(self.wrappers)}
+            Path(self.run.record).write_text(json.dumps(record), "utf-8")
+            save_file(_sampled_weights(self.wrappers), f"{self.run.record}.safetensors")
+        dist.barrier()
+
+
+def _sha256(wrappers: Sequence[nn.Module]) -> str:
+    """Return a digest of all parameters; torch's wrapper lets buffers differ."""
+    digests = (tensor_digest(parameter) for wrapper in wrappers for parameter in wrapper.parameters())
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _sampled_weights(wrappers: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return up to :data:`SAMPLED` elements of each parameter, evenly spread."""
+    weights = {}
+    for number, wrapper in enumerate(wrappers):
+        for name, parameter in unwrap(wrapper).named_parameters():
+            flat = parameter.detach().flatten()
+            weights[f"{number}.{name}"] = flat[:: max(1, -(-flat.numel() // SAMPLED))].cpu().contiguous()
+    return weights

@@ -1,0 +1,210 @@
+"""The scenes of a bubble: what a late rank costs, what the network costs, and what makes either disappear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from paceline.comm.algorithms.cost import Model
+from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
+from paceline.tools.explain.pictures.axis import ms, number
+from paceline.tools.explain.pictures.gantt import BUBBLE, COMMUNICATION, NETWORK, Bar, Gantt, Panel
+from paceline.tools.explain.pictures.rank_steps import FORWARD, OPTIMIZER, RankSteps, run
+from paceline.tools.explain.pictures.scene import Frame, Scene, counted
+from paceline.tools.explain.pictures.timeline import BACKWARD, BANDWIDTH, LATENCY, LINK
+
+MORE = 1.5
+"""Work of a late rank's batch; that of the others is 1."""
+LATE = 1
+"""The rank that is late in the first scene."""
+MICRO_BATCHES = 4
+"""In the second scene, where another rank is late in each."""
+FAST = Model(LATENCY, 1 / (2 * BANDWIDTH))
+"""Twice the bandwidth."""
+EXACT = 9
+"""Digits of a time in seconds: nanoseconds."""
+NAMED = 3
+"""Ranks that a caption names; more are counted."""
+LETTERS = "abc"
+READING = (
+    "A row is a rank. 1: forward, 2: backward, 3: optimizer. Red: a bubble, waiting for the last rank. "
+    "Grey: waiting for the network."
+)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A micro-batch on one rank, in seconds."""
+
+    rank: int
+    begin: float
+    turn: float
+    """When forward ends and backward begins."""
+    end: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of all ranks, up to and with the optimizer."""
+
+    title: str
+    computed: tuple[Computed, ...]
+    meetings: tuple[RankSteps, ...]
+    """The backwards at whose end all ranks meet; the last one ends the step."""
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """Return the seconds in bubbles, by rank."""
+        return tuple(sum(times) for times in zip(*(meeting.bubbles for meeting in self.meetings), strict=True))
+
+    @property
+    def communication(self) -> float:
+        """Return the seconds that each rank waits for the network."""
+        return sum(meeting.communication for meeting in self.meetings)
+
+    @property
+    def length(self) -> float:
+        """Return the seconds of the step."""
+        return self.meetings[-1].end + OPTIMIZER
+
+    @property
+    def share(self) -> float:
+        """Return the part of all ranks' time that is bubbles."""
+        return sum(self.bubbles) / (len(self.bubbles) * self.length)
+
+
+def run_case(title: str, work: Sequence[Sequence[float]], every: int = 1, link: Model = LINK) -> Case:
+    """Run a step of micro-batches, ``work[micro-batch][rank]``, whose gradients are averaged after `every` of them."""
+    start = [0.0] * len(work[0])
+    computed: list[Computed] = []
+    meetings: list[RankSteps] = []
+    for number_of, amounts in enumerate(work, start=1):
+        step = run(start, amounts, link)
+        computed += [
+            Computed(rank, *times) for rank, times in enumerate(zip(step.start, step.forward, step.came, strict=True))
+        ]
+        if number_of % every == 0:
+            meetings.append(step)
+            start = [step.end] * len(start)
+        else:
+            start = [round(came, EXACT) for came in step.came]  # equal sums in any order are the same time
+    return Case(title, tuple(computed), tuple(meetings))
+
+
+def late_rank(ranks: int) -> list[Case]:
+    """Return a step with one late rank, with a faster network, and with equal work; with one rank, that alone."""
+    if ranks == 1:
+        return [run_case("one rank", [[1.0]])]
+    late = [MORE if rank == LATE else 1.0 for rank in range(ranks)]
+    equal = [sum(late) / ranks] * ranks
+    return [
+        run_case(f"rank {LATE} has {MORE:g} times the work of the others", [late]),
+        run_case("the same over twice the bandwidth", [late], link=FAST),
+        run_case("the same samples, split by what they cost", [equal]),
+    ]
+
+
+def accumulation(ranks: int) -> list[Case]:
+    """Return a step of micro-batches in which one rank after the other is late, averaged after each, and at the end."""
+    work = [[MORE if rank == late % ranks else 1.0 for rank in range(ranks)] for late in range(MICRO_BATCHES)]
+    return [
+        run_case(f"averaged after each of {MICRO_BATCHES} micro-batches", work),
+        run_case("averaged after the last one (no_sync, accumulate)", work, every=MICRO_BATCHES),
+    ]
+
+
+def assumption() -> str:
+    """Describe the example's numbers."""
+    return (
+        f"Work 1 is a forward of {1000 * FORWARD:g} ms and a backward of {1000 * BACKWARD:g}; buckets and links as in "
+        "bucket-overlap."
+    )
+
+
+def late_outcome(ranks: int) -> str:
+    """Say what a late rank costs, and what helps."""
+    if ranks == 1:
+        return "One rank waits for nobody."
+    late, fast, equal = late_rank(ranks)
+    return (
+        f"Each other rank waits {ms(max(late.bubbles))} for rank {LATE} and {number(late.communication)} for the "
+        f"network. Twice the bandwidth leaves {number(max(fast.bubbles))} and {number(fast.communication)}, equal "
+        f"work {number(max(equal.bubbles))} and {number(equal.communication)}."
+    )
+
+
+def accumulation_outcome(ranks: int) -> str:
+    """Say what accumulation saves."""
+    if ranks == 1:
+        return "One rank waits for nobody."
+    each, once = accumulation(ranks)
+    return (
+        f"Bubbles take {each.share:.1%} of the ranks' time if they meet after each micro-batch, and {once.share:.1%} "
+        f"if they meet once, as being late in turn evens out. Waiting for the network falls from "
+        f"{ms(each.communication)} to {number(once.communication)}."
+    )
+
+
+def scenes(ranks: int) -> list[Scene]:
+    """Draw both scenes."""
+    of = counted(ranks, "rank")
+    hints = (
+        f"rank {LATE}: all others wait for it in red, whatever the network can do; grey is what the network takes.",
+        "the red parts: above, whoever is late in a micro-batch makes all others wait; below, being late evens out.",
+    )
+    told = (late_outcome(ranks), accumulation_outcome(ranks))
+    titles = (f"a late rank, {of}", f"bubbles and accumulation, {of}")
+    made = []
+    for title, cases, outcome, hint in zip(titles, (late_rank(ranks), accumulation(ranks)), told, hints, strict=True):
+        made.append(_scene(title, cases, outcome, hint if ranks > 1 else "One rank waits for nobody."))
+    return made
+
+
+def _scene(title: str, cases: Sequence[Case], outcome: str, hint: str) -> Scene:
+    chart = Gantt([_panel(case, letter) for letter, case in zip(LETTERS, cases, strict=False)])
+    frames = []
+    for moment, events in sorted(_events(cases).items()):
+        frames.append(Frame(f"after {ms(moment)}", "; ".join(events), chart.draw(moment) + chart.cursor(moment)))
+    reading = f"{READING} {assumption()}"
+    return Scene(title, outcome, reading, chart.width, chart.height, tuple(frames), still=chart.draw(), hint=hint)
+
+
+def _panel(case: Case, letter: str) -> Panel:
+    ranks = len(case.bubbles)
+    shares = (f"bubbles {case.share:.1%}", f"network {case.communication / case.length:.1%}") if ranks > 1 else ()
+    rows = (*(f"rank {rank}" for rank in range(ranks)), *(["network"] if ranks > 1 else []))
+    return Panel(f"{letter}: {case.title}", rows, tuple(_bars(case)), (f"{ms(case.length)} in total", *shares))
+
+
+def _bars(case: Case) -> Iterator[Bar]:
+    ranks = len(case.bubbles)
+    for micro in case.computed:
+        yield Bar(micro.rank, micro.begin, micro.turn, "k0", "1")
+        yield Bar(micro.rank, micro.turn, micro.end, "k1", "2")
+    for meeting in case.meetings:
+        for rank, came in enumerate(meeting.came):
+            if meeting.last > came:
+                yield Bar(rank, came, meeting.last, BUBBLE)
+            if meeting.end > meeting.last:
+                yield Bar(rank, meeting.last, meeting.end, COMMUNICATION)
+        if ranks > 1:
+            for begin, end in zip(meeting.network.begin, meeting.network.end, strict=True):
+                yield Bar(ranks, begin, end, NETWORK)
+    for rank in range(ranks):
+        yield Bar(rank, case.length - OPTIMIZER, case.length, "k2", "3")
+
+
+def _events(cases: Sequence[Case]) -> dict[float, list[str]]:
+    """Return what happens when: the begin, and the moments at which ranks end a backward, have met, and are done."""
+    found: dict[float, list[str]] = {0.0: ["the step begins"]}
+    for letter, case in zip(LETTERS, cases, strict=False):
+        events = [(case.length, "the step is over")]
+        for meeting in case.meetings:
+            for came, ranks in ranks_by_value(enumerate(meeting.came)).items():
+                who = named_ranks(ranks) if len(ranks) <= NAMED else f"{len(ranks)} ranks"
+                events.append((came, f"{who} ended backward"))
+            if meeting.communication > 0:
+                events.append((meeting.end, "all have the averages"))
+        for moment, event in events:
+            found.setdefault(round(moment, EXACT), []).append(f"{letter}: {event}")
+    return found

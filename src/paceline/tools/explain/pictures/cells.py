@@ -1,0 +1,63 @@
+"""Cells: boxes with a slot for every rank, filled where that rank's contribution is in what the box stands for."""
+
+from __future__ import annotations
+
+from paceline.comm.algorithms.schedule import Terms
+from paceline.tools.explain.pictures.scene import box, text
+
+CELL, TALL_CELL = 18.0, 24.0
+"""Heights of a cell: with a number in each slot, and with a band of slots below one number."""
+BAND = 8.0
+"""Height of that band."""
+NUMBERED = 8
+"""Ranks that may be in a picture whose slots have a number each."""
+GAP, NARROW_GAP = 34.0, 24.0
+"""Between two ranks; the narrow one where they are many, so that 16 of them fit a window of 1200 pixels."""
+NARROWEST = 44.0
+"""A rank's column, which has its name above it."""
+
+
+class Cells:
+    """The look of cells, and where columns of them are."""
+
+    def __init__(self, size: int, sums: bool = True) -> None:
+        """Prepare cells for `size` ranks; with `sums` the one number of a cell without numbered slots is a count."""
+        self.size, self.sums = size, sums
+        self.shared: dict[str, str] = {}
+        """What cells look like, by the name that drawings refer to."""
+        self.numbered = size <= NUMBERED
+        self.slot, self.height, self.gap = (13.0, CELL, GAP) if self.numbered else (2.75, TALL_CELL, NARROW_GAP)
+        self.width = size * self.slot
+        self.column = max(NARROWEST, self.width)
+        self.across = size * (self.column + self.gap) - self.gap
+        """Width of all columns."""
+
+    def x(self, rank: int) -> float:
+        """Return the left edge of a rank's cells, from that of the first column on."""
+        return rank * (self.column + self.gap) + (self.column - self.width) / 2
+
+    def middle(self, rank: int) -> float:
+        """Return the middle of a rank's column."""
+        return rank * (self.column + self.gap) + self.column / 2
+
+    def draw(self, x: float, y: float, terms: Terms, needed: bool = True, came: bool = False) -> str:
+        """Draw a cell with its upper left corner at `x`, `y`: pale if it is not `needed`, framed if it just `came`."""
+        name = f"c{self.size}-{'.'.join(map(str, terms))}"
+        if name not in self.shared:
+            self.shared[name] = f'<g id="{name}">{self._sum(terms)}</g>'
+        frame = box(x - 1, y - 1, self.width + 2, self.height + 2, "came") if came else ""
+        return f'<use href="#{name}" x="{x:g}" y="{y:g}" class="{"held" if needed else "idle"}"/>{frame}'
+
+    def _sum(self, terms: Terms) -> str:
+        parts = [box(-1, -1, self.width + 2, self.height + 2, "cell")]
+        top, high = (0.5, self.height - 1) if self.numbered else (self.height - BAND, BAND - 0.5)
+        for other in sorted(set(terms)):
+            left = other * self.slot
+            inset = 0.5 if self.numbered else 0.0  # a band is not striped
+            parts.append(box(left + inset, top, self.slot - 2 * inset, high, f"k{other}"))
+            if self.numbered:
+                parts.append(text(left + self.slot / 2, 12.5, str(other), "digit", "middle"))
+        if not self.numbered:
+            said = len(terms) if self.sums else terms[0]
+            parts.append(text(self.width / 2, 12, str(said), "label", "middle"))
+        return "".join(parts)

@@ -1,0 +1,158 @@
+"""The drawing of one step in a way: a column for each device, a row for each thing that it may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from paceline.comm.algorithms.schedule import Terms
+from paceline.core.state.buckets import MIB
+from paceline.tools.explain.pictures.cells import Cells
+from paceline.tools.explain.pictures.gantt import Bar, Gantt, Panel, Scale
+from paceline.tools.explain.pictures.scene import Frame, Scene, box, text
+from paceline.tools.explain.pictures.two_ways import MODEL, Stage, Way, assumption, both, hint, outcome
+
+LEFT, TOP = 104.0, 24.0
+"""Beyond the names of rows, and below those of devices."""
+ABOVE = 14.0
+"""Between two rows of cells, for the ways."""
+BUS = 7.0
+"""Height of the ways above the cells."""
+LINE = 16.0
+"""Of the bytes below the cells."""
+BYTES_TICKS = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
+"""MiB between two marks of the still's axis."""
+READING = (
+    "A column is a {}; in colour: whose part of the batch it is, or came from; w: weights; framed: has just come; "
+    "below: MiB moved since the step began."
+)
+
+
+def scenes(ranks: int) -> list[Scene]:
+    """Draw both ways."""
+    ways = both(ranks)
+    most = max(max(*sent, *received) for way in ways for sent, received in [way.moved()])
+    return [scene(way, most) for way in ways]
+
+
+def scene(way: Way, most: float) -> Scene:
+    """Draw a frame for each stage, and, as a still, the bytes on an axis that ends at `most`."""
+    board = Devices(way)
+    frames = tuple(
+        Frame(stage.title, stage.caption, board.draw(number), "".join(board.flights(stage)))
+        for number, stage in enumerate(way.stages)
+    )
+    plain = Scene(way.title, outcome(way), assumption(), board.width, board.height, frames, board.cells.shared)
+    if way.size == 1:
+        return replace(plain, reading=f"{READING.format(way.device)} {assumption()}", hint=hint(way))
+    still = Gantt([_moved(way)], Scale("MiB in one step", BYTES_TICKS, 1, most / MIB))
+    watch = f"{hint(way)} {READING.format(way.device)}"
+    return replace(plain, still=still.draw(), still_size=(still.width, still.height), hint=watch)
+
+
+def _moved(way: Way) -> Panel:
+    """Return the bytes that every device sends and receives in the step, stage after stage."""
+    rows: list[str] = []
+    bars: list[Bar] = []
+    for device in range(way.size):
+        for verb, moved in (
+            ("sends", [one.sent for one in way.stages]),
+            ("gets", [one.received for one in way.stages]),
+        ):
+            begin = 0.0
+            for stage, nbytes in zip(way.stages, moved, strict=True):
+                if nbytes[device]:
+                    bars.append(_bar(len(rows), begin, begin + nbytes[device] / MIB, stage))
+                    begin = bars[-1].end
+            rows.append(f"{device} {verb}")
+    return Panel(f"what each {way.device} sends and gets", tuple(rows), tuple(bars), _legend(way))
+
+
+def _bar(row: int, begin: float, end: float, stage: Stage) -> Bar:
+    number = int(stage.title.split()[0])
+    return Bar(row, begin, end, f"k{number - 1}", str(number))
+
+
+def _legend(way: Way) -> tuple[str, ...]:
+    titles = (stage.title.partition(":")[0] for stage in way.stages if stage.moves)
+    return "in stage", *dict.fromkeys(titles)
+
+
+class Devices:
+    """Draws the devices of one way of training: their rows, cells and figures."""
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+        self.cells = Cells(way.size)
+        self.row = self.cells.height + ABOVE
+        self.below = TOP + len(way.rows) * self.row + LINE
+        """Baseline of the first line of bytes."""
+        self.width = LEFT + self.cells.across + 10
+        self.height = self.below + LINE + 4
+
+    def at(self, row: str, device: int) -> tuple[float, float]:
+        """Return the upper left corner of a cell."""
+        return LEFT + self.cells.x(device), TOP + self.way.rows.index(row) * self.row + ABOVE - 4
+
+    def draw(self, number: int) -> str:
+        """Draw what is held after stage `number`, how it came, and the bytes moved until then."""
+        stage = self.way.stages[number]
+        return "".join([*self._names(), *self._cells(stage), self._bus(stage), *self._bytes(number)])
+
+    def flights(self, stage: Stage) -> Iterator[str]:
+        """Draw what travels in `stage` where it starts, with the way that it has to go."""
+        for source, destination, terms in stage.moves:
+            distance = self.at(stage.row, destination)[0] - self.at(stage.row, source)[0]
+            load = self._cell(stage.row, source, terms, came=True)
+            yield f'<g class="flight" style="--dx: {distance:g}px">{load}</g>'
+
+    def _names(self) -> Iterator[str]:
+        if not self.cells.numbered:
+            yield text(4, 14, self.way.device, "heading")
+        for device in range(self.way.size):
+            name = f"{self.way.device} {device}" if self.cells.numbered else str(device)  # many names would touch
+            yield text(LEFT + self.cells.middle(device), 14, name, "heading", "middle")
+        for row in self.way.rows:
+            yield text(4, self.at(row, 0)[1] + self.cells.height / 2 + 4, row, "heading")
+
+    def _cells(self, stage: Stage) -> Iterator[str]:
+        arrived = {destination for _, destination, _ in stage.moves}
+        for row in self.way.rows:
+            for device in range(self.way.size):
+                terms = stage.held.get((row, device))
+                if terms is None:
+                    x, y = self.at(row, device)
+                    yield box(x - 1, y - 1, self.cells.width + 2, self.cells.height + 2, "ghost")
+                else:
+                    yield self._cell(row, device, terms, came=row == stage.row and device in arrived)
+
+    def _cell(self, row: str, device: int, terms: Terms, came: bool) -> str:
+        x, y = self.at(row, device)
+        if row != MODEL:
+            return self.cells.draw(x, y, terms, came=came)
+        wide, high = self.cells.width + 2, self.cells.height + 2
+        drawn = box(x - 1, y - 1, wide, high, "cell") + text(x + wide / 2 - 1, y + high / 2 + 3, "w", "label", "middle")
+        return drawn + (box(x - 1, y - 1, wide, high, "came") if came else "")
+
+    def _bus(self, stage: Stage) -> str:
+        """Draw one line for all moves of a stage, with a tip where something arrives."""
+        if not stage.moves:
+            return ""
+        y = self.at(stage.row, 0)[1] - 3
+        ends = sorted({end for source, destination, _ in stage.moves for end in (source, destination)})
+        places = {device: LEFT + self.cells.middle(device) for device in ends}
+        path = f"M{places[ends[0]]:g},{y - BUS:g} H{places[ends[-1]]:g}"
+        path += "".join(f" M{x:g},{y - BUS:g} V{y:g}" for x in places.values())
+        arrived = sorted({destination for _, destination, _ in stage.moves})
+        tips = (
+            f"{places[one]:g},{y + 1:g} {places[one] - 3.5:g},{y - 5:g} {places[one] + 3.5:g},{y - 5:g}"
+            for one in arrived
+        )
+        return f'<path d="{path}" class="way"/>' + "".join(f'<polygon points="{tip}" class="tip"/>' for tip in tips)
+
+    def _bytes(self, number: int) -> Iterator[str]:
+        for line, (name, moved) in enumerate(zip(("MiB sent", "MiB received"), self.way.moved(number), strict=True)):
+            y = self.below + LINE * line
+            yield text(4, y, name)
+            for device, nbytes in enumerate(moved):
+                yield text(LEFT + self.cells.middle(device), y, f"{nbytes / MIB:,.1f}", anchor="middle")

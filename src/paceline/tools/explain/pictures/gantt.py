@@ -1,0 +1,159 @@
+"""Charts of ranks: a row for each and one for the network, bars for what they do, lines where all meet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from paceline.tools.explain.pictures.axis import BELOW, Axis
+from paceline.tools.explain.pictures.scene import box, text
+
+LEFT, WIDE, RESULTS = 80.0, 720.0, 170.0
+"""Where 0 is, beyond the names of rows; the length of the axis; and room for the results beyond its end."""
+TOP = 18.0
+"""Above the first panel, for the cursor's time."""
+HEAD = 20.0
+"""A panel's heading."""
+MARKS = 16.0
+"""For the letters of a panel's meetings, above its rows."""
+ROW, LOW_ROW = 20.0, 15.0
+"""Height of a row; the low one where there are many."""
+BETWEEN = 12.0
+"""Two panels."""
+MANY = 8
+"""Rows beyond which they are low."""
+NARROW = 14.0
+"""A bar narrower than that has no label: the row's other bars say it, or the summary."""
+FEWEST_TICKS = 4
+"""On an axis, as far as its scale has them."""
+
+BUBBLE, COMMUNICATION, NETWORK = "bubble", "wait", "cell"
+"""Kinds of bars beside a stage's colour: waiting for a rank, waiting for the network, and the network's own work."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The axis of a chart."""
+
+    name: str
+    ticks: tuple[float, ...]
+    """What may be between two marks, the finest first."""
+    factor: float
+    """The number at a mark is so many times its value."""
+    end: float | None = None
+    """The last value; None: that of the bars."""
+
+
+STEP_TIME = Scale("time since the step began (ms)", (0.02, 0.05, 0.1, 0.2, 0.5), 1000)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stretch of one row."""
+
+    row: int
+    begin: float
+    end: float
+    kind: str
+    """``k0``, ``k1``, … for a stage, or one of the kinds above."""
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment at which all ranks meet, drawn through all of them."""
+
+    at: float
+    letter: str
+    elsewhere: bool = False
+    """Not part of this step: dashed."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The timeline of one case."""
+
+    title: str
+    rows: tuple[str, ...]
+    bars: tuple[Bar, ...]
+    results: tuple[str, ...] = ()
+    """Lines beside it, once it is over."""
+    marks: tuple[Mark, ...] = ()
+
+    @property
+    def end(self) -> float:
+        """Return when the last bar ends."""
+        return max((bar.end for bar in self.bars), default=0.0)
+
+
+class Gantt:
+    """Panels one below the other, above one axis."""
+
+    def __init__(self, panels: Sequence[Panel], scale: Scale = STEP_TIME) -> None:
+        self.panels = tuple(panels)
+        self.row = ROW if max(len(panel.rows) for panel in panels) <= MANY else LOW_ROW
+        self.tops: list[float] = []
+        """Where each panel's first row begins."""
+        y = TOP
+        for panel in panels:
+            self.tops.append(y + HEAD + (MARKS if panel.marks else 0))
+            y = self.tops[-1] + len(panel.rows) * self.row + BETWEEN
+        end = scale.end or max(panel.end for panel in panels)
+        tick = max(one for one in scale.ticks if one == scale.ticks[0] or end / one >= FEWEST_TICKS)
+        self.axis = Axis(LEFT, WIDE, y - 6, end, tick, scale.name, scale.factor)
+        self.width, self.height = LEFT + WIDE + RESULTS, y - 6 + BELOW
+
+    def draw(self, moment: float = math.inf) -> str:
+        """Draw everything as far as it is at `moment`; what comes later is dashed."""
+        parts = list(self.axis.draw())
+        for panel, top in zip(self.panels, self.tops, strict=True):
+            parts += self._panel(panel, top, moment)
+        return "".join(parts)
+
+    def cursor(self, moment: float) -> str:
+        """Draw a line at `moment` through the rows, which leaves room for the labels of bars."""
+        stretches = [(top, top + len(panel.rows) * self.row) for panel, top in zip(self.panels, self.tops, strict=True)]
+        return self.axis.cursor(moment, stretches, [place for place, _ in self._labels()])
+
+    def _panel(self, panel: Panel, top: float, moment: float) -> Iterator[str]:
+        heading = top - 6 - (MARKS if panel.marks else 0)
+        yield text(4, heading, panel.title, "heading")
+        for number, name in enumerate(panel.rows):
+            yield text(4, top + number * self.row + self.row / 2 + 4, name)
+        for bar in panel.bars:
+            yield self._bar(bar, top, moment)
+        for mark in panel.marks:
+            yield self._mark(mark, panel, top)
+        if moment >= panel.end:
+            for number, line in enumerate(panel.results):
+                kind = "label" if number else "heading"
+                yield text(LEFT + WIDE + 12, top + 14 + 17 * number, line, kind)
+
+    def _bar(self, bar: Bar, top: float, moment: float) -> str:
+        x, y, high = self.axis.x(bar.begin), top + bar.row * self.row + 1, self.row - 3
+        width = self.axis.x(bar.end) - x
+        done = max(0.0, min(width, self.axis.x(moment) - x))
+        drawn = box(x, y, width, high, "ghost") if done < width else ""
+        drawn += box(x, y, done, high, bar.kind) if done else ""
+        if bar.label and width >= NARROW:
+            kind = "digit" if done > width / 2 and bar.kind != NETWORK else "number"  # dark on a filled bar
+            drawn += text(*self._middle(bar, top), bar.label, kind, "middle")
+        return drawn
+
+    def _mark(self, mark: Mark, panel: Panel, top: float) -> str:
+        x = self.axis.x(mark.at)
+        kind = "elsewhere" if mark.elsewhere else "way"
+        bottom = top + (len(panel.rows) - 1) * self.row  # the network has its own bars
+        line = f'<path d="M{x:g},{top - 3:g} V{bottom:g}" class="{kind}"/>'
+        return line + text(x, top - 6, mark.letter, "heading", "middle")
+
+    def _middle(self, bar: Bar, top: float) -> tuple[float, float]:
+        return self.axis.x((bar.begin + bar.end) / 2), top + bar.row * self.row + self.row / 2 + 3
+
+    def _labels(self) -> Iterator[tuple[tuple[float, float], str]]:
+        """Yield the place and the words of every label in a bar."""
+        for panel, top in zip(self.panels, self.tops, strict=True):
+            for bar in panel.bars:
+                if bar.label and self.axis.x(bar.end) - self.axis.x(bar.begin) >= NARROW:
+                    yield self._middle(bar, top), bar.label

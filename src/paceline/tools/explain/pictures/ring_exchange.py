@@ -1,0 +1,202 @@
+"""The scene of a schedule: what every rank holds at the start and after each step, found by running it.
+
+A rank is a column and a chunk is a row. A cell has a slot for every rank, filled where that rank's contribution is in
+the sum. Where there are too many ranks for a number in each slot, the slots are a band below a number for all of them.
+Pale cells hold what the result does not depend on.
+"""
+
+from __future__ import annotations
+
+from string import ascii_uppercase
+
+from paceline.comm.algorithms import Schedule, Step, Transfer, holdings
+from paceline.comm.algorithms.schedule import Terms
+from paceline.tools.explain.hints import hint
+from paceline.tools.explain.pictures.cells import NUMBERED, Cells
+from paceline.tools.explain.pictures.scene import Frame, Scene, counted, text
+
+LEFT, TOP = 22.0, 24.0
+LANE = 5.0
+"""Between the ways that run above a cell on their way to another one."""
+
+
+def scene(schedule: Schedule) -> Scene:
+    """Draw `schedule`, for up to 16 ranks."""
+    board = Board(schedule)
+    held, needed = holdings(schedule), used_later(schedule)
+    frames = [Frame("start", "every rank holds its own tensor", board.draw(held[0], needed[0]))]
+    for number, step in enumerate(schedule.steps, start=1):
+        drawing = board.draw(held[number], needed[number], step)
+        moving = "".join(board.flight(transfer, held[number - 1]) for transfer in step)
+        title = f"step {number} of {len(schedule.steps)}: {verb(step)}"
+        caption = ", ".join(message(schedule, transfer) for transfer in step)
+        frames.append(Frame(title, caption, drawing, moving))
+    return Scene(
+        title_of(schedule),
+        cost(schedule),
+        reading(schedule),
+        board.width,
+        board.height,
+        tuple(frames),
+        board.cells.shared,
+        hint=hint(schedule),
+    )
+
+
+def reading(schedule: Schedule) -> str:
+    """Say how to read the picture."""
+    if schedule.result == "broadcast":
+        number = "whose tensor it is"
+    elif schedule.size <= NUMBERED:
+        number = "that rank's part is in the sum"
+    else:
+        number = "how many ranks' parts are in the sum; coloured: whose"
+    return f"A column is a rank, a row a chunk. A number in a cell: {number}. Framed: has just come. Pale: not needed."
+
+
+def title_of(schedule: Schedule) -> str:
+    """``halving-doubling all-reduce, 4 ranks``."""
+    algorithm = schedule.name.removesuffix("_" + schedule.result.replace("-", "_")).replace("_", "-")
+    return f"{algorithm} {schedule.result}, {counted(schedule.size, 'rank')}"
+
+
+def message(schedule: Schedule, transfer: Transfer) -> str:
+    """``0→1 A–C``, or ``0→1`` where there is one chunk only."""
+    ranks = f"{transfer.src}→{transfer.dst}"
+    if schedule.chunks == 1:
+        return ranks
+    first, last = chunk_name(transfer.chunks[0]), chunk_name(transfer.chunks[-1])
+    return f"{ranks} {first}" + (f"–{last}" if last != first else "")
+
+
+def lanes(step: Step) -> dict[tuple[Transfer, int], int]:
+    """For each transfer and chunk the lane above its row that is free all the way, counted from 0."""
+    taken: dict[int, list[tuple[Transfer, int]]] = {}
+    for transfer in sorted(step, key=lambda one: abs(one.dst - one.src)):
+        for chunk in transfer.chunks:
+            row = taken.setdefault(chunk, [])
+            busy = {lane for other, lane in row if _cross(transfer, other)}
+            row.append((transfer, next(lane for lane in range(len(row) + 1) if lane not in busy)))
+    return {(transfer, chunk): lane for chunk, row in taken.items() for transfer, lane in row}
+
+
+def _cross(one: Transfer, other: Transfer) -> bool:
+    if 1 in (abs(one.dst - one.src), abs(other.dst - other.src)):  # neighbours need no lane
+        return False
+    return max(min(one.src, one.dst), min(other.src, other.dst)) <= min(
+        max(one.src, one.dst), max(other.src, other.dst)
+    )
+
+
+def chunk_name(chunk: int) -> str:
+    """Return a chunk's letter."""
+    return ascii_uppercase[chunk]
+
+
+def verb(step: Step) -> str:
+    """Return what receivers do in `step`, as a verb."""
+    kinds = {transfer.reduce for transfer in step}
+    return "receivers add or copy" if len(kinds) > 1 else "receivers add" if kinds == {True} else "receivers copy"
+
+
+def cost(schedule: Schedule) -> str:
+    """Steps, and the most that a rank sends and receives, in tensors."""
+    if not schedule.steps:
+        return "One rank has nothing to send."
+    sent, received = traffic(schedule)
+    steps = counted(len(schedule.steps), "step")
+    if max(sent) - min(sent) < 1e-9 and max(received) - min(received) < 1e-9:
+        return f"{steps}; every rank sends and receives {sent[0]:.4g} times the tensor."
+    return f"{steps}; a rank sends up to {max(sent):.4g} and receives up to {max(received):.4g} times the tensor."
+
+
+def traffic(schedule: Schedule) -> tuple[list[float], list[float]]:
+    """Return how much each rank sends, and how much it receives, in tensors."""
+    sent, received = [0.0] * schedule.size, [0.0] * schedule.size
+    for transfer in (transfer for step in schedule.steps for transfer in step):
+        sent[transfer.src] += len(transfer.chunks) / schedule.chunks
+        received[transfer.dst] += len(transfer.chunks) / schedule.chunks
+    return sent, received
+
+
+def used_later(schedule: Schedule) -> list[list[list[bool]]]:
+    """Tell whether the result depends on what a rank holds of a chunk after k steps: ``[k][rank][chunk]``."""
+    now = [[_in_result(schedule, rank, chunk) for chunk in range(schedule.chunks)] for rank in range(schedule.size)]
+    history = [now]
+    for step in reversed(schedule.steps):
+        before = [list(row) for row in now]
+        for transfer in step:
+            if not transfer.reduce:  # overwritten, whatever was there
+                for chunk in transfer.chunks:
+                    before[transfer.dst][chunk] = False
+        for transfer in step:
+            for chunk in transfer.chunks:
+                before[transfer.src][chunk] |= now[transfer.dst][chunk]
+        now = before
+        history.append(now)
+    return history[::-1]
+
+
+def _in_result(schedule: Schedule, rank: int, chunk: int) -> bool:
+    if schedule.result == "reduce":
+        return rank == schedule.root
+    return chunk == rank if schedule.result == "reduce-scatter" else True
+
+
+class Board:
+    """Draws the cells of all ranks, one for each chunk."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.size, self.chunks = schedule.size, schedule.chunks
+        self.cells = Cells(self.size, sums=schedule.result != "broadcast")
+        self.width = LEFT + self.cells.across + 6
+        deepest = max((lane for step in schedule.steps for lane in lanes(step).values()), default=0)
+        self.row = self.cells.height + 12 + deepest * LANE
+        self.height = TOP + self.chunks * self.row
+
+    def at(self, rank: int, chunk: int) -> tuple[float, float]:
+        """Return the upper left corner of a cell."""
+        return LEFT + self.cells.x(rank), TOP + (chunk + 1) * self.row - self.cells.height - 2
+
+    def draw(self, held: list[list[Terms]], needed: list[list[bool]], step: Step = ()) -> str:
+        """Draw all cells, and the ways of `step`, which led here."""
+        came = {(transfer.dst, chunk) for transfer in step for chunk in transfer.chunks}
+        names = [
+            text(LEFT + self.cells.middle(rank), 14, f"rank {rank}", "heading", "middle") for rank in range(self.size)
+        ]
+        letters = [
+            text(4, self.at(0, chunk)[1] + self.cells.height / 2 + 4, chunk_name(chunk), "heading")
+            for chunk in range(self.chunks if self.chunks > 1 else 0)
+        ]
+        cells = [
+            self._cell(rank, chunk, held[rank][chunk], needed[rank][chunk], (rank, chunk) in came)
+            for rank in range(self.size)
+            for chunk in range(self.chunks)
+        ]
+        ways = [self._way(transfer, chunk, lane) for (transfer, chunk), lane in lanes(step).items()]
+        return "".join([*names, *letters, *cells, *ways])
+
+    def flight(self, transfer: Transfer, held: list[list[Terms]]) -> str:
+        """Draw the load of `transfer` where it starts, with the way that it has to go."""
+        distance = self.at(transfer.dst, 0)[0] - self.at(transfer.src, 0)[0]
+        cells = [self._cell(transfer.src, one, held[transfer.src][one], True, True) for one in transfer.chunks]
+        return f'<g class="flight" style="--dx: {distance:g}px">{"".join(cells)}</g>'
+
+    def _cell(self, rank: int, chunk: int, terms: Terms, needed: bool, came: bool) -> str:
+        return self.cells.draw(*self.at(rank, chunk), terms, needed, came)
+
+    def _way(self, transfer: Transfer, chunk: int, lane: int) -> str:
+        """Draw an arrow from cell to cell; over the cells between, where there are any."""
+        src, dst = transfer.src, transfer.dst
+        wide = self.cells.width
+        (start, y), (end, _) = self.at(src, chunk), self.at(dst, chunk)
+        sign = 1 if dst > src else -1
+        x0, x1 = (start + wide + 2, end - 3) if dst > src else (start - 2, end + wide + 3)
+        middle, above = y + self.cells.height / 2, y - 5 - lane * LANE
+        tip = f"{x1:g},{middle:g} {x1 - sign * 6:g},{middle - 3.5:g} {x1 - sign * 6:g},{middle + 3.5:g}"
+        path = (
+            f"M{x0:g},{middle:g} H{x1 - sign * 5:g}"
+            if abs(dst - src) == 1
+            else f"M{x0:g},{middle:g} h{sign * 5:g} V{above:g} H{x1 - sign * 11:g} V{middle:g} h{sign * 6:g}"
+        )
+        return f'<path d="{path}" class="way"/><polygon points="{tip}" class="tip"/>'

@@ -1,0 +1,114 @@
+"""The batch of which activations are measured."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.core.hub import one_line
+from paceline.errors import UsageError
+from paceline.tools.memory_estimate.activations import Inputs, measure_activations
+from paceline.tools.memory_estimate.built_model import BuiltModel
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's micro-batch: tokens of a sequence length, or floating-point tensors of a shape."""
+
+    size: int
+    sequence_length: int | None = None
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def title(self) -> str:
+        """The batch, for people."""
+        if self.sequence_length is not None:
+            return f"{self.size} × {self.sequence_length:,} tokens"
+        return f"a batch of shape {(self.size, *(self.shape or ()))}"
+
+
+def batch_of(size: int | None, sequence_length: int | None, shape: str | None) -> Batch | None:
+    """Return the batch that the options describe; None without any.
+
+    Raises:
+        UsageError: if they are wrong, or do not go together.
+    """
+    for name, number in (("batch-size", size), ("sequence-length", sequence_length)):
+        if number is not None and number < 1:
+            raise UsageError(f"--{name}={number} is less than 1")
+    if sequence_length is not None and shape is not None:
+        raise UsageError("--sequence-length is for tokens and --input-shape for other inputs; give one of them")
+    extents = None if shape is None else _extents(shape)
+    if size is None and (sequence_length, shape) == (None, None):
+        return None
+    if sequence_length is None and extents is None:
+        raise UsageError("--batch-size needs --sequence-length, for tokens, or --input-shape; give one of them")
+    return Batch(1 if size is None else size, sequence_length, extents)
+
+
+def _extents(text: str) -> tuple[int, ...]:
+    try:
+        extents = tuple(int(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        extents = ()
+    if not extents or min(extents) < 1:
+        raise UsageError(f"--input-shape {text}: give the shape of one sample, such as 3,224,224")
+    return extents
+
+
+def activations_of(
+    name: str, model: BuiltModel, batch: Batch, dtype: torch.dtype | None, autocast: torch.dtype | None
+) -> int:
+    """Return the bytes of activations of a forward of the model `name`, which is not to be used afterwards.
+
+    Raises:
+        UsageError: if the forward fails.
+    """
+    if model.is_of_transformers:
+        _expect_fitting(name, model, batch)
+    try:
+        return measure_activations(
+            model.module,
+            lambda: _inputs(model, batch),
+            dtype=dtype,
+            autocast=autocast,
+            # Without a padding mask transformers makes none, unless tensors have no values to look at.
+            is_maskless=model.is_of_transformers,
+        )
+    except Exception as error:  # the model's, of any class
+        kind, reason = type(error).__name__, one_line(error)
+        if kind.startswith("DataDependent"):
+            reason = "it depends on the values of a tensor, and here tensors have none"
+        raise UsageError(
+            f"a forward of {name} failed with {batch.title}: {kind}: {reason}; give a batch that it takes, or none"
+        ) from error
+
+
+def _expect_fitting(name: str, model: BuiltModel, batch: Batch) -> None:
+    takes_tokens = model.input_name == "input_ids"
+    if takes_tokens and batch.sequence_length is None:
+        raise UsageError(f"{name} takes tokens; give --sequence-length in place of --input-shape")
+    if not takes_tokens and batch.shape is None:
+        raise UsageError(f"{name} does not take tokens; give --input-shape in place of --sequence-length")
+    if model.positions is not None and (batch.sequence_length or 0) > model.positions:
+        raise UsageError(
+            f"--sequence-length={batch.sequence_length} is more than the {model.positions:,} positions of {name}"
+        )
+
+
+def _inputs(model: BuiltModel, batch: Batch) -> Inputs:
+    """Return the arguments of a forward."""
+    if batch.sequence_length is None:
+        floating = (parameter.dtype for parameter in model.module.parameters() if parameter.is_floating_point())
+        tensor = torch.ones(batch.size, *(batch.shape or ()), dtype=next(floating, torch.float32))
+    else:
+        tensor = torch.zeros(batch.size, batch.sequence_length, dtype=torch.int64)
+    if model.input_name is None:
+        return (tensor,), {}
+    options: dict[str, Any] = {"labels": tensor} if model.has_labels else {}
+    if "use_cache" in inspect.signature(model.module.forward).parameters:
+        options["use_cache"] = False
+    return (), {model.input_name: tensor, **options}

@@ -1,0 +1,120 @@
+"""Models of the user's own code, by an import path such as ``package.module:build`` or ``file.py:Net``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from paceline.core.hub import one_line
+from paceline.errors import UsageError
+from paceline.tools.memory_estimate.built_model import BuiltModel
+
+Result = TypeVar("Result")
+
+
+def is_import_path(text: str) -> bool:
+    """Return whether `text` looks like a module and what is in it, rather than a model's name."""
+    module, colon, attribute = text.rpartition(":")
+    names = attribute.split(".")
+    return bool(colon) and all(map(str.isidentifier, names)) and (module.endswith(".py") or _is_dotted(module))
+
+
+def _is_dotted(text: str) -> bool:
+    return all(map(str.isidentifier, text.split(".")))
+
+
+def build_python_model(path: str) -> BuiltModel:
+    """Import what `path` names, and call it on the meta device unless it is a module already.
+
+    What the code prints goes to stderr.
+
+    Raises:
+        UsageError: if it cannot be imported, takes arguments, fails, or gives no module.
+    """
+    where, _, attribute = path.rpartition(":")
+    with redirect_stdout(sys.stderr):
+        import_it = _import_file if where.endswith(".py") else _import_by_name
+        source = _run(path, "cannot be imported", partial(import_it, where))
+        try:
+            found = reduce(getattr, attribute.split("."), source)
+        except AttributeError:
+            raise UsageError(f"{path}: {where} has no {attribute!r}; name a function, a class or a module") from None
+        if isinstance(found, nn.Module):
+            return BuiltModel(found)
+        if not callable(found):
+            raise UsageError(f"{path} is a {type(found).__name__}; name a function that returns an nn.Module")
+        _expect_no_arguments(path, found)
+        with torch.device("meta"):
+            built = _run(path, "failed on the meta device, where tensors have no values", found)
+    if not isinstance(built, nn.Module):
+        raise UsageError(f"{path} returned a {type(built).__name__}; name a function that returns an nn.Module")
+    return BuiltModel(built)
+
+
+def _import_by_name(name: str) -> Any:
+    sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(name)
+
+
+def _import_file(file: str) -> Any:
+    path = Path(file).absolute()
+    if not path.is_file():
+        raise UsageError(f"there is no file {file}; name a Python file, as in model.py:build")
+    sys.path.insert(0, str(path.parent))
+    name = f"estimated_{path.stem}"  # not that of a module which others import
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _expect_no_arguments(path: str, function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # it does not tell
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise UsageError(
+            f"{path} takes arguments ({error}); name a function without any that builds the model, such as "
+            f"def build(): return {path.rpartition(':')[2]}(…)"
+        ) from None
+
+
+def _run(path: str, what: str, function: Callable[[], Result]) -> Result:
+    """Call a user's code.
+
+    Raises:
+        UsageError: says what went wrong, and where.
+    """
+    try:
+        return function()
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{path} {what}: {type(error).__name__}: {one_line(error)}{_place(error)}") from error
+
+
+def _place(error: BaseException) -> str:
+    """Return the line of the user's code where `error` came from."""
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not ("importlib" in file or file.startswith((str(Path(torch.__file__).parent), str(Path(__file__).parent)))):
+            place = f" ({file}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return place

@@ -1,0 +1,206 @@
+"""The bytes that one rank holds while it trains, by the way in which ranks share the work.
+
+Of each kind of memory, the sum of the tensors is counted. What is only there for the time of one operation is not, but
+for the buffers that are named below.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, assign
+from paceline.optim.elementwise import is_elementwise
+from paceline.optim.owned_shard import HALVES
+from paceline.optim.segments import STAGED
+from paceline.optim.sharding import share_out
+from paceline.optim.sharding_plan import Piece
+from paceline.tools.memory_estimate.contents import Contents, nbytes
+from paceline.tools.memory_estimate.trial import Gradient, Trial
+
+TORCH_DDP, DDP, SHARDED, FSDP2 = "torch DDP", "Paceline DDP", "sharded optimizer", "FSDP2"
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on one rank."""
+
+    strategy: str
+    weights: int
+    """Parameters and buffers."""
+    gradients: int
+    state: int
+    """The optimizer's, with the copies of weights that it trains in their place."""
+    communication: int
+    """Buffers by which weights and gradients travel."""
+
+    @property
+    def total(self) -> int:
+        """The sum of all."""
+        return self.weights + self.gradients + self.state + self.communication
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, its optimizer, and the dtype in which it is trained."""
+
+    contents: Contents
+    trial: Trial
+    master_dtype: torch.dtype | None = None
+    """Of copies of bf16 and fp16 parameters that are trained in their place."""
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether some parameter has such a copy."""
+        return any(self.trained_dtype(parameter) is not parameter.dtype for parameter in self.contents.parameters)
+
+    def footprints(self, ranks: int) -> list[Footprint]:
+        """Return what each strategy takes on the rank of `ranks` that has the most.
+
+        Raises:
+            UsageError: if the optimizer cannot train some parameter.
+        """
+        return [torch_ddp(self), ddp(self, ranks), sharded(self, ranks), fsdp2(self, ranks)]
+
+    def trained_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype in which the optimizer sees `parameter`."""
+        return (self.master_dtype or parameter.dtype) if parameter.dtype in HALVES else parameter.dtype
+
+    def master_bytes(self, place: int, numel: int) -> int:
+        """Return the bytes of the copy of `numel` elements of the parameter at `place`; 0 where it is none."""
+        parameter = self.contents.parameters[place]
+        dtype = self.trained_dtype(parameter)
+        return 0 if dtype is parameter.dtype else numel * dtype.itemsize
+
+    def state_bytes(self, place: int, shape: Sequence[int] | None = None) -> int:
+        """Return the bytes of optimizer state for the parameter at `place`, or for a part of it that has `shape`."""
+        parameter = self.contents.parameters[place]
+        kind: Gradient = "sparse" if place in self.contents.sparse else "dense"
+        whole = parameter.shape if shape is None else shape
+        dtype = self.trained_dtype(parameter)
+        return self.trial.nbytes(tuple(whole), dtype, kind if parameter.requires_grad else "none")
+
+    def whole_state_bytes(self) -> int:
+        """Return the bytes of the whole state, and of copies of the parameters that are trained in their place."""
+        pairs = list(enumerate(self.contents.parameters))
+        masters = sum(self.master_bytes(place, each.numel()) for place, each in pairs if each.requires_grad)
+        return masters + sum(self.state_bytes(place) for place, _ in pairs)
+
+
+def torch_ddp(training: Training) -> Footprint:
+    """Every rank holds all; gradients are copied into buckets and back (``gradient_as_bucket_view=False``)."""
+    contents = training.contents
+    gradients = contents.gradient_bytes
+    return Footprint(TORCH_DDP, contents.weight_bytes, gradients, training.whole_state_bytes(), gradients)
+
+
+def ddp(training: Training, ranks: int) -> Footprint:
+    """Every rank holds all, with gradients in the buckets; see :mod:`paceline.ddp.engine.gradients.bucket_set`."""
+    contents = training.contents
+    communication = reduction_bytes(contents) if ranks > 1 else 0
+    state = training.whole_state_bytes()
+    return Footprint(DDP, contents.weight_bytes, contents.gradient_bytes, state, communication)
+
+
+def reduction_bytes(contents: Contents) -> int:
+    """Return what our wrapper holds beside buckets: gradients that wait to be moved into one, and copies of buffers."""
+    parameters, dense = contents.parameters, contents.dense
+    sizes, kinds = [nbytes(each) for each in parameters], [each.dtype for each in parameters]
+    buckets = assign(sizes, kinds, dense[::-1], (FIRST_CAPACITY, CAPACITY))
+    return max((sum(sizes[place] for place in bucket) for bucket in buckets), default=0) + contents.buffer_bytes
+
+
+def sharded(training: Training, ranks: int) -> Footprint:
+    """Weights and gradients are whole, and each rank has the state of its own pieces; see :mod:`paceline.optim`."""
+    contents, plan = training.contents, plan_of(training, ranks)
+    # The gradients of pieces with a master are cast for the step; frozen ones have masters, but no gradients.
+    trained = [
+        [piece for piece in pieces if contents.parameters[piece.parameter].requires_grad] for pieces in plan.held
+    ]
+    casts = [sum(training.master_bytes(piece.parameter, piece.numel) for piece in pieces) for pieces in trained]
+    states = [held_state(training, pieces) for pieces in plan.held]
+    most = max(range(ranks), key=lambda rank: states[rank] + casts[rank])
+    communication = reduction_bytes(contents) + plan.staging_bytes if ranks > 1 else 0
+    return Footprint(SHARDED, contents.weight_bytes, contents.gradient_bytes + casts[most], states[most], communication)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who trains what of the parameters of a sharded optimizer."""
+
+    held: list[list[Piece]]
+    """The pieces of each rank."""
+    staging_bytes: int
+    """What updated parameters take on their way, where ranks do not share the memory in which these lie."""
+
+
+def plan_of(training: Training, ranks: int) -> Plan:
+    """Return the plan that :class:`paceline.optim.ShardedOptimizer` makes."""
+    contents, trial = training.contents, training.trial
+    parameters = contents.parameters
+    by = "element" if is_elementwise(trial.optimizer_class, trial.options) else "tensor"
+    apart = range(len(parameters)) if ranks == 1 else sorted(contents.sparse)
+    held = [[Piece(place, 0, parameters[place].numel(), rank) for place in apart] for rank in range(ranks)]
+    staged = []
+    for members, pieces in share_out(parameters, apart, by, [0] * ranks):
+        loads: Counter[int] = Counter()
+        for piece in pieces:
+            held[piece.owner].append(piece)
+            loads[piece.owner] += piece.numel
+        if parameters[members[0]].requires_grad:
+            staged.append(ranks * max(loads.values()) * parameters[members[0]].element_size())
+    return Plan(held, max((sum(staged[at : at + STAGED]) for at in range(len(staged))), default=0))
+
+
+def held_state(training: Training, pieces: Iterable[Piece]) -> int:
+    """Return the bytes of state, and of masters, of a rank that holds `pieces`."""
+    total = 0
+    for piece in pieces:
+        is_whole = piece.numel == training.contents.parameters[piece.parameter].numel()
+        total += training.state_bytes(piece.parameter, None if is_whole else (piece.numel,))
+        total += training.master_bytes(piece.parameter, piece.numel)
+    return total
+
+
+def fsdp2(training: Training, ranks: int) -> Footprint:
+    """Every rank holds a part of each parameter's first dimension, gathers a layer to use it, and the next one ahead.
+
+    Where there are masters, these are the sharded parameters, and layers are gathered in the parameters' own dtype, as
+    with ``MixedPrecisionPolicy(param_dtype=…)``.
+    """
+    contents = training.contents
+    weights = gradients = state = 0
+    for place, parameter in enumerate(contents.parameters):
+        shape = _shard(parameter, ranks)
+        dtype = training.trained_dtype(parameter) if parameter.requires_grad else parameter.dtype
+        held = prod(shape) * dtype.itemsize
+        weights += held
+        gradients += held if parameter.requires_grad else 0
+        state += training.state_bytes(place, shape)
+    communication = gathered_bytes(contents) if ranks > 1 else 0
+    return Footprint(FSDP2, weights + contents.buffer_bytes, gradients, state, communication)
+
+
+def gathered_bytes(contents: Contents) -> int:
+    """Return the weights and gradients that are whole at a time: those of the root, of a layer, and of the next one."""
+    inside = {place for layer in contents.layers for place in layer}
+    root = [place for place in range(len(contents.parameters)) if place not in inside]
+    layers = sorted((_whole_bytes(contents, layer) for layer in contents.layers), reverse=True)
+    return _whole_bytes(contents, root) + sum(layers[:2])
+
+
+def _whole_bytes(contents: Contents, places: Sequence[int]) -> int:
+    parameters = [contents.parameters[place] for place in places]
+    return sum(nbytes(parameter) * (2 if parameter.requires_grad else 1) for parameter in parameters)
+
+
+def _shard(parameter: nn.Parameter, ranks: int) -> tuple[int, ...]:
+    """Return the shape of the largest part, which fully_shard pads the others to."""
+    if not parameter.dim():
+        return ()
+    return -(-parameter.shape[0] // ranks), *parameter.shape[1:]

@@ -1,0 +1,135 @@
+"""The bytes that an optimizer keeps for a parameter, learned from one step on a tiny one."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.core.hub import one_line
+from paceline.errors import UsageError
+from paceline.nn.data_parallel import nested_tensors
+
+Gradient = Literal["dense", "sparse", "none"]
+_EXTENTS = (11, 7, 5, 3, 2, 13, 17, 19)
+"""Of the dimensions of a tiny parameter: all different, so that each dimension of its state tells where it is from."""
+_MOMENTUM = 0.9
+"""The value of an option that is named without one and takes a number."""
+
+
+class StateTensor(NamedTuple):
+    """A tensor that an optimizer keeps for each parameter."""
+
+    factors: tuple[int | str, ...]
+    """Its extents: numbers, ``"0"``, ``"1"``, … for the parameter's dimensions, ``"all"`` for all its elements."""
+    itemsize: int
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Return its bytes for a parameter of `shape`."""
+        numel = prod(shape) if self.factors == ("all",) else prod(self._extent(each, shape) for each in self.factors)
+        return numel * self.itemsize
+
+    @staticmethod
+    def _extent(factor: int | str, shape: tuple[int, ...]) -> int:
+        return factor if isinstance(factor, int) else shape[int(factor)]
+
+
+class Trial:
+    """Measures the state of ``optimizer_class(…, **options)``."""
+
+    def __init__(self, optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> None:
+        self.optimizer_class, self.options = optimizer_class, options
+        self._tensors = cache(self._step)
+
+    @property
+    def title(self) -> str:
+        """The optimizer as one would write it."""
+        given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{self.optimizer_class.__name__}({given})" if given else self.optimizer_class.__name__
+
+    def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, gradient: Gradient = "dense") -> int:
+        """Return the bytes of state for a parameter, after a step.
+
+        Args:
+            shape: of the parameter.
+            dtype: of the parameter.
+            gradient: its kind; a frozen parameter has none, for which some optimizers keep a state all the same.
+
+        Raises:
+            UsageError: if the optimizer cannot train such a parameter.
+        """
+        return sum(tensor.nbytes(shape) for tensor in self._tensors(len(shape), dtype, gradient))
+
+    def _step(self, dimensions: int, dtype: torch.dtype, kind: Gradient) -> list[StateTensor]:
+        shape = _EXTENTS[:dimensions]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # they are not about the user's model
+                parameter = nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=kind != "none")
+                optimizer: Any = self.optimizer_class([parameter], **self.options)
+                if kind != "none":
+                    gradient = torch.ones(shape, dtype=dtype)
+                    parameter.grad = gradient.to_sparse() if kind == "sparse" else gradient
+                    optimizer.step()
+        except Exception as error:  # the optimizer's, of any class
+            sparse = " with a sparse gradient" if kind == "sparse" else ""
+            what = f"a parameter of {dimensions} dimensions in {_name(dtype)}{sparse}"
+            raise UsageError(
+                f"{self.title} failed at a step with {what}: {one_line(error)}; choose another --optimizer"
+            ) from error
+        return [_described(tensor, shape) for tensor in nested_tensors(optimizer.state.get(parameter))]
+
+
+def _described(tensor: Tensor, shape: tuple[int, ...]) -> StateTensor:
+    if tensor.numel() == prod(shape):
+        return StateTensor(("all",), tensor.element_size())
+    place = {extent: str(index) for index, extent in enumerate(shape)}
+    return StateTensor(tuple(place.get(extent, extent) for extent in tensor.shape), tensor.element_size())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_optimizer(text: str) -> Trial:
+    """Return the trial of an optimizer of torch: ``adamw``, ``sgd+momentum``, ``adamw+amsgrad+betas=(0.9, 0.95)``.
+
+    Raises:
+        UsageError: if torch has no such optimizer, or it has no such option.
+    """
+    name, *given = text.split("+")
+    known = {kind.__name__.lower(): kind for kind in vars(torch.optim).values() if _is_optimizer(kind)}
+    optimizer_class = known.get(name.strip().lower())
+    if optimizer_class is None:
+        names = ", ".join(sorted(known))
+        raise UsageError(f"--optimizer {text}: torch has no optimizer {name!r}; choose one of {names}")
+    taken = inspect.signature(optimizer_class).parameters
+    options: dict[str, Any] = {}
+    for part in given:
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key not in taken or key == "params":
+            raise UsageError(f"--optimizer {text}: {optimizer_class.__name__} has no option {key!r}")
+        default = taken[key].default
+        if not value:
+            is_number = isinstance(default, int | float) and not isinstance(default, bool)
+            options[key] = _MOMENTUM if is_number else True
+            continue
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            raise UsageError(
+                f"--optimizer {text}: {value!r} is no value for {key}; give a number or the like"
+            ) from None
+    return Trial(optimizer_class, options)
+
+
+def _is_optimizer(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer

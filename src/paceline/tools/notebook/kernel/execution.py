@@ -1,0 +1,221 @@
+"""Has ranks do something, and waits for their answers: output, questions, deaths, waits without end, interrupts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any
+
+from paceline.core.processes.missing_ranks import named_ranks
+from paceline.launch.watching import stack_requests
+from paceline.launch.watching.signals import Caught
+from paceline.tools.notebook.kernel.hang_detection import Wait, processor_seconds, wait_in
+from paceline.tools.notebook.kernel.output import Screen
+from paceline.tools.notebook.kernel.processes import Processes
+from paceline.tools.notebook.messages import INTERRUPTED, Failure
+
+LOOK_S = 0.1
+"""The longest time between two looks at the ranks."""
+STUCK_S = 2.0
+"""How long ranks wait for one that has ended the cell until that is looked into, and again until it is believed."""
+HEED_S = 5.0
+"""How long ranks may take to heed an interrupt."""
+IDLE = 0.2
+"""Share of one core below which a process waits."""
+
+
+@dataclass
+class Outcome:
+    """How each rank answered."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    deaths: dict[int, str] = field(default_factory=dict)
+    """How the processes ended that did."""
+    killed: set[int] = field(default_factory=set)
+    """Those of them that did not heed an interrupt."""
+    waits: dict[int, str] = field(default_factory=dict)
+    """Of ranks that were stopped because they waited for ranks that do not come: where, and for whom."""
+    interrupted: bool = False
+
+    @property
+    def breaks_group(self) -> bool:
+        """Whether ranks may be at different places in their communication now."""
+        is_broken = any(failure.breaks_group or failure.is_interrupt for failure in self.failures.values())
+        return is_broken or bool(self.deaths or self.waits) or self.interrupted
+
+
+class Conversation:
+    """One message to some of the ranks, until all have answered or ended."""
+
+    def __init__(self, processes: Processes, ranks: Sequence[int], screen: Screen | None = None) -> None:
+        self._processes, self._ranks, self._screen = processes, list(ranks), screen
+        self._running: list[int] = []
+        """Ranks that have not answered, in their order."""
+        self.outcome = Outcome()
+        self._changed = self._looked = 0.0
+        """When something was last heard of the ranks, and when their stacks were last asked for."""
+        self._seen: dict[int, tuple[Wait, float]] = {}
+        """The waits then, and for how long the processes had computed."""
+        self._caught = Caught((signal.SIGINT,))
+
+    def hold(self, *message: Any, seconds: float | None = None) -> Outcome:
+        """Send `message`; return the answers. After so many seconds the ranks that have not answered are killed."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        with self._caught:
+            self._changed = self._looked = time.monotonic()
+            for rank in self._ranks:
+                connection = self._processes.ranks[rank].connection
+                assert connection is not None
+                with suppress(OSError):  # it has died, which is noticed below
+                    connection.send(message)
+                self._running.append(rank)
+            while self._running:
+                self._look()
+                if self._caught.received:
+                    self.outcome.interrupted = True
+                    self._stop()
+                elif deadline is not None and time.monotonic() > deadline:
+                    self._kill(self._running)
+                elif self._screen is not None:
+                    self._look_for_waits()
+        if self._screen is not None:
+            self._screen.finish()
+        return self.outcome
+
+    # -- what ranks say -----------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Wait for what the ranks say, or a moment."""
+        running = {rank: self._processes.ranks[rank] for rank in self._running}
+        sources: list[Any] = [source for each in running.values() for source in (each.connection, each.output)]
+        ready = wait(sources, LOOK_S)
+        for rank, process in running.items():
+            if process.output in ready:
+                self._take_output(rank)
+            if process.connection in ready:
+                self._take_message(rank)
+        for rank in list(self._running):
+            if (end := self._processes.end_of(rank)) is not None:
+                self.outcome.deaths.setdefault(rank, end)
+                self._ended(rank)
+        if self._screen is not None:
+            self._screen.show()
+
+    def _take_output(self, rank: int) -> None:
+        printed = self._processes.ranks[rank].read()
+        if printed:
+            self._changed = time.monotonic()
+        if self._screen is not None:
+            self._screen.take(rank, printed)
+
+    def _take_message(self, rank: int) -> None:
+        connection = self._processes.ranks[rank].connection
+        assert connection is not None
+        try:
+            kind, *content = connection.recv()
+        except (EOFError, OSError):  # it ends, or it has closed what it should not
+            self._processes.ranks[rank].kill()
+            return
+        self._changed = time.monotonic()
+        self._take_output(rank)  # what it printed before
+        if kind == "done":
+            result, failure = content
+            self.outcome.results[rank] = result
+            if failure is not None:
+                self.outcome.failures[rank] = failure
+            self._ended(rank)
+        elif kind == "ask":
+            number, prompt = content
+            connection.send(("answer", number, *self._asked(rank, prompt)))
+        elif self._screen is not None and kind == "display":
+            self._screen.display(rank, tuple(content))
+        elif self._screen is not None:
+            self._screen.clear(rank, content[0])
+
+    def _ended(self, rank: int) -> None:
+        self._take_output(rank)
+        self._running.remove(rank)
+        self._changed = time.monotonic()
+        if self._screen is not None:
+            self._screen.end(rank)
+
+    def _asked(self, rank: int, prompt: str) -> tuple[str, str]:
+        """Return the user's answer to a question of `rank`, or why there is none."""
+        if self._caught.received:  # while another rank asked
+            return "", INTERRUPTED
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return input(f"rank {rank} | {prompt}"), ""
+        except KeyboardInterrupt:
+            self._caught.received.append(signal.SIGINT)
+            return "", INTERRUPTED
+        except Exception as error:  # a frontend that cannot ask
+            return "", f"input() is not possible here ({error})"
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    # -- ranks that do not go on --------------------------------------------------------------------------------
+
+    def _look_for_waits(self) -> None:
+        """Stop ranks that wait for others which have ended the cell, and so will not come."""
+        now, boxes = time.monotonic(), self._processes.boxes
+        idle = [rank for rank in range(self._processes.start.nproc) if rank not in self._running]
+        if not idle or boxes is None or now - max(self._changed, self._looked) < STUCK_S or not self._running:
+            return
+        pids = {rank: self._processes.ranks[rank].pid for rank in self._running}
+        told = stack_requests.ask(boxes.path, pids)
+        found = {rank: found for rank, text in told.items() if (found := wait_in(text)) is not None}
+        before, passed = self._seen, now - self._looked
+        self._seen = {rank: (found[rank], processor_seconds(pids[rank])) for rank in found}
+        self._looked = now
+        if self._seen.keys() != pids.keys() or not all(
+            rank in before and before[rank][0] == each and (each.is_sure or computed - before[rank][1] < IDLE * passed)
+            for rank, (each, computed) in self._seen.items()
+        ):
+            return
+        for rank, each in found.items():
+            self.outcome.waits[rank] = f"waited in {each} for {self._named(idle)}"
+        self._stop()
+
+    def _named(self, idle: list[int]) -> str:
+        """Return the ranks that do not come, with the reason."""
+        reasons: dict[str, list[int]] = {}
+        for rank in idle:
+            if rank in self.outcome.deaths:
+                reason = "died"
+            elif rank not in self._ranks:
+                reason = "did not run this cell"
+            elif rank in self.outcome.failures:
+                reason = f"had raised {self.outcome.failures[rank].name}"
+            else:
+                reason = "had ended the cell"
+            reasons.setdefault(reason, []).append(rank)
+        return " and ".join(f"{named_ranks(ranks)}, which {reason}" for reason, ranks in reasons.items())
+
+    def _stop(self) -> None:
+        """Interrupt the ranks that run; kill those that do not heed it, first one alone, as that may free the others.
+
+        A second interrupt kills them at once.
+        """
+        received = len(self._caught.received)
+        for rank in self._running:
+            with suppress(ProcessLookupError):
+                os.kill(self._processes.ranks[rank].pid, signal.SIGINT)
+        for victims in (slice(-1, None), slice(None)):
+            deadline = time.monotonic() + HEED_S
+            while self._running and time.monotonic() < deadline and len(self._caught.received) == received:
+                self._look()
+            self._kill(self._running[victims])
+        while self._running:
+            self._look()
+
+    def _kill(self, ranks: Sequence[int]) -> None:
+        for rank in list(ranks):
+            self.outcome.killed.add(rank)
+            self._processes.ranks[rank].kill()

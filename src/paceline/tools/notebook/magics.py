@@ -1,0 +1,129 @@
+"""The magics of ``%load_ext paceline``."""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+from IPython.core.inputtransformer2 import cell_magic as ipython_cell_magic
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+
+from paceline.errors import PacelineError
+from paceline.tools.notebook.cell_parser import parsed_start, pulled, ranks_in, routed
+from paceline.tools.notebook.kernel.errors import Shown
+from paceline.tools.notebook.session import Session
+
+NONE_YET = "no ranks are running; start them with %dist_init --nproc 2, or begin the cell with %%local to run it here"
+
+
+def shown(function: Any) -> Any:
+    """Show an error of ours as one line: it is the user's, and the kernel's stack says nothing."""
+
+    def call(self: Any, *arguments: str) -> None:
+        try:
+            function(self, *arguments)
+        except Shown as error:
+            raise _as(error.name, error.lines) from None
+        except PacelineError as error:
+            raise _as(type(error).__name__, [f"{type(error).__name__}: {error}"]) from None
+
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    return call
+
+
+def _as(name: str, lines: list[str]) -> Shown:
+    """Return an error that notebooks show under the name of the original one."""
+    kind: type[Shown] = type(name, (Shown,), {"__module__": Shown.__module__})
+    return kind(name, lines)
+
+
+@magics_class
+class RankMagics(Magics):
+    """Magics that start ranks and run cells on them."""
+
+    shell: Any
+    """The kernel's."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self.session: Session | None = None
+        """None before ``%dist_init`` and after ``%dist_shutdown``."""
+
+    def install(self) -> None:
+        """Have every cell go to the ranks from now on."""
+        self.shell.register_magics(self)
+        transforms = self.shell.input_transformers_cleanup
+        at = transforms.index(ipython_cell_magic) if ipython_cell_magic in transforms else len(transforms)
+        transforms.insert(at, self._route)
+        atexit.register(self.end)
+
+    def remove(self) -> None:
+        """Have cells be the kernel's again, and end the ranks."""
+        if self._route in self.shell.input_transformers_cleanup:
+            self.shell.input_transformers_cleanup.remove(self._route)
+        self.end()
+        atexit.unregister(self.end)
+
+    def end(self) -> None:
+        """End the ranks, if there are any."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()
+
+    def _route(self, lines: list[str]) -> list[str]:
+        return routed(lines, self.session is not None)
+
+    def _running(self) -> Session:
+        if self.session is None:
+            raise _as("UsageError", [f"UsageError: {NONE_YET}"])
+        return self.session
+
+    @line_magic
+    @shown
+    def dist_init(self, line: str) -> None:
+        """Start ranks: ``%dist_init --nproc 2 [--backend gloo] [--gpu-ids 0,1] [--port 29500] [--timeout 60]``."""
+        start = parsed_start(line)
+        if self.session is not None:
+            many, them = (f"{self.session.size} ranks are", "them") if self.session.size > 1 else ("1 rank is", "it")
+            message = f"{many} running already; end {them} with %dist_shutdown first"
+            raise _as("UsageError", [f"UsageError: {message}"])
+        self.session = Session(start)
+        many, them = (f"ranks 0 to {start.nproc - 1} are", "all of them") if start.nproc > 1 else ("rank 0 is", "it")
+        print(f"{many} ready ({self.session.place}); every cell runs on {them}")
+
+    @cell_magic
+    @shown
+    def rank(self, line: str, cell: str) -> None:
+        """Run a cell on some ranks: ``%%rank [0]``, ``%%rank [0,2]``."""
+        session = self._running()
+        session.run(ranks_in(line, session.size), cell, self.shell.execution_count - 1)  # counted before it runs
+
+    @line_magic
+    @shown
+    def sync(self, line: str) -> None:
+        """Have all ranks meet, and say when they have."""
+        session = self._running()
+        session.sync()
+        print(f"all {session.size} ranks are here" if session.size > 1 else "rank 0 is here")
+
+    @line_magic
+    @shown
+    def pull(self, line: str) -> None:
+        """Copy variables of ranks into the kernel: ``%pull loss from 1``, ``%pull loss`` for a list of all ranks'."""
+        session = self._running()
+        names, rank = pulled(line, session.size)
+        self.shell.push(session.pull(names, rank))
+
+    @line_magic
+    @shown
+    def dist_status(self, line: str) -> None:
+        """Print the ranks, their processes, and what they do."""
+        print("\n".join(self._running().status()))
+
+    @line_magic
+    @shown
+    def dist_shutdown(self, line: str) -> None:
+        """End the ranks."""
+        ended = "the ranks have ended" if self._running().size > 1 else "the rank has ended"
+        self.end()
+        print(ended)

@@ -1,0 +1,39 @@
+"""The messages between the kernel and its ranks, which are pickled tuples.
+
+    kernel                                              rank
+    ("run", text, number)                ──▶            runs a cell
+    ("barrier",)  ("leave",)  ("join",)  ("pull", …)    the functions of paceline.tools.notebook.rank.main
+                                         ◀──            ("display", data, …)  ("clear", wait)   while a cell runs
+                                         ◀──            ("ask", number, prompt)                 of input()
+    ("answer", number, text, problem)    ──▶
+                                         ◀──            ("done", result, failure)
+
+While a cell runs, the rank reads nothing but answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+INTERRUPTED = "interrupted"
+"""Why a question has no answer, if the user has pressed Ctrl-C."""
+SETTING = "PACELINE_NOTEBOOK"
+"""Environment variable that tells a rank the kernel's socket and the word that it begins with."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that a cell raised on a rank."""
+
+    name: str
+    """Of its class."""
+    message: str
+    trace: tuple[str, ...]
+    """The traceback as IPython shows it."""
+    breaks_group: bool = False
+    """Whether the process group cannot be used afterwards."""
+
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether somebody has stopped the rank."""
+        return self.name == "KeyboardInterrupt"

@@ -1,0 +1,216 @@
+"""The shell of a rank: IPython without a terminal, which sends errors, figures and questions to the kernel."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Type
+from traitlets.config import Config
+
+from paceline.errors import PacelineError
+from paceline.launch.rank.failure_record import consequence
+from paceline.tools.notebook.messages import INTERRUPTED, Failure
+
+PLAIN = "text/plain"
+_LIBRARIES = re.compile(r"/(torch|paceline)/")
+
+
+class Channel:
+    """The connection to the kernel; threads of a cell may send, too."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._questions = 0
+        """How many were asked; an answer has the number of its question."""
+        self.in_message = False
+        """Whether the main thread is in the middle of a message, which no interrupt may divide."""
+        self.is_due = False
+        """Whether an interrupt came meanwhile."""
+
+    @contextmanager
+    def _undivided(self) -> Iterator[None]:
+        """Put an interrupt off until the message is whole."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.in_message = True
+        try:
+            yield
+        finally:
+            self.in_message = False
+            if self.is_due:
+                self.is_due = False
+                raise KeyboardInterrupt
+
+    def send(self, *message: Any) -> None:
+        """Send a message; what was printed before it comes first."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with self._lock, self._undivided():
+            self._connection.send(message)
+
+    def receive(self) -> tuple[Any, ...]:
+        """Wait for the next message.
+
+        Raises:
+            EOFError: if the kernel has gone.
+        """
+        message: tuple[Any, ...] = self._connection.recv()
+        return message
+
+    def ask(self, prompt: str) -> tuple[str, str]:
+        """Have the kernel ask the user; return the answer, or why there is none."""
+        self._questions += 1
+        self.send("ask", self._questions, prompt)
+        while True:
+            self._connection.poll(None)  # which an interrupt may end
+            with self._undivided():
+                kind, number, *answer = self.receive()
+            if (kind, number) == ("answer", self._questions):  # not that of a question that was interrupted
+                return answer[0], answer[1]
+
+
+class RankDisplay(DisplayPublisher):
+    """Prints what is text, and sends the rest."""
+
+    channel: Channel
+
+    def publish(
+        self,
+        data: Any,
+        metadata: Any = None,
+        source: Any = None,
+        *,
+        transient: Any = None,
+        update: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Show `data`, by type, in the notebook."""
+        if set(data) <= {PLAIN} and not transient:
+            print(data.get(PLAIN, ""))
+        else:
+            self.channel.send("display", dict(data), dict(metadata or {}), dict(transient or {}), update)
+
+    def clear_output(self, wait: bool = False) -> None:
+        """Clear the output of the cell."""
+        self.channel.send("clear", wait)
+
+
+class RankResults(DisplayHook):
+    """Shows the value of a cell's last expression."""
+
+    def quiet(self) -> bool:
+        """Return whether a semicolon ends the cell, whose value is then not shown."""
+        shell: Any = self.shell
+        ends: Any = self.semicolon_at_end_of_expression
+        return bool(ends(shell.text))
+
+    def write_output_prompt(self) -> None:
+        """Show none: the kernel puts the rank in front."""
+
+    def write_format_data(self, format_dict: Any, md_dict: Any = None) -> None:
+        """Show the value as text, or in all its formats if there are others."""
+        shell: Any = self.shell
+        shell.display_pub.publish(format_dict, md_dict)
+
+    def finish_displayhook(self) -> None:
+        """Do nothing more."""
+        self._is_active = False
+
+
+class RankShell(InteractiveShell):
+    """Runs the cells of one rank in a namespace of its own."""
+
+    display_pub_class = Type(RankDisplay)
+    displayhook_class = Type(RankResults)
+    text = ""
+    """The cell that runs, or ran last; it is in no history."""
+    failure: Failure | None = None
+    """How the present cell has failed; None as long as it has not."""
+
+    @classmethod
+    def start(cls, channel: Channel, names: Mapping[str, Any]) -> RankShell:
+        """Make the shell of this process, in which `names` are known."""
+        config = Config({"HistoryManager": {"enabled": False}, "InteractiveShell": {"separate_in": "", "banner1": ""}})
+        shell: RankShell = cls.instance(config=config)
+        publisher: Any = shell.display_pub
+        publisher.channel = channel
+        shell.user_ns.update(names)
+        return shell
+
+    def run(self, text: str, number: int) -> Failure | None:
+        """Run the cell with this number; return how it failed, if it did."""
+        self.text, self.failure, self.execution_count = text, None, number
+        result = self.run_cell(text, store_history=False)  # type: ignore[no-untyped-call]  # else errors are formatted twice
+        if not result.success and self.failure is None:
+            error = result.error_in_exec or result.error_before_exec
+            self.failure = _failure(type(error), error, [f"{type(error).__name__}: {error}"])
+        return self.failure
+
+    def showtraceback(self, exc_tuple: Any = None, *arguments: Any, **options: Any) -> None:
+        """Keep how the cell failed: of an interrupt the name, of an error of ours no frames below the user's code."""
+        kind, error, trace = self._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
+        if issubclass(kind, KeyboardInterrupt):  # to find the sources of its frames takes seconds
+            self._showtraceback(kind, error, [kind.__name__])
+            return
+        if isinstance(error, PacelineError):
+            trace = users_part(trace)
+        super().showtraceback((kind, error, trace), *arguments, **options)
+
+    def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:
+        if self.failure is None:
+            self.failure = _failure(etype, evalue, list(stb))
+
+    def show_usage_error(self, exc: Any) -> None:
+        """Keep a magic's complaint, which is one line."""
+        self.failure = self.failure or _failure(type(exc), exc, [f"UsageError: {exc}"])
+
+    def ask_exit(self) -> None:
+        """Say how ranks end: ``exit()`` in a cell is meant for the kernel, or by mistake."""
+        print("exit() ends no rank; %dist_shutdown ends all of them")
+
+    def enable_gui(self, gui: Any = None) -> None:
+        """Do nothing: there is no window on a rank."""
+
+
+def users_part(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback up to the last frame that is not in torch or here; an error of ours has its own words."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    while len(frames) > 1 and _LIBRARIES.search(frames[-1].tb_frame.f_code.co_filename):
+        frames.pop()
+    for each in reversed(frames):
+        trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return trace
+
+
+def _failure(kind: type[BaseException], error: Any, lines: list[str]) -> Failure:
+    broken = isinstance(error, BaseException) and consequence(error) is not None
+    return Failure(kind.__name__, str(error), tuple(lines), broken or kind.__name__ == "DesyncError")
+
+
+def asking(channel: Channel) -> Callable[..., str]:
+    """Return an ``input`` that has the kernel ask."""
+
+    def ask(prompt: object = "") -> str:
+        answer, problem = channel.ask(str(prompt))
+        if problem == INTERRUPTED:
+            raise KeyboardInterrupt
+        if problem:
+            raise EOFError(problem)
+        return answer
+
+    return ask

@@ -1,0 +1,169 @@
+"""The ranks of one notebook, from ``%dist_init`` to ``%dist_shutdown``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from io import BytesIO
+from typing import Any
+
+import torch
+
+from paceline.core.telemetry.flight_record import path_of, read_box
+from paceline.errors import PacelineError, UsageError
+from paceline.tools.notebook.cell_parser import Start
+from paceline.tools.notebook.kernel.errors import CellFailed, problem, replaced
+from paceline.tools.notebook.kernel.execution import Conversation, Outcome
+from paceline.tools.notebook.kernel.output import Screen
+from paceline.tools.notebook.kernel.processes import Processes
+
+JOIN_S = 60.0
+"""How long making a process group may take."""
+REMEDY = "start ranks again with %dist_init"
+NO_GROUP = "in no process group"
+
+
+class Session:
+    """Ranks that run cells.
+
+    Raises:
+        PacelineError: if they cannot be started, or make no process group.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self.start = start
+        self._processes = Processes(start)
+        try:
+            self._processes.spawn(list(range(start.nproc)))
+            self.place = self._join()
+            """What the process group is: device and backend of rank 0."""
+        except BaseException:
+            self._processes.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.start.nproc
+
+    def run(self, ranks: Sequence[int], text: str, number: int) -> None:
+        """Run a cell on `ranks`.
+
+        Raises:
+            CellFailed: if it failed on one of them. Ranks that died have been replaced.
+        """
+        self._replace_dead()
+        screen = Screen(ranks, self.size)
+        outcome = Conversation(self._processes, ranks, screen).hold("run", text, number)
+        told = problem(outcome, self.size)
+        repair = self._repair(outcome)
+        if told is not None:
+            raise CellFailed(told.name, told.lines + repair)
+
+    def sync(self) -> None:
+        """Have all ranks meet in a barrier.
+
+        Raises:
+            CellFailed: if one does not come.
+        """
+        self._replace_dead()
+        outcome = Conversation(self._processes, range(self.size), Screen(range(self.size), self.size)).hold("barrier")
+        told = problem(outcome, self.size)
+        repair = self._repair(outcome)
+        if told is not None:
+            raise CellFailed(told.name, told.lines + repair)
+
+    def pull(self, names: Sequence[str], rank: int | None) -> dict[str, Any]:
+        """Return the values of variables on `rank`; on all ranks in a list if that is None. Tensors come to the CPU.
+
+        Raises:
+            UsageError: if a variable is not there, or cannot leave its rank.
+        """
+        self._replace_dead()
+        ranks = range(self.size) if rank is None else [rank]
+        outcome = Conversation(self._processes, ranks).hold("pull", list(names))
+        self._repair(outcome)
+        for failure in outcome.failures.values():
+            raise UsageError(f"%pull: {failure.message}")
+        if outcome.deaths:
+            raise PacelineError(f"%pull: rank {min(outcome.deaths)} died")
+        values: dict[str, Any] = {}
+        for at, name in enumerate(names):
+            each = [_loaded(name, number, outcome.results[number][at]) for number in ranks]
+            values[name] = each if rank is None else each[0]
+        return values
+
+    def status(self) -> list[str]:
+        """Return a line about the ranks, then one for each."""
+        alive = [rank for rank in sorted(self._processes.ranks) if self._processes.end_of(rank) is None]
+        places = Conversation(self._processes, alive).hold("place").results  # a cell may have made another group
+        place = next(filter(None, places.values()), NO_GROUP)
+        lines = [f"{self.size} rank{'s' * (self.size > 1)}, {place}"]
+        for rank, process in sorted(self._processes.ranks.items()):
+            end, doing = self._processes.end_of(rank), "ready"
+            if places.get(rank) == "" and place != NO_GROUP:
+                doing += f", {NO_GROUP}"
+            boxes = self._processes.boxes
+            with suppress(OSError, ValueError):
+                if boxes is not None and (box := read_box(path_of(boxes.path, rank))) is not None:
+                    doing += "" if box.completed is None else f", after step {box.completed}"
+            gpu = "" if self.start.gpu_ids is None else f", GPU {self.start.gpu_ids[rank]}"
+            lines.append(f"rank {rank} | process {process.pid}{gpu} | {doing if end is None else f'died ({end})'}")
+        return lines
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._processes.close()
+
+    def _join(self) -> str:
+        """Make a process group of all ranks; return what it is.
+
+        Raises:
+            PacelineError: with the first rank's error, if that fails.
+        """
+        outcome = Conversation(self._processes, range(self.size)).hold("join", seconds=JOIN_S)
+        if outcome.interrupted:
+            raise PacelineError("interrupted before the ranks had met")
+        for rank, how in outcome.deaths.items():
+            raise PacelineError(f"rank {rank} ended while the process group was made ({how})")
+        for _, failure in sorted(outcome.failures.items(), key=lambda item: (item[1].breaks_group, item[0])):
+            raise PacelineError(failure.message)
+        return str(outcome.results[0])
+
+    def _replace_dead(self) -> None:
+        """Replace ranks that have died since the last cell, and say so."""
+        deaths = {rank: end for rank in self._processes.ranks if (end := self._processes.end_of(rank)) is not None}
+        for line in [*(f"rank {rank} died since the last cell: {end}" for rank, end in sorted(deaths.items()))]:
+            print(line)
+        for line in self._repair(Outcome(deaths=deaths)):
+            print(line)
+
+    def _repair(self, outcome: Outcome) -> list[str]:
+        """Replace the ranks that died, and give all a new process group if theirs is broken; return what to tell."""
+        if not outcome.breaks_group:
+            return []
+        try:
+            for rank in outcome.deaths:
+                self._processes.remove(rank)
+            left = Conversation(self._processes, sorted(self._processes.ranks)).hold("leave", seconds=JOIN_S)
+            lost = {*outcome.deaths, *left.deaths}
+            for rank in left.deaths:
+                self._processes.remove(rank)
+            self._processes.spawn(sorted(lost))
+            self._join()
+        except BaseException as error:
+            self._processes.close()
+            raise CellFailed(
+                "PacelineError", [f"the ranks could not be brought together again ({error}) and have ended; {REMEDY}"]
+            ) from None
+        return replaced(sorted(lost), self.size)
+
+
+def _loaded(name: str, rank: int, value: bytes) -> Any:
+    try:
+        # It is this user's own process that has written it, and may have classes of any package.
+        return torch.load(BytesIO(value), map_location="cpu", weights_only=False)
+    except Exception as error:
+        raise UsageError(
+            f"%pull: {name!r} of rank {rank} cannot be made here ({error}); pull plain values, such as a state_dict()"
+        ) from None

@@ -1,0 +1,107 @@
+"""The summary of a profile in the terminal: the verdict, the parts of each rank's step, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.core.output.tables import print_table
+from paceline.profiler.report.comparison import Comparison, Pair
+from paceline.profiler.report.formatting import (
+    NAMES,
+    kind_name,
+    mean_parts,
+    ms,
+    notable_ranks,
+    percent,
+    rank_parts,
+    sentence,
+)
+from paceline.profiler.report.report import Advice, Report
+
+MOST_RANKS = 5
+"""With more ranks the table has those that say most, and the mean of all."""
+MOST_ADVICE = 3
+STYLES = {"better": "green", "worse": "red", "": ""}
+
+
+def print_summary(report: Report) -> None:
+    """Print the verdict, the table of parts, the best advice and what could not be seen."""
+    console = Console()
+    _say(console, Text(report.headline, style="bold"))
+    if report.ranks:
+        print_table(parts_table(report, between="\n" if console.is_terminal else "  "))
+    for number, one in enumerate(report.advice[:MOST_ADVICE], start=1):
+        _say(console, advice_line(number, one))
+    if len(report.advice) > MOST_ADVICE:
+        _say(console, Text(f"{len(report.advice) - MOST_ADVICE} more in the report", style="dim"))
+    for unseen in report.missing:
+        _say(console, Text(f"not seen: {unseen}", style="dim"))
+
+
+def parts_table(report: Report, between: str = "  ") -> Table:
+    """Return the mean step of each rank in a column, cut into parts; `between` separates a time from its share."""
+    slow = {one.rank for one in report.stragglers}
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("a step")
+    columns = [rank_parts(report, at) for at in notable_ranks(report, MOST_RANKS)]
+    for at in notable_ranks(report, MOST_RANKS):
+        rank = report.ranks[at].rank
+        heading = Text(f"rank {rank}\nslow", style="bold red") if rank in slow else Text(f"rank {rank}")
+        table.add_column(heading, justify="right", min_width=7)
+    if len(report.ranks) > 1:
+        table.add_column(Text(f"mean\nof {len(report.ranks)}"), justify="right", min_width=7)
+        columns.append(mean_parts(report))
+    table.add_row("length", *(ms(sum(row.values())) if row else "no steps" for row in columns), end_section=True)
+    for part, seconds in mean_parts(report).items():
+        if seconds > 0:
+            table.add_row(NAMES[part], *(_cell(row, part, between) for row in columns))
+    return table
+
+
+def _cell(row: Mapping[str, float] | None, part: str, between: str) -> str | Text:
+    if row is None:
+        return "–"
+    return Text(f"{ms(row[part])}{between}").append(f"{percent(row[part] / (sum(row.values()) or 1.0)):>5}", "dim")
+
+
+def advice_line(number: int, one: Advice) -> Text:
+    """Return one piece of advice with its reason and its gain."""
+    said = Text(f"{number}. {kind_name(one.kind)}", style="bold")
+    if one.gain > 0:
+        said.append(f" (saves {percent(one.gain)}, predicted)", "not bold green")
+    return said.append(f": {sentence(one.text)} ", "not bold").append(sentence(one.reason), "not bold dim")
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """Print the verdict about two runs, and the figures of both."""
+    console = Console()
+    _say(console, Text(comparison.headline, style="bold"))
+    if comparison.detail:
+        _say(console, Text(comparison.detail))
+    print_table(comparison_table(comparison))
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """Return the figures of both runs in columns, with what changed."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in (*comparison.names, "change"):
+        table.add_column(Text(name), justify="right")
+    for pair in comparison.pairs:
+        table.add_row(pair.name, *_pair_cells(pair))
+    return table
+
+
+def _pair_cells(pair: Pair) -> list[str | Text]:
+    first, second, change = pair.shown()
+    return [first, second, Text(f"{change} {pair.verdict}".rstrip(), style=STYLES[pair.verdict])]
+
+
+def _say(console: Console, text: Text) -> None:
+    # A pipe gets each sentence in one line, whatever width rich assumes there.
+    console.print(text, soft_wrap=not console.is_terminal, highlight=False)

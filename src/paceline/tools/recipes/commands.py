@@ -1,0 +1,256 @@
+"""The recipes as commands: each one's options are the fields of its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from paceline.core.output.commands import INTERRUPTED, Commands, load_torch
+from paceline.core.telemetry.step_progress import newest_step
+from paceline.errors import UsageError
+from paceline.launch import pinning
+from paceline.launch.program import start_program
+from paceline.launch.watching.settings import (
+    ACTION_HELP,
+    FORCE_HELP,
+    GRACE_HELP,
+    HANG_HELP,
+    MAX_RESTARTS_HELP,
+    PIN_HELP,
+    REPORT_HELP,
+    REQUEUE_HELP,
+    Supervision,
+)
+from paceline.tools.recipes import configs
+
+TIMEOUT_HELP = "How long a collective waits for a rank; 600, which is 10 minutes, by default."
+
+PROFILE_HELP = "Record every rank's steps, and write a report of where the time goes there."
+LAUNCHER_OPTIONS: tuple[tuple[str, Any, Any, Any], ...] = (
+    ("nproc", str, "auto", typer.Option(metavar="N", help="Ranks: a number, gpu, cpu, or auto.")),
+    ("force", bool, False, typer.Option("--force", help=FORCE_HELP)),
+    ("timeout", float | None, None, typer.Option(metavar="SECONDS", help=TIMEOUT_HELP)),
+    ("profile", str | None, None, typer.Option(metavar="FOLDER", help=PROFILE_HELP)),
+    ("max_restarts", int | None, None, typer.Option(metavar="N", help=MAX_RESTARTS_HELP)),
+    ("report", str | None, None, typer.Option(metavar="FILE", help=REPORT_HELP)),
+    ("pin", bool, False, typer.Option("--pin", help=PIN_HELP)),
+    ("grace", float, 30.0, typer.Option(metavar="SECONDS", help=GRACE_HELP)),
+    ("requeue_exit_code", int | None, None, typer.Option(metavar="N", help=REQUEUE_HELP)),
+    ("hang_timeout", float | None, None, typer.Option(metavar="SECONDS", help=HANG_HELP)),
+    ("hang_action", str, "restart", typer.Option(metavar="ACTION", help=ACTION_HELP)),
+)
+"""The options of ``paceline train`` that are no fields of a configuration: name, type, default, and help."""
+
+
+class Recipe(NamedTuple):
+    """A recipe that ``paceline train`` knows. Its module is imported by ranks."""
+
+    module: str
+    config: str
+    """Name of the frozen dataclass in :mod:`paceline.tools.recipes.configs` whose fields are the recipe's options."""
+    summary: str
+    """One sentence for ``--help``."""
+    needs: tuple[str, ...] = ()
+    """Modules that take long to import, which ranks need besides."""
+
+
+RECIPES = {
+    "digits": Recipe(
+        "paceline.tools.recipes.digits",
+        "DigitsConfig",
+        "Train a small classifier of handwritten digits, in seconds, on CPU or GPU.",
+        ("sklearn.datasets", "sklearn.model_selection"),
+    ),
+    "lm": Recipe(
+        "paceline.tools.recipes.lm",
+        "LmConfig",
+        "Train a language model on a text file: a compact GPT in minutes, or a causal model of Hugging Face.",
+    ),
+    "mrpc": Recipe(
+        "paceline.tools.recipes.mrpc",
+        "MrpcConfig",
+        "Train a Hugging Face model to tell paraphrases, on GLUE's MRPC.",
+    ),
+}
+
+
+class AroundRecipe(TyperCommand):
+    """A command whose options may stand behind the name of a recipe, too; what is behind a script's is the script's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options wherever they stand."""
+        options = {name: each for each in self.params for name in (*each.opts, *each.secondary_opts)}
+        takes = {name: 0 if getattr(each, "is_flag", False) else each.nargs for name, each in options.items()}
+        return list(super().parse_args(ctx, own_first(args, takes)))
+
+
+def own_first(arguments: Sequence[str], takes: Mapping[str, int]) -> list[str]:
+    """Put a command's own options, of which each `takes` so many values, in front of the recipe's name.
+
+    Raises:
+        UsageError: if the last of them has no value.
+    """
+
+    def length(index: int) -> int:
+        return 1 + (0 if "=" in arguments[index] else takes.get(arguments[index], 0))
+
+    place = 0
+    while place < len(arguments) and arguments[place].startswith("-"):
+        place += length(place)
+    if place >= len(arguments) or arguments[place] not in RECIPES:
+        return list(arguments)
+    own, rest, index = list(arguments[:place]), [arguments[place]], place + 1
+    while index < len(arguments):
+        if (stop := index + length(index)) > len(arguments):
+            raise UsageError(f"{arguments[index]} needs a value; give one, or leave it out")
+        (own if arguments[index].partition("=")[0] in takes else rest).extend(arguments[index:stop])
+        index = stop
+    return [*own, *rest]
+
+
+class Recipes(Commands):
+    """The commands of ``paceline train``, each made from its recipe's configuration."""
+
+    noun = "recipe"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the recipe's name wherever it stands; all options are its.
+
+        Raises:
+            UsageError: if there are options without a recipe.
+        """
+        place = next((index for index, word in enumerate(args) if word in RECIPES), 0)
+        if args and args[place].startswith("-") and "--help" not in args:
+            raise UsageError(f"{args[place]} is an option of a recipe; name one: {', '.join(RECIPES)}")
+        return list(super().parse_args(ctx, [*args[place : place + 1], *args[:place], *args[place + 1 :]]))
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the recipes' names."""
+        return list(RECIPES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the recipe's command."""
+        return recipe_command(cmd_name) if cmd_name in RECIPES else None
+
+
+def config_class(recipe: str) -> Any:
+    """Return the frozen dataclass that configures `recipe`."""
+    return getattr(configs, RECIPES[recipe].config)
+
+
+def recipe_command(recipe: str) -> Any:
+    """Build the command of `recipe`: the options that every recipe has, then one for each field of its configuration.
+
+    Type and default are the field's; :func:`paceline.launch.program.option` has put the help text into its metadata.
+    """
+    config = config_class(recipe)
+
+    def start(**options: Any) -> None:
+        raise typer.Exit(start_recipe(recipe, options))
+
+    types = get_type_hints(config)
+    parameters = [_option(*each) for each in LAUNCHER_OPTIONS]
+    for field in dataclasses.fields(config):
+        # A switch that is off has no --no-… beside it.
+        names = [f"--{field.name.replace('_', '-')}"] if field.default is False else []
+        option = typer.Option(*names, help=field.metadata.get("help"), metavar=field.metadata.get("metavar"))
+        parameters.append(_option(field.name, types[field.name], field.default, option))
+    start.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    start.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    built = typer.Typer(add_completion=False)
+    built.command(recipe, help=RECIPES[recipe].summary)(start)
+    return untyped_flags(typer.main.get_command(built))
+
+
+def _option(name: str, type_: Any, default: Any, option: Any) -> inspect.Parameter:
+    """Describe an option as typer reads it from a function's signature."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=Annotated[type_, option])
+
+
+def start_recipe(recipe: str, options: dict[str, Any]) -> int:
+    """Check the configuration here, once, then run `recipe` on ranks; returns the exit code.
+
+    With the option ``profile`` its steps are recorded in that folder, and the results shown.
+
+    Raises:
+        UsageError: for a mistake in `options`, before any rank is started.
+    """
+    load_torch()
+    from paceline.launch.job import resolve_nproc, say, timeout_environment
+    from paceline.tools.profile.profile_command import ProfileSettings, rank_program, show_results
+
+    launcher = {name: options.pop(name) for name, *_ in LAUNCHER_OPTIONS}
+    supervision = Supervision(**{each.name: launcher[each.name] for each in dataclasses.fields(Supervision)})
+    job = {name: launcher[name] for name in ("grace", "max_restarts", "report", "pin")}
+    timeout, profile = launcher["timeout"], launcher["profile"]
+    count, note = resolve_nproc(launcher["nproc"], launcher["force"])
+    if launcher["pin"]:
+        pinning.pinned(count)  # which refuses more ranks than cores
+    environment = timeout_environment(None if timeout is None else f"{timeout:g}")
+    config = config_class(recipe)(**options)
+    config.check()
+    program = ["paceline.tools.recipes", recipe]
+    settings = None if profile is None else ProfileSettings(profile, title=command_line(recipe, config))
+    if settings is not None:
+        settings.check()
+        program = rank_program(settings, ["-m", *program])
+    modules = [RECIPES[recipe].module, *(name for name in RECIPES[recipe].needs if find_spec(name.partition(".")[0]))]
+    code = start_program(program, config, count, sys.stdout, note, environment, modules, supervision=supervision, **job)
+    if settings is not None:
+        show_results(Path(settings.folder), failed=code != 0)
+    folder = options.get("checkpoint_dir")
+    if code == INTERRUPTED and folder and newest_step(Path(folder)) is not None:
+        say(f"the checkpoints in {folder} are kept; to continue, give the same command with --resume")
+    return code
+
+
+def command_line(recipe: str, config: Any) -> str:
+    """Return the command that trains `recipe` so, without the options that have their default."""
+    words = ["paceline", "train", recipe]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            flag = f"--{field.name.replace('_', '-')}"
+            words += [flag] if value is True else [flag, str(value)]
+    return shlex.join(words)
+
+
+def parse_recipe(recipe: str, arguments: list[str], caller: str, *, keeps_files: bool = False) -> Any:
+    """Return the configuration of `recipe` that its options on the command line of `caller` describe, checked.
+
+    Raises:
+        UsageError: for options of ``paceline train`` alone, and for files of one training unless it `keeps_files`.
+    """
+    command = recipe_command(recipe)
+    given = command.make_context(recipe, list(arguments)).params
+    for name, _, default, _ in LAUNCHER_OPTIONS:
+        if given.pop(name) != default:
+            raise UsageError(f"--{name.replace('_', '-')} is for paceline train, not paceline {caller}; leave it out")
+    for name in ("checkpoint_dir", "metrics", "tensorboard", "wandb", "sweep"):
+        if given.get(name) is not None and not keeps_files:
+            raise UsageError(
+                f"--{name.replace('_', '-')} keeps files of one training, and {caller} runs many; leave it out"
+            )
+    config = config_class(recipe)(**given)
+    config.check()
+    return config
+
+
+def untyped_flags(command: Any) -> Any:
+    """Take the type out of the help of options that have no value, in `command` and below it; returns `command`."""
+    for parameter in command.get_params(typer.Context(command)):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for below in getattr(command, "commands", {}).values():
+        untyped_flags(below)
+    return command

@@ -1,0 +1,211 @@
+"""The recipes' configurations, which are their options, with what is refused before any rank starts.
+
+Importing this needs no torch, so that ``paceline train RECIPE --help`` does not; checking them may.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.errors import MissingExtra, UsageError
+from paceline.launch.program import option
+from paceline.tools.recipes.training_options import TrainingOptions, expect_choice, expect_positive
+
+if TYPE_CHECKING:
+    from paceline.core import hub
+    from paceline.tools.recipes.paraphrases.data import Splits
+    from paceline.tools.recipes.paraphrases.model import Source
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-360M-Instruct"
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+ON_THE_HUB = "glue/mrpc"
+
+
+@dataclass(frozen=True)
+class DigitsConfig(TrainingOptions):
+    """The options of ``paceline train digits``."""
+
+    epochs: int = option(20, "Passes over the training data.")
+    warmup_steps: int = option(10, "Steps in which the learning rate rises.")
+    decay: str = option("linear", "How the learning rate falls afterwards: none, linear, cosine or wsd.", "RULE")
+
+    def check(self) -> None:
+        """Refuse what cannot work, before any rank starts.
+
+        Raises:
+            UsageError: names the option, its value and the remedy.
+            MissingExtra: if scikit-learn is not installed.
+        """
+        super().check()
+        if find_spec("sklearn") is None:
+            raise MissingExtra("scikit-learn", "digits", "the digits recipe")
+
+
+@dataclass(frozen=True)
+class LmConfig(TrainingOptions):
+    """The options of ``paceline train lm``."""
+
+    epochs: int = option(2, "Passes over the training data.")
+    batch_size: int = option(16, "Global batch: sequences per step, all ranks.")
+    lr: float = option(0.02, "Learning rate of the recipe's own model.")
+    model_lr: float = option(0.00005, "Learning rate of --model, in place of --lr.")
+    warmup_steps: int = option(100, "Steps in which the learning rate rises.")
+    decay: str = option("linear", "How the learning rate falls afterwards: none, linear, cosine or wsd.", "RULE")
+    data: str | None = option(None, "Text in UTF-8; required. Its last tenth is for validation.", "FILE")
+    tokenizer: str | None = option(
+        None, "chars (the default), bpe, or a folder with tokenizer.json; --model brings its own.", "chars|bpe|DIR"
+    )
+    vocabulary: int = option(1024, "Tokens that --tokenizer bpe learns from the text.")
+    context: int = option(128, "Tokens in a sequence.")
+    width: int = option(128, "Width of the recipe's own model.")
+    layers: int = option(4, "Its layers.")
+    heads: int = option(4, "Its attention heads.")
+    model: str | None = option(None, "A causal model of Hugging Face instead: name on the hub, or folder.", "NAME|DIR")
+    model_dtype: str = option(
+        "float32", "Numbers of --model: float32, or bfloat16 for half the memory, weights included.", "DTYPE"
+    )
+    sample: int = option(256, "Tokens to write at the end; 0 for none.")
+
+    def check(self) -> None:
+        """Refuse what cannot work, before any rank starts.
+
+        Raises:
+            UsageError: names the option, its value and the remedy.
+            MissingExtra: if a package is not installed.
+        """
+        super().check()
+        expect_positive("--model-lr", self.model_lr)
+        expect_choice("--model-dtype", self.model_dtype, ("float32", "bfloat16"))
+        for name, least in (
+            ("context", 1),
+            ("width", 1),
+            ("layers", 1),
+            ("heads", 1),
+            ("sample", 0),
+            ("vocabulary", 256),
+        ):
+            if getattr(self, name) < least:
+                raise UsageError(f"--{name} must be at least {least}, not {getattr(self, name)}")
+        if self.width % (2 * self.heads):
+            raise UsageError(f"--width {self.width} must be a multiple of twice --heads {self.heads}")
+        for name in ("tokenizer", "model"):
+            if getattr(self, name) == "":
+                raise UsageError(f"--{name} must not be empty; give it a value, or leave it out")
+        if self.model is not None and find_spec("transformers") is None:
+            raise MissingExtra("transformers", "recipes", "--model")
+        if self.model is None and self.model_dtype != "float32":
+            raise UsageError(f"--model-dtype {self.model_dtype} is for --model; give one, or leave it out")
+        from paceline.tools.recipes.hugging_face import expect_fitting, folder_of
+        from paceline.tools.recipes.lm import read_corpus
+
+        corpus = read_corpus(self)
+        if self.model is not None:
+            expect_fitting(folder_of(self.model), corpus.tokenizer.size, self.context)
+
+
+@dataclass(frozen=True)
+class MrpcConfig(TrainingOptions):
+    """The options of ``paceline train mrpc``."""
+
+    epochs: int = option(3, "Passes over the training data.")
+    batch_size: int = option(16, "Global batch: sentence pairs per step, all ranks.")
+    lr: float = option(2e-5, "Learning rate.")
+    warmup_steps: int = option(50, "Steps in which the learning rate rises.")
+    decay: str = option("cosine", "How the learning rate falls afterwards: none, linear, cosine or wsd.", "RULE")
+    clip_norm: float | None = option(1.0, "Largest norm of the gradient.")
+    model: str = option(DEFAULT_MODEL, "Hugging Face model: a folder, or a name on the hub.", "NAME|DIR")
+    random_init: str | None = option(
+        None, "Random weights instead: a folder with config.json and tokenizer, or the configuration.", "DIR|FILE"
+    )
+    data: str = option(ON_THE_HUB, "Folder with MRPC's TSV files, or glue/mrpc for the hub's copy.", "DIR")
+    max_length: int = option(128, "Tokens of a pair, at most.")
+    weight_decay: float = option(0.01, "Of AdamW, for matrices.")
+    dropout: float | None = option(None, "Probability of dropout; the model's own by default.")
+    bf16: bool = option(False, "Compute in bfloat16 (autocast); weights stay in float32.")
+    balance: bool = option(False, "Split batches among ranks by padded length instead of count.")
+
+    def check(self) -> None:
+        """Refuse what cannot work, before any rank starts, and fetch from the hub what is not on this machine.
+
+        Raises:
+            UsageError: names the option, its value and the remedy.
+            MissingExtra: if a package is not installed.
+        """
+        from paceline.core import hub
+
+        super().check()
+        if self.max_length < 8:
+            raise UsageError(f"--max-length must be at least 8, not {self.max_length}")
+        if not 0 <= self.weight_decay < 1:
+            raise UsageError(f"--weight-decay must be at least 0 and below 1, not {self.weight_decay}")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise UsageError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
+        needed = ["transformers", "tokenizers"] + (["datasets"] if not Path(self.data).is_dir() else [])
+        for package in needed:
+            if find_spec(package) is None:
+                raise MissingExtra(package, "recipes", "the mrpc recipe")
+        hub.fetch_all([each for each in (self._absent_model(), self._absent_data()) if each is not None])
+        if Path(self.data).is_dir():
+            self.pairs()
+
+    def _absent_model(self) -> hub.Absent | None:
+        """Return the model, if it is to be fetched; check the files of one that is here."""
+        from paceline.core import hub
+
+        if self.random_init is not None and self.model != DEFAULT_MODEL:
+            raise UsageError("--model loads weights and --random-init makes them; leave one of them out")
+        if self.random_init is not None or Path(self.model).is_dir():
+            self.source()
+            return None
+        if not HUB_NAME.fullmatch(self.model):
+            raise UsageError(f"--model {self.model} is neither a folder nor the name of a model on the hub")
+        if hub.cached_model(self.model) is not None:
+            return None
+        return hub.Absent(
+            f"the model {self.model}",
+            "--model FOLDER (a model saved with its tokenizer) or --random-init FOLDER (config.json and tokenizer)",
+            lambda: hub.fetch_model(self.model),
+        )
+
+    def _absent_data(self) -> hub.Absent | None:
+        """Return the data, if they are to be fetched."""
+        from paceline.core import hub
+        from paceline.tools.recipes.paraphrases import data as mrpc_data
+
+        if Path(self.data).is_dir():
+            return None
+        if self.data != ON_THE_HUB:
+            raise UsageError(f"--data {self.data}: there is no such folder; give MRPC's, or {ON_THE_HUB} for the hub's")
+        if mrpc_data.hub_is_cached():
+            return None
+        return hub.Absent(f"the data {ON_THE_HUB}", "--data FOLDER (with MRPC's TSV files)", mrpc_data.read_hub)
+
+    def source(self) -> Source:
+        """Return the files of the model.
+
+        Raises:
+            UsageError: if something is not there.
+        """
+        from paceline.core import hub
+        from paceline.tools.recipes.paraphrases.model import random_source, source_in
+
+        if self.random_init is not None:
+            return random_source(Path(self.random_init))
+        folder = Path(self.model) if Path(self.model).is_dir() else hub.cached_model(self.model)
+        if folder is None:
+            raise UsageError(f"the model {self.model} is not in the cache of the Hugging Face hub on this machine")
+        return source_in(folder, "--model")
+
+    def pairs(self) -> Splits:
+        """Read the data.
+
+        Raises:
+            UsageError: if they cannot be read.
+        """
+        from paceline.tools.recipes.paraphrases import data as mrpc_data
+
+        return mrpc_data.read_folder(Path(self.data)) if Path(self.data).is_dir() else mrpc_data.read_hub()

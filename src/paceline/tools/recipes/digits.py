@@ -1,0 +1,118 @@
+"""The digits recipe: a small convolutional network on scikit-learn's handwritten digits.
+
+1,797 grey images of 8 × 8 pixels, of which a fifth is held out. Seconds on two cores, so it is the first thing to run.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from paceline.core.output.files import write_file
+from paceline.core.processes.world import World, init
+from paceline.core.state.rng import set_seed
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel
+from paceline.tools.recipes.configs import DigitsConfig
+from paceline.tools.recipes.recipe_report import Report, expect_saved, gather_report, print_report
+from paceline.train import Evaluation, Result, Trainer
+
+Batch = tuple[Tensor, Tensor]
+"""Images, (n, 1, 8, 8), and labels, (n,)."""
+METRICS = ("accuracy", "test_loss")
+HELD_OUT = 0.2
+LABEL_SMOOTHING = 0.1  # 1,437 images are learnt by heart otherwise: 0.97 instead of 0.99 on the held-out ones
+
+
+class DigitsNet(nn.Sequential):
+    """Three convolutions and a linear layer, 30,634 parameters: (batch, 1, 8, 8) to (batch, 10) logits.
+
+    Strides rather than max-pooling: where two of the pooled values are nearly equal, the last bit decides which one
+    gets the gradient, and runs with different numbers of ranks part ways.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 3, padding=1, stride=2),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1, stride=2),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(64 * 2 * 2, 10),
+        )
+
+
+def load_digits() -> tuple[TensorDataset, TensorDataset]:
+    """Load training and held-out images, (n, 1, 8, 8) float32 in 0..1, and labels, (n,) int64; always split alike."""
+    from sklearn.datasets import load_digits as bundled
+    from sklearn.model_selection import train_test_split
+
+    images, labels = bundled(return_X_y=True)
+    parts = train_test_split(images, labels, test_size=HELD_OUT, random_state=0, stratify=labels)
+    train_x, test_x = (torch.tensor(part / 16.0, dtype=torch.float32).view(-1, 1, 8, 8) for part in parts[:2])
+    train_y, test_y = (torch.tensor(part, dtype=torch.int64) for part in parts[2:])
+    return TensorDataset(train_x, train_y), TensorDataset(test_x, test_y)
+
+
+def summed_loss(model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> tuple[Tensor, float]:
+    """Return the summed cross-entropy of a batch, and its number of samples."""
+    images, labels = _on_device_of(model, batch)
+    loss = F.cross_entropy(model(images), labels, reduction="sum", label_smoothing=label_smoothing)
+    return loss, len(labels)
+
+
+def summed_metrics(model: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], int]:
+    """Count how many of a batch are right, and sum their loss; see :data:`METRICS`."""
+    images, labels = _on_device_of(model, batch)
+    logits = model(images)
+    right = (logits.argmax(1) == labels).sum()
+    return {"accuracy": right, "test_loss": F.cross_entropy(logits, labels, reduction="sum")}, len(labels)
+
+
+def _on_device_of(model: nn.Module, batch: Batch) -> list[Tensor]:
+    device = next(model.parameters()).device
+    return [part.to(device) for part in batch]
+
+
+def train_digits(config: DigitsConfig, world: World) -> tuple[Report, Result]:
+    """Train on this rank; the report is the same on every rank."""
+    train_data, test_data = load_digits()
+    with set_seed(config.seed):
+        net = DigitsNet().to(world.device)
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    loss = partial(summed_loss, label_smoothing=LABEL_SMOOTHING)
+    config = config.fitted(model, loss, lambda rows: train_data[:rows])
+    loader = DataLoader(train_data, batch_size=config.samples_per_micro_batch, shuffle=True, seed=config.seed)
+    held_out = DataLoader(test_data, batch_size=256)
+    evaluation = Evaluation(held_out, summed_metrics, METRICS)
+    result = Trainer(
+        model,
+        optimizer,
+        partial(summed_loss, label_smoothing=LABEL_SMOOTHING),
+        loader,
+        config.train_config(),
+        evaluation,
+    ).fit()
+    return gather_report(model, result, world), result
+
+
+def main(text: str) -> None:
+    """Train on this rank, and print the report on rank 0.
+
+    Raises:
+        CheckpointError: at the end, if what was trained could not be saved.
+    """
+    config = DigitsConfig.from_json(text)
+    with init(config.backend) as world:
+        report, result = train_digits(config, world)
+        if world.is_main:
+            print_report("digits", report, ("accuracy",))
+            write_file("--json", config.json, report.to_json())
+        expect_saved(result, config.checkpoint_dir)

@@ -1,0 +1,212 @@
+"""Text for language models: a file, its tokens, and the windows that a model reads.
+
+The last tenth of the file's characters is for validation. The tokens of each part are cut into windows that do not
+overlap, so that every token but the file's first is predicted exactly once in a pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from paceline.core.hub import one_line
+from paceline.core.state.digests import tensor_digest
+from paceline.errors import MissingExtra, UsageError
+
+VALIDATION_SHARE = 0.1
+IGNORED = -100
+"""Target of positions behind the end of the text, which have no loss; cross_entropy's own default."""
+
+
+class Tokenizer(Protocol):
+    """Makes tokens of text, and text of tokens."""
+
+    size: int
+    """Number of different tokens."""
+
+    def encode(self, text: str) -> Tensor:
+        """Return the tokens of `text`, (n,) int64."""
+
+    def decode(self, tokens: Tensor) -> str:
+        """Return the text of `tokens`, (n,) int64."""
+
+
+class Characters:
+    """A tokenizer with one token for each different character of `text`, in the order of their code points."""
+
+    def __init__(self, text: str) -> None:
+        self._codes = _code_points(text).unique()
+        self.size = len(self._codes)
+
+    def encode(self, text: str) -> Tensor:
+        """Return the tokens of `text`, (n,) int64; its characters are all known."""
+        return torch.searchsorted(self._codes, _code_points(text))
+
+    def decode(self, tokens: Tensor) -> str:
+        """Return the text of `tokens`, (n,) int64."""
+        return "".join(map(chr, self._codes[tokens].tolist()))
+
+
+def _code_points(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
+
+
+class Subwords:
+    """A tokenizer of the ``tokenizers`` library."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.size = int(tokenizer.get_vocab_size())
+
+    @classmethod
+    def load(cls, file: str) -> Subwords:
+        """Load a ``tokenizer.json``, such as the hub's models have.
+
+        Raises:
+            MissingExtra: if the ``tokenizers`` library is not installed.
+            UsageError: if it holds something else.
+        """
+        expect_tokenizers()
+        from tokenizers import Tokenizer
+
+        try:
+            return cls(Tokenizer.from_file(file))
+        except Exception as error:  # the library raises nothing more special
+            raise UsageError(f"{file} is no tokenizer of the tokenizers library: {one_line(error)}") from error
+
+    def encode(self, text: str) -> Tensor:
+        """Return the tokens of `text`, (n,) int64, without those that mark beginning and end."""
+        return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=torch.int64)
+
+    def decode(self, tokens: Tensor) -> str:
+        """Return the text of `tokens`, (n,) int64."""
+        return str(self._tokenizer.decode(tokens.tolist()))
+
+
+def learn_subwords(text: str, size: int) -> Subwords:
+    """Learn a byte-level BPE of at most `size` tokens from `text`; it can encode every other text, too.
+
+    Raises:
+        MissingExtra: if the ``tokenizers`` library is not installed.
+    """
+    expect_tokenizers()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([text], trainer)
+    return Subwords(tokenizer)
+
+
+def tokenizer_in(folder: Path, option: str) -> str:
+    """Return the path of the ``tokenizer.json`` in `folder`, which the user gave as `option`.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UsageError(
+            f"{option} {folder}: there is no file {path}; give --tokenizer chars, bpe, or a folder with it"
+        )
+    return str(path)
+
+
+def expect_tokenizers() -> None:
+    """Refuse to work without the ``tokenizers`` library.
+
+    Raises:
+        MissingExtra: names the pip command.
+    """
+    if find_spec("tokenizers") is None:
+        raise MissingExtra("tokenizers", "recipes", "a tokenizer of subwords")
+
+
+def read_text(file: str | None) -> str:
+    """Return the text of `file`, without a byte-order mark.
+
+    Raises:
+        UsageError: if there is none, or it is empty, cannot be read, or is not in UTF-8.
+    """
+    if not file:
+        raise UsageError("--data is missing; give a text file: --data file.txt")
+    try:
+        text = Path(file).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"--data {file} cannot be read: {error.strerror}; give a text file") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"--data {file} is not in UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}; convert it, for "
+            "example with iconv"
+        ) from error
+    if not text:
+        raise UsageError(f"--data {file} is empty; give a file with text")
+    return text
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of a text: inputs and targets, (context,) int64 each, where a target is the token after the input.
+
+    The windows do not overlap, and together they predict every token but the first. Behind the end of the text, in the
+    last window, the targets are :data:`IGNORED`.
+    """
+
+    def __init__(self, tokens: Tensor, context: int) -> None:
+        self.context, self.tokens = context, len(tokens) - 1
+        windows = -(-self.tokens // context)
+        padding = windows * context - self.tokens
+        nothing = tokens.new_full((padding,), 0)
+        self._inputs = torch.cat([tokens[:-1], nothing]).view(windows, context)
+        self._targets = torch.cat([tokens[1:], nothing + IGNORED]).view(windows, context)
+        self.fingerprint = f"{tensor_digest(tokens).hex()} {context}"
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._inputs[index], self._targets[index]
+
+    def first(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the first `count` windows, (count, context) each."""
+        return self._inputs[:count], self._targets[:count]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text as a model reads it."""
+
+    tokenizer: Tokenizer
+    training: Windows
+    validation: Windows
+
+
+def make_corpus(text: str, tokenizer: Tokenizer, context: int) -> Corpus:
+    """Split `text`, and cut its tokens into windows.
+
+    Raises:
+        UsageError: if one of the parts is too short.
+    """
+    parts = [tokenizer.encode(part) for part in split(text)]
+    training, validation = parts
+    if len(training) <= context or len(validation) == 0:
+        raise UsageError(
+            f"--data is shorter than a sequence: the training part, nine tenths of it, has {len(training):,} tokens "
+            f"and must have {context + 1:,}, one more than --context; give a longer text, or a smaller --context"
+        )
+    validation = torch.cat([training[-1:], validation])  # from which its first token is predicted
+    return Corpus(tokenizer, Windows(training, context), Windows(validation, context))
+
+
+def split(text: str) -> tuple[str, str]:
+    """Return the parts of `text` for training and for validation."""
+    cut = int(len(text) * (1 - VALIDATION_SHARE))
+    return text[:cut], text[cut:]

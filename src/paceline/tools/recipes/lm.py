@@ -1,0 +1,150 @@
+"""The lm recipe: a causal language model on a text file, a compact GPT of our own or one of Hugging Face's.
+
+The loss that it reports is the mean cross-entropy, in nats, over every token of the last tenth of the file, read in
+windows of ``--context`` tokens that do not overlap: the first target of a window is predicted from one token, its last
+one from ``--context`` of them. Tokens are characters by default. The perplexity is e to the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.core.output.files import write_file
+from paceline.core.processes.world import World, init
+from paceline.core.state.rng import set_seed
+from paceline.core.state.unwrapping import unwrap
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel
+from paceline.tools.recipes.configs import LmConfig
+from paceline.tools.recipes.hugging_face import CausalModel, folder_of
+from paceline.tools.recipes.language_model.gpt import GPT
+from paceline.tools.recipes.language_model.muon import Muon
+from paceline.tools.recipes.language_model.text import (
+    Characters,
+    Corpus,
+    Subwords,
+    Tokenizer,
+    learn_subwords,
+    make_corpus,
+    read_text,
+    split,
+    tokenizer_in,
+)
+from paceline.tools.recipes.recipe_report import Report, expect_saved, gather_report, print_report
+from paceline.train import Evaluation, Result, Trainer
+
+OTHER_LR = 0.15  # of --lr, for embeddings, gains and the output layer
+MOST_NATS = 700.0  # what exp() takes
+TEMPERATURE = 0.8  # of the sample: below 1, it has more of what the model is sure of
+
+
+def read_corpus(config: LmConfig) -> Corpus:
+    """Read the text, and cut it into the windows that `config` asks for.
+
+    Raises:
+        UsageError: if text or tokenizer cannot be had, or the text is too short.
+        MissingExtra: if a package is not installed.
+    """
+    text = read_text(config.data)
+    return make_corpus(text, choose_tokenizer(config, text), config.context)
+
+
+def choose_tokenizer(config: LmConfig, text: str) -> Tokenizer:
+    """Return the tokenizer that `config` asks for.
+
+    Raises:
+        UsageError: if there is none.
+        MissingExtra: if a package is not installed.
+    """
+    match config.tokenizer:
+        case None if config.model is not None:
+            return Subwords.load(tokenizer_in(folder_of(config.model), "--model"))
+        case None | "chars":
+            return Characters(text)
+        case "bpe":
+            return learn_subwords(split(text)[0], config.vocabulary)
+        case folder:
+            return Subwords.load(tokenizer_in(Path(folder), "--tokenizer"))
+
+
+def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    """Return the summed cross-entropy of a batch, and its number of targets."""
+    device = next(model.parameters()).device
+    tokens, targets = (part.to(device) for part in batch)
+    loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+    return loss, int((batch[1] >= 0).sum())
+
+
+def summed_metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """Sum the loss of a batch."""
+    loss, count = summed_loss(model, batch)
+    return {"loss": loss}, count
+
+
+@torch.no_grad()
+def written_on(model: nn.Module, start: Tensor, count: int, context: int, seed: int) -> Tensor:
+    """Return `start`, (n,) tokens, and `count` more that `model` drew, each after at most `context` others."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = start
+    model.eval()
+    for _ in range(count):
+        logits = model(tokens[None, -context:].to(device))[0, -1].float().cpu()
+        chances = (logits / TEMPERATURE).softmax(0)
+        tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)])
+    return tokens
+
+
+def build(config: LmConfig, tokens: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model that `config` asks for, and its optimizer."""
+    if config.model is not None:
+        pretrained = CausalModel(folder_of(config.model), getattr(torch, config.model_dtype)).to(device)
+        return pretrained, torch.optim.AdamW(pretrained.parameters(), lr=config.model_lr, fused=True)
+    gpt = GPT(tokens, config.context, config.width, config.layers, config.heads).to(device)
+    matrices = gpt.matrices()
+    others = [parameter for parameter in gpt.parameters() if all(parameter is not matrix for matrix in matrices)]
+    return gpt, Muon(matrices, others, lr=config.lr, other_lr=OTHER_LR * config.lr)
+
+
+def train_lm(config: LmConfig, corpus: Corpus, world: World) -> tuple[DistributedDataParallel, Report, Result]:
+    """Train on this rank; the report is the same on every rank."""
+    with set_seed(config.seed):
+        net, optimizer = build(config, corpus.tokenizer.size, world.device)
+    model = DistributedDataParallel(net)
+    config = config.fitted(model, summed_loss, corpus.training.first)
+    micro_batch = config.samples_per_micro_batch
+    loader = DataLoader(corpus.training, batch_size=micro_batch, shuffle=True, seed=config.seed)
+    held_out = DataLoader(corpus.validation, batch_size=4 * micro_batch)
+    evaluation = Evaluation(held_out, summed_metrics, ("loss",))
+    result = Trainer(model, optimizer, summed_loss, loader, config.train_config(), evaluation).fit()
+    report = gather_report(model, result, world)
+    loss, tokens = report.metrics["loss"], report.samples_per_second * config.context
+    perplexity = math.exp(loss) if loss < MOST_NATS else math.inf
+    metrics = {"loss": loss, "perplexity": perplexity, "tokens_per_second": tokens}
+    return model, replace(report, metrics=metrics), result
+
+
+def main(text: str) -> None:
+    """Train on this rank, and print the report and a sample on rank 0.
+
+    Raises:
+        CheckpointError: at the end, if what was trained could not be saved.
+    """
+    config = LmConfig.from_json(text)
+    with init(config.backend) as world:
+        corpus = read_corpus(config)
+        model, report, result = train_lm(config, corpus, world)
+        if world.is_main:
+            print_report("lm", report, ("loss", "perplexity", "tokens_per_second"))
+            write_file("--json", config.json, report.to_json())
+            if config.sample:
+                start = corpus.validation[0][0][:1]
+                sample = written_on(unwrap(model), start, config.sample, config.context, config.seed)
+                print(f"\nA sample of what it writes:\n{corpus.tokenizer.decode(sample)}")
+        expect_saved(result, config.checkpoint_dir)

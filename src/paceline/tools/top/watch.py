@@ -1,0 +1,78 @@
+"""A job's view in its launcher's own process, beside the output of the ranks: ``paceline profile --watch``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from paceline.core.telemetry.job_directory import running_jobs
+from paceline.tools.top.job_view import JobView, view_job
+from paceline.tools.top.standing import Standing, describe, duration
+from paceline.tools.top.table import screen
+
+LOOKS_PER_SECOND = 2.0
+LINE_S = 10.0
+"""From one line to the next, where stderr is no terminal."""
+
+
+def can_draw() -> bool:
+    """Return whether the view can stay in one place: on a terminal; elsewhere it is a line now and then."""
+    return sys.stderr.isatty()
+
+
+@contextmanager
+def watching() -> Iterator[None]:
+    """Show the job that this process launches in the block, on stderr.
+
+    On a terminal the view stays below what is printed through this process's ``sys.stdout`` and ``sys.stderr``; ranks
+    must not write to the terminal themselves. Elsewhere a line is printed every :data:`LINE_S` seconds.
+    """
+    if can_draw():
+        console = Console(stderr=True)
+        with Live(get_renderable=_screen, console=console, refresh_per_second=LOOKS_PER_SECOND, transient=True):
+            yield
+        return
+    done = threading.Event()
+    thread = threading.Thread(target=_print_lines, args=(done,), name="paceline-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def line_of(standings: list[Standing]) -> str:
+    """Return the view in one line: how far the slowest rank is, the step's time, and what stands out."""
+    steps = [standing.step for standing in standings if standing.step is not None]
+    reached = [f"step {min(steps):,}"] if steps and len(steps) == len(standings) else []
+    times = [standing.step_seconds for standing in standings if standing.step_seconds is not None]
+    parts = [*reached, *([f"{duration(max(times))} a step"] if times else []), describe(standings)]
+    return "; ".join(part for part in parts if part)
+
+
+def _own_view() -> JobView | None:
+    for folder, note in running_jobs().items():
+        if note.pid == os.getpid():
+            with suppress(OSError):  # it has just ended
+                return view_job(folder, note)
+    return None
+
+
+def _screen() -> RenderableType:
+    view = _own_view()
+    return Text("") if view is None else screen(view)  # before the job, and after it
+
+
+def _print_lines(done: threading.Event) -> None:
+    while not done.wait(LINE_S):
+        view = _own_view()
+        if view is not None:
+            print(line_of(view.standings), file=sys.stderr, flush=True)

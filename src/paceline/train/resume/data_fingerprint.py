@@ -1,0 +1,137 @@
+"""A fingerprint of a data set that says how it changed: edited, appended to, cut, reordered.
+
+It is made of hashes of rows, one a sample, of every column that can be looked at without reading a sample, see
+:func:`paceline.core.state.digests.columns`. Of a list of files the names count, not what is in them.
+
+A tensor of up to ``MOST_WHOLE`` bytes is hashed whole. Of other columns at most ``MOST_ROWS`` rows are, evenly spaced,
+and of a row at most ``MOST_BYTES``: an edit between them is not seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.state.digests import columns, element_bytes, quick_digest
+
+MOST_ROWS = 2**16
+MOST_BYTES = 2**14
+MOST_WHOLE = 2**28
+_CHUNK = 2**24  # bytes that are copied at once
+_BLOCKS = 16
+Fingerprint = dict[str, Any]
+"""Plain values: what the data set is, and for each column a digest of its rows in order, one of them in any order, and
+one for each of some blocks of neighbours."""
+
+
+def fingerprint(dataset: Any, samples: int | None = None) -> Fingerprint:
+    """Return the fingerprint of `dataset`, or of its first `samples`."""
+    size = len(dataset) if hasattr(dataset, "__len__") else -1
+    count = size if samples is None else min(samples, size)
+    found: Fingerprint = {"class": type(dataset).__qualname__, "samples": count, "columns": {}}
+    for name, values in columns(dataset):
+        if isinstance(values, str):
+            found["columns"][name] = {"text": values}
+        else:
+            found["columns"][name] = _of_column(values, count if len(values) == size else len(values))
+    return found
+
+
+def changes(dataset: Any, saved: Fingerprint) -> list[str]:
+    """Describe how `dataset` differs from the one with the fingerprint `saved`; empty if it does not."""
+    now = fingerprint(dataset)
+    if now == saved:
+        return []
+    if now["class"] != saved["class"]:
+        return [f"it is a {now['class']}, and was a {saved['class']}"]
+    before, size = int(saved["samples"]), int(now["samples"])
+    if size > before and fingerprint(dataset, before) == saved:
+        return [f"{size - before} samples were appended to {before}"]
+    found = [f"it has {size} samples, and had {before}"] if size != before else []
+    for name in sorted(now["columns"].keys() | saved["columns"].keys()):
+        ours, theirs = now["columns"].get(name), saved["columns"].get(name)
+        if ours is None or theirs is None:
+            found.append(f"{name} is {'new' if theirs is None else 'gone'}")
+        elif ours != theirs and size == before:
+            found.append(f"{name} {_difference(ours, theirs)}")
+    return found
+
+
+def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    if "text" in ours or "text" in theirs:
+        return f"is {ours.get('text')!r}, and was {theirs.get('text')!r}"
+    if ours["kind"] != theirs["kind"]:
+        return f"has rows of {ours['kind']}, and had rows of {theirs['kind']}"
+    size = ours["rows"]
+    if size != theirs["rows"]:
+        return f"has {size} rows, and had {theirs['rows']}"
+    if ours["any order"] == theirs["any order"]:
+        return "was reordered"
+    edges = [number * size // _BLOCKS for number in range(_BLOCKS + 1)]
+    blocks = zip(pairwise(edges), ours["blocks"], theirs["blocks"], strict=False)
+    changed = [edge for edge, mine, other in blocks if mine != other]
+    return f"was edited from sample {changed[0][0]} to {changed[-1][1] - 1}" if changed else "was edited"
+
+
+def _of_column(values: Any, count: int) -> dict[str, Any]:
+    """Return digests of the first `count` values."""
+    if isinstance(values, Tensor) and values.layout is torch.strided:
+        whole = values.numel() * values.element_size() <= MOST_WHOLE
+        rows = list(range(count)) if whole else _chosen(count)
+        hashes = _tensor_hashes(values, rows, MOST_WHOLE if whole else MOST_BYTES)
+        kind = f"{list(values.shape[1:])} {str(values.dtype).removeprefix('torch.')}"
+    else:
+        rows = _chosen(count)
+        hashes = torch.tensor([_short(element_bytes(values[row])) for row in rows], dtype=torch.int64)
+        kind = type(values).__name__
+    edges = [number * len(rows) // _BLOCKS for number in range(_BLOCKS + 1)]
+    return {
+        "kind": kind,
+        "rows": count,
+        "any order": int(hashes.sum()),
+        "blocks": [_text(hashes[begin:end]) for begin, end in pairwise(edges)],
+    }
+
+
+def _chosen(count: int) -> list[int]:
+    """Return the numbers of the rows to look at: all of them, or evenly spaced ones with the first and the last."""
+    if count <= MOST_ROWS:
+        return list(range(count))
+    return [number * (count - 1) // (MOST_ROWS - 1) for number in range(MOST_ROWS)]
+
+
+def _tensor_hashes(values: Tensor, rows: list[int], most: int) -> Tensor:
+    """Return 64 bits of each of the `rows`, of which no more than so many bytes are looked at."""
+    if values.numel() == 0:
+        return torch.zeros(len(rows), dtype=torch.int64)
+    flat = values.detach().reshape(len(values), -1) if values.dim() > 1 else values.detach().reshape(-1, 1)
+    flat = flat[:, : max(1, most // values.element_size())]
+    step = max(1, _CHUNK // max(1, flat.shape[1] * values.element_size()))
+    hashes = []
+    for begin in range(0, len(rows), step):
+        part = flat[torch.tensor(rows[begin : begin + step], dtype=torch.int64, device=flat.device)].cpu().contiguous()
+        hashes.append(_row_hashes(part))
+    return torch.cat(hashes) if hashes else torch.zeros(0, dtype=torch.int64)
+
+
+def _row_hashes(part: Tensor) -> Tensor:
+    bytes_ = (torch.view_as_real(part) if part.is_complex() else part).reshape(len(part), -1).view(torch.uint8)
+    padded = torch.zeros(len(part), -(-bytes_.shape[1] // 8) * 8, dtype=torch.uint8)
+    padded[:, : bytes_.shape[1]] = bytes_
+    words = padded.view(torch.int64)
+    generator = torch.Generator().manual_seed(2**31 - 1)
+    odd = 2 * torch.randint(-(2**62), 2**62, (words.shape[1],), generator=generator, dtype=torch.int64) + 1
+    sums = ((words ^ (words >> 32)) * odd).sum(1)
+    return (sums ^ (sums >> 29)) * -7046029254386353131  # high bits count, too, when rows are added up
+
+
+def _short(raw: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(raw).digest()[:8], "big", signed=True)
+
+
+def _text(hashes: Tensor) -> str:
+    return f"{int(quick_digest(hashes)) & (2**64 - 1):016x}"

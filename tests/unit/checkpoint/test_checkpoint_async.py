@@ -1,0 +1,344 @@
+"""Saves in the background: the states as they were at save(), durable before anything counts on it, no error lost."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_checkpoint_folder import fail_at, names
+from test_checkpoint_ranks import Holder, make, raised
+from torch import nn
+
+from paceline.checkpoint import Checkpointer, CheckpointWarning
+from paceline.checkpoint.exchange import collected_states
+from paceline.checkpoint.format import safetensors_file
+from paceline.checkpoint.saving import asynchronous
+from paceline.checkpoint.saving.checkpoint_writer import Draft
+from paceline.checkpoint.storage import step_folders
+from paceline.core.processes.world import World
+from paceline.errors import CheckpointError, UsageError
+from twins import Pools
+
+
+@contextmanager
+def held_writer() -> Iterator[threading.Event]:
+    """Hold the writer before its first file, until the event is set or the block ends."""
+    go_on, write_file = threading.Event(), step_folders.write_file
+
+    def held(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            assert go_on.wait(30)
+        return write_file(*arguments)
+
+    step_folders.write_file = held
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+        step_folders.write_file = write_file
+
+
+def open_with(folder: Path, fill: float = 0.0, **options: Any) -> tuple[Checkpointer, nn.Module]:
+    checkpointer = Checkpointer(folder, async_save=True, **options)
+    model = checkpointer.register("model", nn.Linear(1000, 1))
+    nn.init.constant_(model.weight, fill)
+    return checkpointer, model
+
+
+def test_what_is_saved_is_the_state_at_save(tmp_path: Path) -> None:
+    checkpointer, model = open_with(tmp_path, fill=1.0)
+    with held_writer():
+        checkpointer.save(1)
+        nn.init.constant_(model.weight, 2.0)
+    checkpointer.wait()
+    assert checkpointer.restore() == 1
+    assert model.weight.unique().tolist() == [1.0]
+
+
+def test_latest_and_pruning_count_what_is_durable(tmp_path: Path) -> None:
+    checkpointer, _ = open_with(tmp_path, keep=1)
+    checkpointer.save(1)
+    checkpointer.wait()
+    with held_writer():
+        path = checkpointer.save(2)
+        latest = checkpointer.latest()
+        assert latest is not None
+        assert latest.name == "step-00000001"
+        assert checkpointer.steps() == [1]
+        assert names(tmp_path) == [".writing-step-00000002", "step-00000001"]
+    checkpointer.wait()
+    assert checkpointer.latest() == path
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_a_restore_waits_for_the_save_before(tmp_path: Path) -> None:
+    checkpointer, _ = open_with(tmp_path)
+    with held_writer() as go_on:
+        checkpointer.save(1)
+        threading.Timer(0.05, go_on.set).start()
+        assert checkpointer.restore() == 1
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    # Or the copies would grow in number, and the second would overwrite the memory that the first is written from.
+    checkpointer, model = open_with(tmp_path, fill=1.0)
+    with held_writer() as go_on:
+        checkpointer.save(1)
+        nn.init.constant_(model.weight, 2.0)
+        threading.Timer(0.05, go_on.set).start()
+        checkpointer.save(2)
+        assert "step-00000001" in names(tmp_path)
+    checkpointer.restore(1)
+    assert model.weight.unique().tolist() == [1.0]
+    checkpointer.restore(2)
+    assert model.weight.unique().tolist() == [2.0]
+    checkpointer.close()
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+TENSORS = {
+    "plain": torch.rand(7, 5),
+    "transposed": torch.rand(7, 5).T,
+    "bytes": torch.arange(3, dtype=torch.uint8),
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(1.5, dtype=torch.float64),
+    "conjugate": torch.rand(3, dtype=torch.complex64).conj(),
+    "negative": torch.rand(3, dtype=torch.complex64).conj().imag,
+    "brain": torch.rand(9).bfloat16(),
+}
+
+
+def test_a_copy_has_the_stored_bytes_and_its_memory_is_used_again() -> None:
+    taken = collected_states.Capture({}, TENSORS, {})
+    staging = asynchronous.Staging()
+    (first,) = staging.copies([taken])
+    places = {name: tensor.data_ptr() for name, tensor in first.tensors.items() if tensor.numel()}
+    for name, tensor in TENSORS.items():
+        assert torch.equal(first.tensors[name], safetensors_file.stored(tensor)), name
+        assert safetensors_file.spec_of(first.tensors[name]) == safetensors_file.spec_of(tensor)
+    (second,) = staging.copies([taken])
+    assert places == {name: tensor.data_ptr() for name, tensor in second.tensors.items() if tensor.numel()}
+
+
+def test_the_files_are_those_of_a_save_that_waits(tmp_path: Path) -> None:
+    files = []
+    for name in ("waits", "background"):
+        torch.manual_seed(1)
+        with Checkpointer(tmp_path / name, async_save=name == "background") as checkpointer:
+            model = checkpointer.register("model", nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+            optimizer = checkpointer.register("optimizer", torch.optim.AdamW(model.parameters()))
+            model(torch.rand(4, 3)).sum().backward()
+            optimizer.step()
+            path = checkpointer.save(4, metadata={"loss": 0.5}, protect=True)
+        files.append({each.name: each.read_bytes() for each in path.iterdir()})
+    assert files[0] == files[1]
+
+
+def tell(checkpointer: Checkpointer, how: str) -> Any:
+    return {"wait": checkpointer.wait, "save": lambda: checkpointer.save(3), "close": checkpointer.close}[how]()
+
+
+def save_onto_a_full_disk(world: World, folder: str, how: str) -> tuple[Any, ...]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpointer = Checkpointer(folder, async_save=True)
+        own = checkpointer.register("own", Holder({"large": torch.ones(50_000), "rank": world.rank}), per_rank=True)
+        checkpointer.save(1)
+        checkpointer.wait()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if world.is_main:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        checkpointer.save(2)  # no error: training goes on
+        if world.is_main:
+            threads = [each for each in threading.enumerate() if each.name == "paceline-checkpoint"]
+            for thread in threads:
+                thread.join(30)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        known_at_once = checkpointer.failure is not None
+        failure = raised(lambda: tell(checkpointer, how))
+        if how == "close":
+            checkpointer = Checkpointer(folder, async_save=True)
+            checkpointer.register("own", own, per_rank=True)
+        steps = checkpointer.steps()
+        checkpointer.save(3)
+        step = checkpointer.restore()
+        checkpointer.close()
+    return failure, known_at_once, steps, step
+
+
+@pytest.mark.parametrize("how", ["wait", "save", "close"])
+def test_a_failed_write_is_known_on_every_rank_and_saving_goes_on(pools: Pools, tmp_path: Path, how: str) -> None:
+    found = pools.run(2, save_onto_a_full_disk, str(tmp_path), how)
+    assert [known for _, known, *_ in found] == [True, False]  # rank 0 hears of it before the next save
+    for (kind, message), _, steps, step in found:
+        assert kind == "CheckpointError"
+        assert "rank 0 could not save step 2 to" in message
+        assert "File too large" in message
+        assert (steps, step) == ([1], 3)
+
+
+def own_states_at_save(world: World, folder: str) -> float:
+    checkpointer, _, _, own = make(world, folder, seed=1, per_rank=False)
+    checkpointer.close()
+    checkpointer = Checkpointer(folder, async_save=True)
+    own = checkpointer.register("own", Holder({"residual": torch.full((1000,), world.rank + 1.0)}), per_rank=True)
+    with held_writer() as go_on:
+        checkpointer.save(1)
+        own.state["residual"].fill_(-1.0)
+        go_on.set()
+        checkpointer.wait()
+    checkpointer.restore()
+    checkpointer.close()
+    return float(own.state["residual"].mean())
+
+
+def test_what_other_ranks_own_is_handed_over_before_save_returns(pools: Pools, tmp_path: Path) -> None:
+    assert pools.run(3, own_states_at_save, str(tmp_path)) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("broken"), SystemExit(3), OSError(28, "No space left")])
+def test_however_the_writer_dies_it_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    checkpointer, _ = open_with(tmp_path)
+    checkpointer.save(1)
+
+    def dies(draft: Draft) -> Path:
+        raise error
+
+    checkpointer.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(Draft, "commit", dies)
+        checkpointer.save(2)
+        with pytest.raises(CheckpointError, match="rank 0 could not save step 2") as caught:
+            checkpointer.wait()
+    assert caught.value.__cause__ is error
+    checkpointer.wait()
+    assert names(tmp_path) == ["step-00000001"]
+    checkpointer.save(3)
+    checkpointer.close()
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+@pytest.mark.parametrize(("function", "call"), [("fsync", 1), ("fsync", 5), ("rename", 1)])
+def test_a_failure_at_any_point_prunes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int
+) -> None:
+    checkpointer, _ = open_with(tmp_path, keep=1)
+    checkpointer.save(1)
+    checkpointer.wait()
+    with monkeypatch.context() as patch:
+        fail_at(patch, function, call)
+        checkpointer.save(2)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            checkpointer.wait()
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def no_room(world: World, folder: str) -> tuple[tuple[str, str], bool, list[str]]:
+    checkpointer = Checkpointer(folder, async_save=True)
+    about = os.statvfs(folder)
+    # Sparse until it is copied: as large as the disk, in next to no memory.
+    checkpointer.register("large", Holder({"large": torch.ones(1).expand(about.f_bfree * about.f_frsize // 4 + 1)}))
+    failure = raised(checkpointer.save, 1)
+    checkpointer.close()
+    return failure, any(each.name == "paceline-checkpoint" for each in threading.enumerate()), names(Path(folder))
+
+
+def test_room_on_the_disk_is_looked_for_before_anything_is_copied(pools: Pools, tmp_path: Path) -> None:
+    for (kind, message), writing, left in pools.run(2, no_room, str(tmp_path)):
+        assert kind == "CheckpointError"
+        assert "are needed" in message
+        assert "are free" in message
+        assert (writing, left) == (False, [])
+
+
+def test_without_memory_for_the_copy_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer, _ = open_with(tmp_path)
+    monkeypatch.setattr(step_folders, "expect_room", lambda *_: None)
+    checkpointer.register("large", Holder({"large": torch.ones(1).expand(2**50)}))
+    with pytest.raises(CheckpointError, match="no memory for a copy"):
+        checkpointer.save(1)
+    assert names(tmp_path) == []
+    checkpointer.close()
+
+
+def test_an_exception_that_leaves_the_block_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nor do the other ranks, which may not have it, have to come.
+    fail_at(monkeypatch, "fsync", 3)
+
+    def leave_by_exception() -> None:
+        with Checkpointer(tmp_path, async_save=True) as checkpointer:
+            checkpointer.register("model", nn.Linear(2, 2))
+            checkpointer.save(1)
+            raise ZeroDivisionError
+
+    with pytest.warns(CheckpointWarning, match="could not save step 1"), pytest.raises(ZeroDivisionError):
+        leave_by_exception()
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_async_save_is_true_or_false(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(UsageError, match="async_save must be True or False"):
+        Checkpointer(tmp_path, async_save=value)
+
+
+PROGRAM = """
+import os, sys, threading, time, torch
+from paceline.checkpoint import Checkpointer
+from paceline.checkpoint.storage import step_folders
+write_file = storage.write_file
+checkpointer = Checkpointer(sys.argv[1], async_save=True)
+checkpointer.register("model", torch.nn.Linear(1000, 1))
+checkpointer.save(1)
+checkpointer.wait()
+def slow(path, content):
+    time.sleep(600 if "killed" in sys.argv else 0.2)
+    if "loses" in sys.argv and path.name == "state.json":
+        raise OSError(28, "No space left on device")
+    return write_file(path, content)
+storage.write_file = slow
+checkpointer.save(2)
+print("saved", flush=True)
+if "killed" in sys.argv:
+    os.kill(os.getpid(), 9)
+"""
+
+
+def ended(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), how], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "left"),
+    [
+        ("ends", 0, ["step-00000001", "step-00000002"]),
+        ("loses", 0, ["step-00000001"]),
+        ("killed", -9, [".writing-step-00000002", "step-00000001"]),
+    ],
+)
+def test_the_end_of_the_process_waits_for_the_write_or_says_that_it_is_lost(
+    tmp_path: Path, how: str, code: int, left: list[str]
+) -> None:
+    result = ended(tmp_path, how)
+    assert (result.returncode, result.stdout, names(tmp_path)) == (code, "saved\n", left), result.stderr
+    assert ("could not save step 2" in result.stderr) == (how == "loses"), result.stderr
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.register("model", nn.Linear(1000, 1))
+        assert checkpointer.restore() == (2 if how == "ends" else 1)
+    assert all(not name.startswith(".") for name in names(tmp_path))

@@ -1,0 +1,245 @@
+"""What is kept at a step boundary, and that it is found again whole, or not at all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from paceline.checkpoint.exchange import collected_states
+from paceline.checkpoint.exchange.collected_states import Capture
+from paceline.checkpoint.objects.registered import Registered
+from paceline.checkpoint.saving.save_interval import SaveInterval
+from paceline.checkpoint.steps.rank_states import OwnStatesFile, read_own_states
+from paceline.checkpoint.steps.step_barrier import Gate, states_path
+from paceline.checkpoint.steps.step_boundary import Boundary
+from paceline.checkpoint.steps.step_snapshot import SMALL, Freezer, State, freeze, thaw, thaw_object
+from paceline.core.state.rng import rng_state, set_rng_state
+from paceline.core.telemetry.step_progress import StepRecord, record_path
+from paceline.errors import CheckpointError, CommunicationError, UsageError
+
+NOTHING = Capture({}, {}, {})
+
+
+def together(size: int, function: Callable[[int], None]) -> None:
+    """Call `function` with each rank at the same time."""
+    with ThreadPoolExecutor(size) as ranks:
+        list(ranks.map(function, range(size), timeout=60))
+
+
+def entry(name: str, object: Any, per_rank: bool = False) -> Registered:
+    return Registered.of(name, object, per_rank, {})
+
+
+# -- own states --------------------------------------------------------------------------------------------------------
+
+
+def test_generators_come_back_as_they_were(tmp_path: Path) -> None:
+    random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+    numpy.random.randn()  # leaves the second number of a pair
+    OwnStatesFile(tmp_path / "states").write(7, NOTHING, [])
+    drawn = random.random(), numpy.random.randn(3).tolist(), torch.randn(3).tolist()
+    found = read_own_states(tmp_path / "states", 7)
+    assert found is not None
+    set_rng_state(dict(found.generators))
+    assert drawn == (random.random(), numpy.random.randn(3).tolist(), torch.randn(3).tolist())
+    assert found.generators.keys() == rng_state().keys()
+
+
+def test_objects_and_buffers_of_any_size_come_back(tmp_path: Path) -> None:
+    large, empty = torch.arange(100_000.0), torch.zeros(0, 3)
+    states = {"residual": large, "none": empty, "flags": torch.tensor([True, False]), "phase": torch.tensor([1 + 2j])}
+    own = collected_states.own([entry("hook", State(states), per_rank=True)])
+    buffers = [torch.tensor(5), torch.randn(3, 4).bfloat16()]
+    file = OwnStatesFile(tmp_path / "states")
+    file.write(1, NOTHING, [])
+    file.write(2, own, buffers)  # larger than the file was
+    found = read_own_states(tmp_path / "states", 2)
+    assert found is not None
+    assert all(torch.equal(one, other) for one, other in zip(found.buffers, buffers, strict=True))
+    assert found.objects.nodes == own.nodes
+    assert torch.equal(found.objects.tensors["hook.residual"], large)
+    assert found.objects.tensors["hook.none"].shape == (0, 3)
+
+
+def test_the_step_before_is_there_whenever_the_rank_ends(tmp_path: Path) -> None:
+    file = OwnStatesFile(tmp_path / "states")
+    for step in (4, 5, 5, 6, 6):  # each is prepared, then completed
+        file.write(step, NOTHING, [torch.tensor(step)])
+    assert read_own_states(tmp_path / "states", 4) is None
+    for step in (5, 6):
+        found = read_own_states(tmp_path / "states", step)
+        assert found is not None
+        assert int(found.buffers[0]) == step
+
+
+def test_a_write_that_was_cut_off_is_not_found(tmp_path: Path) -> None:
+    file = OwnStatesFile(tmp_path / "states")
+    file.write(5, NOTHING, [torch.tensor(50)])
+    file.write(6, NOTHING, [torch.tensor(60)])
+    content = bytearray((tmp_path / "states").read_bytes())
+    slot = content.index(struct.pack("<qq", 2, 6))  # number of the write, and step
+    struct.pack_into("<q", content, slot, 0)  # what a write begins with
+    (tmp_path / "states").write_bytes(content)
+    assert read_own_states(tmp_path / "states", 6) is None
+    assert read_own_states(tmp_path / "states", 5) is not None
+
+
+# -- frozen ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_changes_in_place_is_copied() -> None:
+    state: Any = {"list": [1, {"deep": torch.zeros(2)}], "ordered": OrderedDict(a=1), "tuple": (torch.ones(1),)}
+    frozen = freeze(state)
+    state["list"][1]["deep"] += 1
+    state["ordered"]["a"] = 2
+    thawed = thaw(frozen, "x")
+    assert thawed["list"][1]["deep"].tolist() == [0, 0]
+    assert thawed["ordered"] == OrderedDict(a=1)
+    assert type(thawed["tuple"]) is tuple
+
+
+def test_a_large_tensor_that_was_changed_since_is_no_state_to_go_back_to() -> None:
+    large = torch.zeros(SMALL + 1)
+    frozen = freeze({"average": large})
+    assert thaw(frozen, "ema")["average"] is large
+    large += 1
+    with pytest.raises(CheckpointError, match="ema was changed since the end of the last step"):
+        thaw(frozen, "ema")
+
+
+def test_settings_of_an_optimizer_go_back_and_its_parameters_stay() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    frozen = Freezer(entry("optimizer", optimizer)).freeze()
+    optimizer.param_groups[0]["lr"] *= 0.5
+    thaw_object(entry("optimizer", optimizer), frozen)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.param_groups[0]["params"] == [weight]
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_rank_passes_before_all_have_come(tmp_path: Path) -> None:
+    gates = [Gate(tmp_path, rank, 3, 30) for rank in range(3)]
+    passed: list[int] = []
+
+    def come(rank: int) -> None:
+        for step in range(1, 30):
+            gates[rank].prepare(step, NOTHING, [])
+            assert min(StepRecord(record_path(tmp_path, other)).prepared for other in range(3)) >= step
+            gates[rank].complete(step, NOTHING, [])
+        passed.append(rank)
+
+    together(3, come)
+    assert sorted(passed) == [0, 1, 2]
+
+
+def test_wishes_are_the_same_on_all_ranks(tmp_path: Path) -> None:
+    gates = [Gate(tmp_path, rank, 2, 30) for rank in range(2)]
+    heard: dict[int, list[int]] = {}
+
+    def come(rank: int) -> None:
+        heard[rank] = [
+            gates[rank].prepare(step, NOTHING, [], wish=4 * (rank == 1 and step == 20)) for step in range(40)
+        ]
+
+    together(2, come)
+    assert heard[0] == heard[1] == [4 * (step == 20) for step in range(40)]
+
+
+def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
+    gate = Gate(tmp_path, 0, 2, 0.2)
+    with pytest.raises(CommunicationError, match=r"rank 0: rank 1 did not come to the optimizer step 3 within 0\.2 s"):
+        gate.prepare(3, NOTHING, [])
+
+
+def test_a_rank_that_has_ended_is_named_at_once(tmp_path: Path) -> None:
+    ended = multiprocessing.get_context("fork").Process(target=lambda: Gate(tmp_path, 1, 2, 60) and None)
+    ended.start()
+    ended.join()
+    with pytest.raises(CommunicationError, match="rank 0: rank 1 ended before the optimizer step 1") as caught:
+        Gate(tmp_path, 0, 2, 60).prepare(1, NOTHING, [])
+    assert caught.value.blamed == (1,)
+
+
+# -- the boundary ------------------------------------------------------------------------------------------------------
+
+
+def turning(tmp_path: Path) -> tuple[Boundary, torch.optim.Optimizer, nn.Parameter]:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    entries = [entry("optimizer", optimizer)]
+    boundary = Boundary(lambda: entries, Gate(tmp_path, 0, 1, 30))
+    boundary.watch(entries[0])
+    return boundary, optimizer, weight
+
+
+def step(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> None:
+    weight.grad = torch.ones(2)
+    optimizer.step()
+
+
+def test_a_turn_in_which_no_optimizer_steps_belongs_to_the_next_step(tmp_path: Path) -> None:
+    boundary, optimizer, weight = turning(tmp_path)
+    assert not boundary.mark()  # before the first step
+    assert (boundary.step, boundary.can_be_saved) == (0, True)
+    assert not boundary.mark()
+    step(optimizer, weight)
+    assert not boundary.can_be_saved  # parameters are those of the next step
+    assert boundary.mark()
+    assert (boundary.step, boundary.can_be_saved) == (1, True)
+    assert not boundary.mark()
+    assert boundary.step == 1
+
+
+def test_parameters_that_change_without_an_optimizer_are_no_state_to_go_back_to(tmp_path: Path) -> None:
+    boundary, optimizer, weight = turning(tmp_path)
+    step(optimizer, weight)
+    boundary.mark()
+    assert [each.name for each in boundary.states()] == ["optimizer"]
+    with torch.no_grad():
+        weight += 1
+    with pytest.raises(CheckpointError, match="a parameter was changed"):
+        list(boundary.states())
+
+
+def test_own_states_are_stored_for_the_step_that_the_optimizer_takes_and_again_at_its_end(tmp_path: Path) -> None:
+    boundary, optimizer, weight = turning(tmp_path)
+    boundary.mark()
+    torch.manual_seed(1)
+    step(optimizer, weight)
+    prepared = read_own_states(states_path(tmp_path, 0), 1)
+    torch.rand(1)
+    boundary.mark()
+    completed = read_own_states(states_path(tmp_path, 0), 1)
+    assert prepared is not None
+    assert completed is not None
+    assert not torch.equal(prepared.generators["torch"], completed.generators["torch"])
+    assert StepRecord(record_path(tmp_path, 0)).completed == 1
+
+
+# -- when to save ------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_saved_by_number() -> None:
+    schedule = SaveInterval(3)
+    assert [step for step in range(1, 10) if schedule.is_due(step)] == [3, 6, 9]
+    assert not any(map(SaveInterval(None).is_due, range(1, 10)))
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True, "10"])
+def test_an_interval_that_is_none_is_refused(every: Any) -> None:
+    with pytest.raises(UsageError, match="every="):
+        SaveInterval(every).check()

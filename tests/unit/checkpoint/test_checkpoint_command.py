@@ -1,0 +1,501 @@
+"""``paceline checkpoint``: tells what is there and what is damaged, exports what torch and safetensors read."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_checkpoint_roundtrip import Holder, Tied, equal
+from torch import nn
+
+from forked import Forked
+from paceline.checkpoint import Checkpointer
+from paceline.checkpoint.format import manifest, verify
+from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.storage import step_folders
+from paceline.core import strict_json
+from paceline.core.telemetry.step_progress import step_name
+from paceline.tools.checkpoints import inspection
+from paceline.tools.cli import main as cli
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs ``paceline checkpoint …`` in this process."""
+
+    def run(*arguments: Any) -> Done:
+        monkeypatch.setattr(sys, "argv", ["paceline", "checkpoint", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return Done(int(end.value.code or 0), *capfd.readouterr())
+
+    return run
+
+
+def refused(done: Done) -> str:
+    """The one line of a command that refused its input."""
+    assert (done.code, done.out) == (2, ""), done
+    [line] = done.err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """Steps 1, 2 and 3 of a run; 2 is the best."""
+    model = normalized()
+    optimizer = torch.optim.AdamW(model.parameters())
+    objects = {"model": model, "optimizer": optimizer, "tied": Tied(), "notes": Holder({"tensor": "none"})}
+    with Checkpointer(tmp_path / "run", keep_best="acc") as checkpointer:
+        for name, each in objects.items():
+            checkpointer.register(name, each)
+        checkpointer.register("own", Holder({"seen": torch.arange(3)}), per_rank=True)
+        for step, acc in ((1, 1.0), (2, 5.0), (3, 2.0)):
+            model(torch.randn(4, 3)).sum().backward()
+            optimizer.step()
+            checkpointer.save(step, {"acc": acc, "curve": (float("nan"), 1)}, protect=step == 1)
+    return tmp_path / "run"
+
+
+def flip(path: Path, at: int = -1) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def make_newer(path: Path) -> None:
+    text = (path / manifest.NAME).read_text()
+    (path / manifest.NAME).write_text(text.replace('"format_version": 1', '"format_version": 2'))
+
+
+# list
+
+
+def test_a_list_says_what_is_complete_latest_best_and_protected(run_folder: Path, command: Command) -> None:
+    done = command("list", run_folder)
+    assert (done.code, done.err) == (0, "")
+    heading, *rows = [line.split() for line in done.out.splitlines()]
+    assert heading == ["step", "size", "age", "state", "metadata"]
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    assert [row[6] for row in rows] == ["protected", "best", "latest"]
+    assert all(row[5] == "complete" and "curve=(nan," in row for row in rows)
+    told = json.loads(command("list", run_folder, "--json").out)
+    assert (told["latest"], told["best"]) == (3, 2)
+    rows = told["checkpoints"]
+    assert [row["metadata"]["acc"] for row in rows] == [1.0, 5.0, 2.0]
+    assert rows[0]["metadata"]["curve"] == ["nan", 1]  # JSON has no NaN
+    for row in rows:
+        path = Path(row["path"])
+        assert row["nbytes"] == sum(file.stat().st_size for file in path.iterdir())
+        assert row["saved_at"] == (path / manifest.NAME).stat().st_mtime
+
+
+def test_a_damaged_checkpoint_is_neither_latest_nor_best(run_folder: Path, command: Command) -> None:
+    # What a list marks as latest has to be what a run resumes from.
+    flip(run_folder / "step-00000003" / "model.safetensors")
+    (run_folder / "step-00000002" / "state.json").unlink()
+    done = command("list", run_folder)
+    states = {line.split()[0]: line.split()[5:7] for line in done.out.splitlines()[1:]}
+    assert states == {"1": ["complete", "latest,"], "2": ["damaged", "acc=5,"], "3": ["damaged", "acc=2,"]}
+    assert "latest, best, protected" in done.out
+    assert "step 2 is damaged: state.json is missing" in done.err
+    assert "step 3 is damaged: the content of model.safetensors" in done.err
+    quick = json.loads(command("list", run_folder, "--quick", "--json").out)
+    assert [row["state"] for row in quick["checkpoints"]] == ["complete", "damaged", "complete"]
+
+
+def test_the_smallest_is_best_where_the_run_said_so(tmp_path: Path, command: Command) -> None:
+    with Checkpointer(tmp_path, keep_best="loss", best="min") as checkpointer:
+        checkpointer.register("model", nn.Linear(1, 1))
+        for step, loss in ((1, 3.0), (2, 0.5), (3, 2.0)):
+            checkpointer.save(step, {"loss": loss})
+        assert json.loads(command("list", tmp_path, "--json").out)["best"] == checkpointer.best() == 2
+
+
+def test_a_run_may_be_saving_while_it_is_listed(tmp_path: Path, command: Command) -> None:
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.register("model", nn.Linear(2, 2))
+        checkpointer.save(1)
+        (tmp_path / ".writing-step-00000002").mkdir()
+        assert json.loads(command("list", tmp_path, "--json").out)["latest"] == 1
+        assert command("verify", tmp_path).code == 0
+        checkpointer.save(2)
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_called_damaged(run_folder: Path) -> None:
+    looking = inspection.inspect(run_folder, [1, 2, 3], every_byte=True)
+    assert next(looking).step == 1
+    (run_folder / "step-00000002").rename(run_folder / ".deleted-step-00000002")  # as pruning does
+    assert [(each.step, each.damages) for each in looking] == [(3, ())]
+
+
+# verify
+
+
+def test_verify_says_that_all_is_complete(run_folder: Path, command: Command) -> None:
+    done = command("verify", run_folder)
+    assert (done.code, done.err) == (0, "")
+    assert [line.split(" (")[0] for line in done.out.splitlines()] == [f"step {step}: complete" for step in (1, 2, 3)]
+    assert command("verify", run_folder, "--step", 2).out.count("complete") == 1
+    assert command("verify", run_folder / "step-00000002").out.startswith("step 2: complete")
+
+
+def test_verify_names_every_damaged_file_and_whose_tensors_it_holds(run_folder: Path, command: Command) -> None:
+    path = run_folder / "step-00000002"
+    flip(path / "model.safetensors")
+    flip(path / "rank-00000.safetensors", at=-9)
+    flip(path / "metadata.json", at=40)
+    (path / "optimizer.safetensors").unlink()
+    done = command("verify", run_folder)
+    assert (done.code, done.err) == (1, "")
+    lines = [line for line in done.out.splitlines() if line.startswith("step 2: damaged: ")]
+    assert len(lines) == 4
+    text = "\n".join(lines)
+    assert "of model.safetensors does not have the SHA-256 that the manifest states (7 tensors of 'model')" in text
+    assert "optimizer.safetensors is missing (12 tensors of 'optimizer')" in text
+    assert "rank-00000.safetensors does not" in text
+    assert "of rank 0's own objects)" in text
+    assert "metadata.json" in text
+    assert "step 1: complete" in done.out
+    assert command("verify", run_folder, "--step", 1).code == 0
+    told = command("verify", run_folder, "--json")
+    assert told.code == 1
+    assert json.loads(told.out)["damaged"] == [2]
+    assert len(json.loads(told.out)["checkpoints"][1]["damages"]) == 4
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "model.safetensors", "state.json", "metadata.json", "rank-00000.safetensors"]
+)
+def test_every_byte_and_every_end_of_a_file_counts(run_folder: Path, command: Command, name: str) -> None:
+    path = run_folder / "step-00000003" / name
+    whole = path.read_bytes()
+    for at in sorted({0, 9, len(whole) // 3, len(whole) // 2, len(whole) - 2}):
+        flip(path, at)
+        done = command("verify", run_folder, "--step", 3)
+        assert (done.code, done.out.startswith("step 3: damaged: ")) == (1, True), at
+        path.write_bytes(whole[:at])
+        assert command("verify", run_folder, "--step", 3).code == 1
+        path.write_bytes(whole)
+    assert command("verify", run_folder, "--step", 3).code == 0
+
+
+# show
+
+
+def test_show_has_names_shapes_dtypes_bytes_versions_and_metadata(run_folder: Path, command: Command) -> None:
+    done = command("show", run_folder)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("step 3 in ")
+    assert f"torch {torch.__version__}" in done.out
+    rows = [line.split() for line in done.out.splitlines()]
+    assert ["model", "all", "7", "tensors", "72"] in rows
+    assert ["0.weight", "float32", "[2,", "3]", "24"] in rows
+    assert ["1.num_batches_tracked", "int64", "[]", "8"] in rows
+    assert ["notes", "all", "plain", "values", "0"] in rows
+    assert any(row[:4] == ["head.weight", "float32", *row[2:4]] and row[-2:] == ["as", "embed.weight"] for row in rows)
+    assert ["own.seen", "int64", "[3]", "24"] in rows
+    told = json.loads(command("show", run_folder, "--step", 1, "--json").out)
+    assert (told["step"], told["world_size"], told["torch_version"]) == (1, 1, str(torch.__version__))
+    objects = {(each["name"], each["rank"]): each for each in told["objects"]}
+    assert set(objects) == {(name, None) for name in ("model", "optimizer", "tied", "notes")} | {
+        ("own", 0),
+        ("rng", 0),
+    }
+    assert [tensor["name"] for tensor in objects["model", None]["tensors"]] == list(normalized().state_dict())
+    assert objects["model", None]["nbytes"] == 72
+
+
+def test_show_calls_complex_tensors_complex(tmp_path: Path, command: Command) -> None:
+    # In the file they are pairs of reals, with a dimension more.
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.register("model", Holder({"w": torch.zeros(5, 2, dtype=torch.complex64)}))
+        checkpointer.save(1)
+    [model, _] = json.loads(command("show", tmp_path, "--json").out)["objects"]
+    assert model["tensors"] == [
+        {"name": "w", "shape": [5, 2], "dtype": "complex64", "nbytes": 80, "tied_to": None, "slice": None}
+    ]
+
+
+def test_show_passes_over_a_damaged_one_and_says_so(run_folder: Path, command: Command) -> None:
+    (run_folder / "step-00000003" / "model.safetensors").write_bytes(b"")
+    done = command("show", run_folder)
+    assert (done.code, done.out[:6]) == (0, "step 2")
+    assert done.err.startswith("warning: step 3 is skipped: model.safetensors has 0 bytes")
+    assert "cannot be used: model.safetensors has 0 bytes" in refused(command("show", run_folder, "--step", 3))
+
+
+def test_what_a_terminal_would_obey_is_shown_as_text(tmp_path: Path, command: Command) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.register("model", Holder({"\x1b[2J[red]": torch.zeros(1)}))
+        checkpointer.save(1, {"\x1b]0;title\x07": "[bold]\nnext"})
+    for name in ("list", "show"):
+        out = command(name, tmp_path).out
+        assert "\x1b" not in out
+        assert r"\x1b" in out
+        assert r"[bold]\nnext" in out
+
+
+# export
+
+
+@pytest.mark.parametrize("name", ["model", "tied"])
+@pytest.mark.parametrize(("file", "kind"), [("w.safetensors", None), ("w.pt", None), ("w.x", "torch"), ("w.y", None)])
+def test_an_export_is_the_state_dict(
+    run_folder: Path, command: Command, tmp_path: Path, name: str, file: str, kind: str | None
+) -> None:
+    out = tmp_path / file
+    done = command("export", run_folder, "--out", out, "--name", name, *(["--format", kind] if kind else []))
+    assert (done.code, done.err) == (0, "")
+    as_torch = file in ("w.pt", "w.x")
+    state = torch.load(out, weights_only=True) if as_torch else load_file(out)
+    fresh: nn.Module = normalized() if name == "model" else Tied()
+    fresh.load_state_dict(state)  # strict: every name is there, those of tied weights, too
+    with Checkpointer(run_folder) as checkpointer:
+        restored = {"model": normalized(), "tied": Tied()}
+        optimizer = torch.optim.AdamW(restored["model"].parameters())
+        for each, object in {**restored, "optimizer": optimizer, "notes": Holder({"tensor": ""})}.items():
+            checkpointer.register(each, object)
+        checkpointer.register("own", Holder({"seen": torch.zeros(3, dtype=torch.int64)}), per_rank=True)
+        checkpointer.restore()
+    expected = restored[name].state_dict()
+    assert equal(dict(sorted(state.items())), dict(sorted(expected.items())))
+    if as_torch:
+        assert list(state) == list(expected)
+        assert state._metadata == expected._metadata  # type: ignore[attr-defined]
+    assert sorted(os.listdir(tmp_path)) == sorted(["run", file])
+
+
+def test_an_optimizers_state_is_exported_for_torch_alone(run_folder: Path, command: Command, tmp_path: Path) -> None:
+    line = refused(command("export", run_folder, "--out", tmp_path / "o.safetensors", "--name", "optimizer"))
+    assert "'state' in the state of 'optimizer' is no tensor" in line
+    assert command("export", run_folder, "--out", tmp_path / "o.pt", "--name", "optimizer").code == 0
+    model = normalized()
+    torch.optim.AdamW(model.parameters()).load_state_dict(torch.load(tmp_path / "o.pt", weights_only=True))
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+def test_an_export_never_unpickles(
+    run_folder: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("something was unpickled")
+
+    for owner, name in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
+        monkeypatch.setattr(owner, name, refuse)
+    for file in ("m.pt", "m.safetensors"):
+        assert command("export", run_folder, "--out", tmp_path / file).code == 0
+
+
+def test_an_export_takes_the_newest_that_is_whole_to_the_last_byte(
+    run_folder: Path, command: Command, tmp_path: Path
+) -> None:
+    flip(run_folder / "step-00000003" / "model.safetensors")
+    done = command("export", run_folder, "--out", tmp_path / "m.pt", "--json")
+    assert json.loads(done.out)["step"] == 2
+    assert done.err.startswith("warning: step 3 is skipped: ")
+    line = refused(command("export", run_folder, "--out", tmp_path / "n.pt", "--step", 3))
+    assert "step-00000003 cannot be used: the content of model.safetensors" in line
+
+
+def test_a_file_that_is_there_is_kept_unless_force_is_given(run_folder: Path, command: Command, tmp_path: Path) -> None:
+    out = tmp_path / "m.pt"
+    out.write_text("mine")
+    assert "is there already; choose another file, or give --force" in refused(
+        command("export", run_folder, "--out", out)
+    )
+    assert out.read_text() == "mine"
+    assert "ema" in refused(command("export", run_folder, "--out", out, "--force", "--name", "ema"))
+    assert out.read_text() == "mine"
+    assert command("export", run_folder, "--out", out, "--force").code == 0
+    assert "0.weight" in torch.load(out, weights_only=True)
+
+
+def test_force_never_damages_a_checkpoint_or_a_device(run_folder: Path, command: Command, tmp_path: Path) -> None:
+    # Replacing a checkpoint's own file by an export with other bytes would damage it; /dev/null would become a file.
+    inside = run_folder / "step-00000003" / "model.safetensors"
+    assert "is inside the checkpoint" in refused(command("export", run_folder, "--out", inside, "--force"))
+    (tmp_path / "link").symlink_to(inside)
+    assert "is inside the checkpoint" in refused(command("export", run_folder, "--out", tmp_path / "link", "--force"))
+    assert command("verify", run_folder).code == 0
+    os.mkfifo(tmp_path / "pipe")
+    assert "is no regular file" in refused(command("export", run_folder, "--out", tmp_path / "pipe", "--force"))
+
+
+def test_a_link_stays_one_when_its_file_is_replaced(run_folder: Path, command: Command, tmp_path: Path) -> None:
+    (tmp_path / "real.pt").write_text("old")
+    (tmp_path / "link.pt").symlink_to("real.pt")
+    assert command("export", run_folder, "--out", tmp_path / "link.pt", "--force").code == 0
+    assert (tmp_path / "link.pt").is_symlink()
+    assert "0.weight" in torch.load(tmp_path / "real.pt", weights_only=True)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with 64 KiB."""
+    place = tmp_path / "full"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a file system needs root")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_a_full_disk_is_named_and_gets_no_half_file(
+    tmp_path: Path, full_disk: Path, command: Command, kind: str
+) -> None:
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.register("model", nn.Linear(50_000, 1))
+        checkpointer.save(1)
+    (full_disk / "m").write_text("mine")
+    line = refused(command("export", tmp_path / "run", "--out", full_disk / "m", "--force", "--format", kind))
+    assert "m cannot be written: No space left on device" in line
+    assert os.listdir(full_disk) == ["m"]
+    assert (full_disk / "m").read_text() == "mine"
+
+
+# bad input
+
+NAMES = ["list", "verify", "show", "export"]
+each_command = pytest.mark.parametrize("name", NAMES)
+
+
+def options(name: str, tmp_path: Path) -> list[str]:
+    return ["--out", str(tmp_path / "out.pt")] if name == "export" else []
+
+
+@each_command
+def test_a_folder_without_checkpoints_is_one_line(tmp_path: Path, command: Command, name: str) -> None:
+    more = options(name, tmp_path)
+    assert "nowhere is not there; give the folder" in refused(command(name, tmp_path / "nowhere", *more))
+    (tmp_path / "file").write_text("")
+    assert "file is no folder; give the folder" in refused(command(name, tmp_path / "file", *more))
+    (tmp_path / "empty").mkdir()
+    assert "there is no checkpoint in" in refused(command(name, tmp_path / "empty", *more))
+    (tmp_path / "step-00000007").mkdir()
+    if name in ("show", "export"):
+        assert "manifest.json is missing" in refused(command(name, tmp_path / "step-00000007", *more))
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("name", ["verify", "show", "export"])
+def test_an_unknown_step_is_one_line_with_the_known_ones(
+    run_folder: Path, tmp_path: Path, command: Command, name: str
+) -> None:
+    line = refused(command(name, run_folder, "--step", 9, *options(name, tmp_path)))
+    assert "there is no checkpoint of step 9 in" in line
+    assert "which has [1, 2, 3]; choose one of them" in line
+    line = refused(command(name, run_folder / "step-00000002", "--step", 1, *options(name, tmp_path)))
+    assert "is the checkpoint of step 2, not of step 1; leave out --step" in line
+    assert "--step" in refused(command(name, run_folder, "--step", "last", *options(name, tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["verify", "show", "export"])
+def test_a_newer_format_is_said_to_be_one_and_not_damage(
+    run_folder: Path, tmp_path: Path, command: Command, name: str
+) -> None:
+    for step in (1, 2, 3):
+        make_newer(run_folder / step_name(step))
+    done = command(name, run_folder, "--step", 3, *options(name, tmp_path))
+    assert done.code == 2
+    [line] = done.err.splitlines()
+    assert "its format_version is 2, this Paceline reads 1; use the Paceline that wrote it" in line
+    assert command(name, run_folder, *options(name, tmp_path)).code == 2
+    states = json.loads(command("list", run_folder, "--json").out)["checkpoints"]
+    assert {each["state"] for each in states} == {"newer format"}
+
+
+@pytest.mark.parametrize("version", ['"2"', "0", "-1", "true", "null", "2.0"])
+def test_any_other_format_version_is_damage(run_folder: Path, command: Command, version: str) -> None:
+    path = run_folder / "step-00000003" / manifest.NAME
+    path.write_text(path.read_text().replace('"format_version": 1', f'"format_version": {version}'))
+    with pytest.raises(verify.Damaged):
+        verify.read_manifest(path.parent, 3)
+    assert command("verify", run_folder).code == 1
+
+
+def test_bad_targets_names_and_formats_are_one_line(run_folder: Path, tmp_path: Path, command: Command) -> None:
+    def line(*arguments: Any) -> str:
+        return refused(command("export", run_folder, *arguments))
+
+    assert "nothing is saved as 'ema' in" in line("--out", tmp_path / "o", "--name", "ema")
+    assert "which has ['model', 'notes', 'optimizer', 'tied']" in line("--out", tmp_path / "o", "--name", "own")
+    assert "--format is 'onnx'; choose one of safetensors, torch" in line("--out", tmp_path / "o", "--format", "onnx")
+    assert "the folder" in line("--out", tmp_path / "no" / "o")
+    assert "it is a folder" in line("--out", tmp_path)
+    assert "it is a folder" in line("--out", tmp_path, "--force")
+    assert "cannot be written" in line("--out", "/proc/self/o")
+    assert "--out is empty" in line("--out", "")
+    assert "--out" in refused(command("export", run_folder))
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], ["verify"], ["show"]], ids=" ".join)
+def test_output_onto_a_full_disk_is_one_line(run_folder: Path, tmp_path: Path, arguments: list[str]) -> None:
+    # It was a traceback, and the exit code 1, which says that something is damaged.
+    name, *more = arguments
+    (tmp_path / "stdout").symlink_to("/dev/full")
+    (tmp_path / "tmp").mkdir()
+    process = Forked(
+        ["-m", "paceline", "checkpoint", name, str(run_folder), *more],
+        tmp_path,
+        dict(os.environ),
+        tmp_path / "stdout",
+        tmp_path / "stderr",
+    )
+    assert process.wait(60) == 2
+    assert (tmp_path / "stderr").read_text() == (
+        "error: the output cannot be written: No space left on device; send it elsewhere\n"
+    )
+
+
+@pytest.mark.slow
+def test_states_that_lie_in_spite_of_their_checksums_are_refused(
+    run_folder: Path, tmp_path: Path, command: Command
+) -> None:
+    # Whoever can write a state.json can write its checksum, too.
+    path = run_folder / "step-00000003"
+    honest = json.loads((path / "state.json").read_text())
+    lies: list[Any] = [[], {}, {"objects": [], "ranks": []}, {"objects": {"model": 3}, "ranks": []}]
+    for node in ({"tensor": "none"}, {"tensor": ["x"]}, {"dict": 3}, {"items": [3]}, {"a": 1, "b": 2}):
+        model = {"state": node, "metadata": None, "buckets": None}
+        lies.append({**honest, "objects": {**honest["objects"], "model": model}})
+    for lie in lies:
+        size, digest = 0, ""
+        (path / "state.json").unlink()
+        size, digest = step_folders.write_file(path / "state.json", [strict_json.render(lie)])
+        found = verify.read_manifest(path, 3)
+        files = [
+            file if file.role != "state" else type(file)("state.json", size, digest, "state", None, {}, {})
+            for file in found.files
+        ]
+        forged = Manifest(3, found.world_size, found.torch_version, found.paceline_version, tuple(files))
+        (path / manifest.NAME).write_bytes(forged.render())
+        refused(command("show", run_folder, "--step", 3))
+        refused(command("export", run_folder, "--step", 3, "--out", tmp_path / "o.pt"))
+        assert not (tmp_path / "o.pt").exists()

@@ -1,0 +1,265 @@
+"""Damage of any kind is detected, named, and the checkpoint before is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.checkpoint import Checkpointer, CheckpointWarning
+from paceline.checkpoint.format import manifest, verify
+from paceline.core import strict_json
+from paceline.errors import CheckpointError, NoCheckpoint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Checkpoints of steps 1 and 2; the bias is the step."""
+    with Checkpointer(tmp_path) as checkpointer:
+        model = checkpointer.register("model", nn.Linear(1, 2))
+        for step in (1, 2):
+            nn.init.constant_(model.bias, step)
+            checkpointer.save(step)
+    return tmp_path
+
+
+def restored(folder: Path) -> tuple[int, float]:
+    with Checkpointer(folder) as checkpointer:
+        model = checkpointer.register("model", nn.Linear(1, 2))
+        return checkpointer.restore(), model.bias[0].item()
+
+
+FILES = ["manifest.json", "model.safetensors", "rank-00000.safetensors", "state.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_detected_at_every_offset(folder: Path, name: str) -> None:
+    path = folder / "step-00000002" / name
+    whole = path.read_bytes()
+    offsets = {0, 1, 7, 8, 9, *range(0, len(whole), max(1, len(whole) // 60)), len(whole) - 1}
+    for offset in sorted(offsets):
+        path.write_bytes(whole[:offset])
+        with pytest.raises(verify.Damaged):
+            verify.read_whole(path.parent, 2)
+    path.write_bytes(whole + b"\n")
+    with pytest.raises(verify.Damaged):
+        verify.read_whole(path.parent, 2)
+    path.write_bytes(whole)
+    assert verify.read_whole(path.parent, 2).step == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_is_detected_anywhere(folder: Path, name: str) -> None:
+    path = folder / "step-00000002" / name
+    whole = path.read_bytes()
+    for offset in range(0, len(whole), max(1, len(whole) // 400)):
+        for flip in (0x01, 0x20, 0xFF):
+            altered = bytearray(whole)
+            altered[offset] ^= flip
+            path.write_bytes(altered)
+            with pytest.raises(verify.Damaged):
+                verify.read_whole(path.parent, 2)
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def mix(folder: Path) -> None:
+    shutil.copy(folder.parent / "step-00000001" / "model.safetensors", folder)
+
+
+def mix_wholly(folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(folder.parent / "step-00000001", folder)
+
+
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def link(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent.parent / "elsewhere")
+    (folder / "model.safetensors").symlink_to(folder.parent.parent / "elsewhere")
+
+
+def pipe(folder: Path) -> None:
+    (folder / "state.json").unlink()
+    os.mkfifo(folder / "state.json")
+
+
+def grow(folder: Path) -> None:
+    with (folder / "manifest.json").open("r+b") as file:
+        file.truncate(2**40)
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (truncate, r"model.safetensors has \d+ bytes, the manifest says"),
+    (flip, "model.safetensors does not have the SHA-256"),
+    (mix, "model.safetensors does not have the SHA-256"),
+    (mix_wholly, "is that of step 1, not of step 2"),
+    (empty, "manifest.json is missing"),
+    (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
+    (lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
+    (lambda folder: (folder / "rank-00000.safetensors").unlink(), "rank-00000.safetensors is missing"),
+    (link, "model.safetensors cannot be read"),
+    (pipe, "state.json is no regular file"),
+    (grow, "manifest.json has 1099511627776 bytes, the limit"),
+]
+
+
+@pytest.mark.parametrize(("damage", "why"), DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+    folder: Path, damage: Callable[[Path], None], why: str
+) -> None:
+    damage(folder / "step-00000002")
+    with pytest.warns(CheckpointWarning, match=f"step-00000002 is damaged and skipped: .*{why}"):
+        assert restored(folder) == (1, 1.0)
+
+
+def test_a_damaged_checkpoint_is_named_once(folder: Path) -> None:
+    flip(folder / "step-00000002")
+    with Checkpointer(folder) as checkpointer:
+        with pytest.warns(CheckpointWarning):
+            checkpointer.latest()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert checkpointer.latest() == folder / "step-00000001"
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_when_all_are_damaged_nothing_is_restored_and_all_are_named(folder: Path) -> None:
+    flip(folder / "step-00000001")
+    empty(folder / "step-00000002")
+    with (
+        pytest.warns(CheckpointWarning),
+        pytest.raises(NoCheckpoint, match=r"damaged: step-00000001, step-00000002\); bring"),
+    ):
+        restored(folder)
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the manifest and make its checksum right again, as an attacker would."""
+    path = folder / "manifest.json"
+    body = json.loads(path.read_text())
+    del body["sha256"]
+    change(body)
+    digest = hashlib.sha256(strict_json.render(body)).hexdigest()
+    path.write_bytes(strict_json.render({**body, "sha256": digest}, indent=1) + b"\n")
+
+
+def forge_state(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = folder / "state.json"
+    state = json.loads(path.read_text())
+    change(state)
+    path.write_bytes(strict_json.render(state))
+
+    def adjust(body: dict[str, Any]) -> None:
+        entry = next(entry for entry in body["files"] if entry["path"] == "state.json")
+        entry.update(size=path.stat().st_size, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+
+    forge(folder, adjust)
+
+
+def at(index: int, **change: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda body: body["files"][index].update(change)
+
+
+FORGERIES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (at(0, path="../../etc/passwd"), r"'../../etc/passwd', which is no file name"),
+    (at(0, path="/etc/passwd"), "no file name"),
+    (at(0, path=".."), "no file name"),
+    (at(0, path="manifest.json"), "no file name"),
+    (at(0, path="a\x00b"), "no file name"),
+    (at(0, path=7), "no text"),
+    (at(0, size=-1), "no count"),
+    (at(0, size=True), "no count"),
+    (at(0, size=10**30), "no count"),
+    (at(0, sha256="0"), "malformed"),
+    (at(0, tensors={}), "other tensors than the manifest says"),
+    (at(0, tensors=[]), "malformed"),
+    (at(0, path="state.json"), "lists a file twice"),
+    (at(0, tensors={"w": {"shape": [2**62], "dtype": "float32", "slice": [[0, 2**62]]}}), "than any memory"),
+    (at(0, tensors={"w": {"shape": [1], "dtype": "object", "slice": [[0, 1]]}}), "no dtype"),
+    (
+        at(0, tensors={"w": {"shape": [1], "dtype": "float32", "slice": [[1, 2]]}}),
+        "all ranks share is stored in slices",
+    ),
+    (at(0, tensors={"w": {"shape": [1], "dtype": "float32", "slice": [[1, 3]]}}), "a slice of another size"),
+    (at(0, tensors={"w": {"shape": [1], "dtype": "float32", "slice": []}}), "malformed"),
+    (lambda body: body.update(format_version=2), "format_version is 2, this Paceline reads 1"),
+    (lambda body: body.update(aliases={"model.safetensors": {"a": "b"}}), "leads to 'b'"),
+    (lambda body: body.update(more=1), "checksum"),
+    (lambda body: body.pop("torch_version"), "missing"),
+    (lambda body: body["files"].pop(), "does not list state.json"),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), FORGERIES)
+def test_a_forged_manifest_is_refused(folder: Path, change: Callable[[dict[str, Any]], Any], why: str) -> None:
+    forge(folder / "step-00000002", change)
+    with pytest.warns(CheckpointWarning, match=why):
+        assert restored(folder) == (1, 1.0)
+
+
+def test_duplicate_keys_in_a_manifest_are_refused(folder: Path) -> None:
+    path = folder / "step-00000002" / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 2,', '"step": 2, "step": 2,'))
+    with pytest.warns(CheckpointWarning, match="'step' occurs twice"):
+        assert restored(folder) == (1, 1.0)
+
+
+def test_a_manifest_has_one_rendering() -> None:
+    found = manifest.Manifest(1, 1, "2", "0", (manifest.File("state.json", 0, "0" * 64, "state", None, {}, {}),))
+    raw = found.render()
+    assert manifest.parse(raw) == found
+    for other in (raw + b"\n", raw.replace(b"\n ", b"\n\t", 1), b" " + raw):
+        with pytest.raises(ValueError, match="checksum"):
+            manifest.parse(other)
+
+
+STATES: list[Callable[[dict[str, Any]], Any]] = [
+    lambda state: state.update(objects=[]),
+    lambda state: state.pop("ranks"),
+    lambda state: state["ranks"].append({}),
+    lambda state: state["objects"].update(model=3),
+    lambda state: state["objects"]["model"].update(state={"pickle": "gASV"}),
+    lambda state: state["objects"]["model"].update(state={"tensor": "nowhere"}),
+    lambda state: state["ranks"][0].update(rng={"state": {"eval": "1"}, "metadata": None, "buckets": None}),
+]
+
+
+@pytest.mark.parametrize("change", STATES)
+def test_a_forged_state_is_refused(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    forge_state(folder / "step-00000002", change)
+    with pytest.raises(CheckpointError, match="malformed"):
+        restored(folder)
+
+
+def test_a_pickle_in_the_place_of_a_file_is_never_loaded(folder: Path) -> None:
+    path = folder / "step-00000002" / "model.safetensors"
+    torch.save({"weight": torch.ones(1)}, path)
+    raw = path.read_bytes()
+    digest = hashlib.sha256(raw).hexdigest()
+    forge(path.parent, at(0, size=len(raw), sha256=digest))
+    with pytest.warns(CheckpointWarning, match="no safetensors file"):
+        assert restored(folder) == (1, 1.0)

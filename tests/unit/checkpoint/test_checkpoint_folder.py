@@ -1,0 +1,478 @@
+"""The folder: one run at a time, nothing foreign, whole checkpoints only, whatever fails in between."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from forked import Forked, call
+from paceline.checkpoint import Checkpointer
+from paceline.checkpoint.storage.free_space import expect_room, readable
+from paceline.core.processes.world import World
+from paceline.errors import CheckpointError, UsageError
+from twins import Pools
+
+PATIENCE_S = 60.0
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def open_with(folder: Path, fill: float = 0.0, keep: int = 3, size: int = 1000) -> tuple[Checkpointer, nn.Module]:
+    checkpointer = Checkpointer(folder, keep)
+    model = checkpointer.register("model", nn.Linear(size, 1))
+    nn.init.constant_(model.weight, fill)
+    return checkpointer, model
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    checkpointer, _ = open_with(tmp_path, keep=2)
+    for step in (5, 10, 15, 20):
+        checkpointer.save(step)
+    assert names(tmp_path) == ["step-00000015", "step-00000020"]
+
+
+def test_a_save_never_prunes_itself_or_later_steps(tmp_path: Path) -> None:
+    checkpointer, _ = open_with(tmp_path, keep=1)
+    checkpointer.save(20)
+    checkpointer.save(10)
+    assert checkpointer.steps() == [10, 20]
+    checkpointer.save(30)
+    assert checkpointer.steps() == [30]
+
+
+def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
+    checkpointer, model = open_with(tmp_path, fill=1.0)
+    checkpointer.save(1)
+    nn.init.constant_(model.weight, 2.0)
+    checkpointer.save(1)
+    nn.init.constant_(model.weight, 3.0)
+    assert checkpointer.restore() == 1
+    assert model.weight.mean().item() == 2.0
+    assert names(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True])
+def test_keep_is_at_least_one(tmp_path: Path, keep: Any) -> None:
+    with pytest.raises(UsageError, match="keep must be"):
+        Checkpointer(tmp_path, keep)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"file/runs cannot be used: Not a directory; choose"):
+        Checkpointer(tmp_path / "file" / "runs")
+    with pytest.raises(UsageError, match="cannot be used: File exists"):
+        Checkpointer(tmp_path / "file")
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_with_the_reason() -> None:
+    with pytest.raises(UsageError, match="/proc/self/task"):
+        Checkpointer("/proc/self/task")
+
+
+@pytest.mark.parametrize(
+    "entry", ["notes.txt", "step-1", "step-000000001", ".hidden", ".probe", ".DS_Store", ".writing-notes"]
+)
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_whatever_is_no_checkpoint_is_left_alone(tmp_path: Path, entry: str, kind: str) -> None:
+    # metrics.jsonl in the checkpoint folder, or the .DS_Store of a file manager, made every resume refuse.
+    path = tmp_path / entry / "inside" if kind == "folder" else tmp_path / entry
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    checkpointer, _ = open_with(tmp_path, keep=1)
+    for step in (1, 2):
+        checkpointer.save(step)
+    checkpointer.close()
+    checkpointer, _ = open_with(tmp_path)
+    assert checkpointer.restore() == 2
+    assert path.read_text() == "mine"
+    assert names(tmp_path) == sorted([entry, "step-00000002"])
+
+
+@pytest.mark.parametrize("name", ["step-00000002", ".writing-step-00000002", ".replaced-step-00000002"])
+def test_a_file_with_a_name_of_ours_is_never_deleted(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    checkpointer, _ = open_with(tmp_path, keep=1)
+    checkpointer.save(1)
+    with suppress(CheckpointError):
+        checkpointer.save(2)
+    assert (tmp_path / name).read_text() == "mine"
+    assert checkpointer.restore() in (1, 2)
+
+
+def test_a_link_in_the_place_of_a_step_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("mine")
+    (tmp_path / "step-00000002").symlink_to(tmp_path / "elsewhere")
+    checkpointer, _ = open_with(tmp_path, keep=1)
+    with pytest.raises(CheckpointError, match="step-00000002 is there and is no folder"):
+        checkpointer.save(2)
+    checkpointer.save(3)
+    assert (tmp_path / "step-00000002" / "file").read_text() == "mine"
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o002, 0o077, 0o277])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def test_checkpoints_are_for_their_owner_alone_whatever_the_umask_allows(tmp_path: Path, umask: int) -> None:
+    # They were 0644 in 0755 folders: weights, data positions and generators for every user of the host to read.
+    checkpointer, _ = open_with(tmp_path / "new")
+    path = checkpointer.save(1)
+    modes = {each.name: each.stat().st_mode & 0o777 for each in (tmp_path / "new", path, *path.iterdir())}
+    expected = {name: (0o700 if name in ("new", "step-00000001") else 0o600) & ~umask for name in modes}
+    assert modes == expected
+    assert len(modes) == 6
+
+
+def test_a_folder_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    open_with(tmp_path)[0].save(1)
+    assert tmp_path.stat().st_mode & 0o777 == 0o750
+
+
+def opened(folder: Path) -> str:
+    try:
+        Checkpointer(folder)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_second_run_on_the_folder_is_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(UsageError, match=f"another run is using the checkpoint folder {tmp_path} "):
+            Checkpointer(tmp_path)
+        assert "another run is using" in call(opened, tmp_path)
+        checkpointer.save(1)
+    Checkpointer(tmp_path).close()
+    assert names(tmp_path) == ["step-00000001"]
+
+
+checkpointers: list[Checkpointer] = []
+
+
+def leave_a_worker(folder: Path) -> int:
+    """Open the folder, fork a worker that lives on, and end without closing it."""
+    checkpointers.append(Checkpointer(folder))
+    if (worker := os.fork()) == 0:
+        time.sleep(60)
+        os._exit(0)
+    return worker
+
+
+def test_a_forked_worker_that_outlives_the_run_does_not_keep_the_folder(tmp_path: Path) -> None:
+    worker = call(leave_a_worker, tmp_path)
+    try:
+        os.kill(worker, 0)
+        deadline = time.monotonic() + 10  # the worker may not have come to close its descriptor yet
+        while True:
+            try:
+                Checkpointer(tmp_path).close()
+                break
+            except UsageError:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_forked_worker_does_not_give_the_lock_away(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: other threads are alive
+            worker = os.fork()
+        if worker == 0:
+            os._exit(0)
+        os.waitpid(worker, 0)
+        with pytest.raises(UsageError, match="another run"):
+            Checkpointer(tmp_path)
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+    checkpointer, _ = open_with(tmp_path)
+    checkpointer.save(1)
+    checkpointer.close()
+    for left in (".writing-step-00000002", ".deleted-step-00000000", ".replaced-step-00000001"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "model.safetensors").write_bytes(b"half")
+    (tmp_path / f".probe-{'0' * 16}").write_bytes(b"")
+    Checkpointer(tmp_path).close()
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_save_killed_between_its_two_renames_loses_nothing(tmp_path: Path) -> None:
+    checkpointer, model = open_with(tmp_path, fill=1.0)
+    checkpointer.save(1).rename(tmp_path / ".replaced-step-00000001")
+    checkpointer.close()
+    checkpointer, model = open_with(tmp_path)
+    assert checkpointer.restore() == 1
+    assert model.weight.mean().item() == 1.0
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.1])
+def test_kill_9_in_the_midst_of_saving_leaves_the_earlier_intact(tmp_path: Path, delay: float) -> None:
+    script = f"""
+import torch
+from paceline.checkpoint import Checkpointer
+checkpointer = Checkpointer({str(tmp_path / "points")!r}, keep=1)
+model = checkpointer.register("model", torch.nn.Linear(500_000, 1))
+step = 0
+while True:
+    step += 1
+    torch.nn.init.constant_(model.weight, step)
+    checkpointer.save(step)
+    print(step, flush=True)
+"""
+    out = tmp_path / "out"
+    process = Forked(["-c", script], tmp_path, os.environ, out, tmp_path / "err")
+    deadline = time.monotonic() + PATIENCE_S
+    while not (out.exists() and out.read_text()):
+        assert time.monotonic() < deadline, "nothing is saved"
+        time.sleep(0.005)
+    time.sleep(delay)
+    process.kill()
+    process.wait(PATIENCE_S)
+    done = len(out.read_text().split())
+    checkpointer, model = open_with(tmp_path / "points", size=500_000)
+    step = checkpointer.restore()
+    assert step >= done
+    assert model.weight.min().item() == model.weight.max().item() == step
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file may grow beyond `size` bytes: writing fails with a real EFBIG, as a full disk does with ENOSPC."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("size", [0, 4096, 39_000])
+def test_a_failed_write_is_reported_and_loses_nothing(tmp_path: Path, size: int) -> None:
+    checkpointer, model = open_with(tmp_path, fill=1.0, keep=1, size=10_000)
+    checkpointer.save(1)
+    with largest_file(size), pytest.raises(CheckpointError, match=r"step 2 to .*step-00000002: File too large"):
+        checkpointer.save(2)
+    assert names(tmp_path) == ["step-00000001"]
+    nn.init.constant_(model.weight, 2.0)
+    assert checkpointer.restore() == 1
+    assert model.weight.mean().item() == 1.0
+    checkpointer.save(2)
+    assert names(tmp_path) == ["step-00000002"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(tmp_path)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a file system needs root")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path) -> None:
+    checkpointer, model = open_with(small_disk, fill=1.0, keep=1, size=35_000)
+    checkpointer.save(1)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"step 2 .*No space left on device"):
+            checkpointer.save(2)
+        with pytest.raises(CheckpointError, match=r"step 1 .*No space left on device"):
+            checkpointer.save(1)
+    assert names(small_disk) == ["step-00000001"]
+    nn.init.constant_(model.weight, 2.0)
+    assert checkpointer.restore() == 1
+    assert model.weight.mean().item() == 1.0
+    checkpointer.close()
+
+
+def test_a_save_without_room_writes_nothing_and_says_how_much_is_missing(small_disk: Path) -> None:
+    # It used to fill the disk first, so that for a moment nobody else could write there either.
+    checkpointer, model = open_with(small_disk, fill=1.0, keep=1, size=35_000)
+    checkpointer.save(1)
+    before = os.stat(small_disk).st_mtime_ns
+    figures = r"No space left on device: 2\d\d KiB are needed, \d+(\.\d)? KiB are free; the checkpoints before it"
+    for step in (1, 2):
+        with pytest.raises(CheckpointError, match=figures):
+            checkpointer.save(step)
+    assert os.stat(small_disk).st_mtime_ns == before  # no entry was made and removed again
+    nn.init.constant_(model.weight, 2.0)
+    assert checkpointer.restore() == 1
+    assert model.weight.mean().item() == 1.0
+    checkpointer.close()
+
+
+def test_room_that_a_killed_save_left_taken_counts_as_free(small_disk: Path) -> None:
+    checkpointer, _ = open_with(small_disk, size=35_000)
+    leftover = small_disk / ".writing-step-00000009"
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_bytes(bytes(150_000))
+    checkpointer.save(1)
+    assert names(small_disk) == ["step-00000001"]
+    checkpointer.close()
+
+
+def save_by_rank(world: World, folder: str, size: int) -> str:
+    checkpointer = Checkpointer(folder)
+    own = nn.Linear(size if world.rank == 1 else 1, 1)
+    checkpointer.register("own", own, per_rank=True)
+    try:
+        with checkpointer:
+            checkpointer.save(1)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_what_other_ranks_save_takes_room_too(small_disk: Path, pools: Pools) -> None:
+    # Rank 0 fetches and writes their states one after another, and has to know the sum of them before the first.
+    for message in pools.run(2, save_by_rank, str(small_disk), 70_000):
+        assert "No space left on device: 3" in message
+    assert names(small_disk) == []
+    assert pools.run(2, save_by_rank, str(small_disk), 7_000) == ["saved", "saved"]
+
+
+def test_room_is_compared_with_what_the_file_system_says(tmp_path: Path) -> None:
+    expect_room(tmp_path, 1)
+    with pytest.raises(OSError, match=r"No space left on device: 4194304.0 TiB are needed, .* are free") as caught:
+        expect_room(tmp_path, 2**62)
+    assert caught.value.errno == errno.ENOSPC
+    assert os.statvfs("/proc").f_blocks == 0
+    expect_room(Path("/proc"), 2**62)  # one that does not tell is trusted
+    expect_room(tmp_path / "nowhere", 2**62)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 * 1.5, "1.5 MiB"), (2**30 * 700, "700 GiB")],
+)
+def test_sizes_are_short(size: float, text: str) -> None:
+    assert readable(size) == text
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:
+    """Let the `call`-th call of ``os.<function>`` or ``Path.<function>`` fail as on a full disk."""
+    owner: Any = os if hasattr(os, function) and function == "fsync" else Path
+    original, calls = getattr(owner, function), [0]
+
+    def failing(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, function, failing)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
+@pytest.mark.parametrize(
+    ("function", "call"), [*(("fsync", call) for call in range(1, 7)), ("rename", 1), ("rename", 2)]
+)
+def test_a_failed_fsync_or_rename_is_reported_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int, again: bool
+) -> None:
+    if (function, call, again) == ("rename", 2, False):
+        return  # the second rename belongs to pruning then, and a failure to prune fails no save
+    checkpointer, model = open_with(tmp_path, fill=1.0, keep=1)
+    checkpointer.save(1)
+    with monkeypatch.context() as patch:
+        fail_at(patch, function, call)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            checkpointer.save(1 if again else 2)
+    assert names(tmp_path) == ["step-00000001"]
+    nn.init.constant_(model.weight, 2.0)
+    assert checkpointer.restore() == 1
+    assert model.weight.mean().item() == 1.0
+    checkpointer.save(3)
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_every_file_and_both_folders_are_synced_before_anything_is_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer, _ = open_with(tmp_path, keep=1)
+    checkpointer.save(1)
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def record_fsync(descriptor: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def record_rename(self: Path, target: Path) -> Path:
+        events.append(f"{self.name} -> {target.name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "rename", record_rename)
+    checkpointer.save(2)
+    assert events == [
+        "model.safetensors",
+        "rank-00000.safetensors",
+        "state.json",
+        "manifest.json",
+        ".writing-step-00000002",
+        ".writing-step-00000002 -> step-00000002",
+        tmp_path.name,
+        "step-00000001 -> .deleted-step-00000001",
+    ]
+
+
+def test_a_folder_that_vanished_is_an_error(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "runs")
+    (tmp_path / "runs").rmdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpointer.steps()
+    with pytest.raises(CheckpointError, match="No such file"):
+        checkpointer.save(1)
+
+
+def test_saving_goes_on_in_a_folder_that_was_removed_and_made_again(tmp_path: Path) -> None:
+    checkpointer, _ = open_with(tmp_path / "runs")
+    checkpointer.save(1)
+    shutil.rmtree(tmp_path / "runs")
+    with pytest.raises(CheckpointError, match=r"step 2 to .* No such file"):
+        checkpointer.save(2)
+    (tmp_path / "runs").mkdir()
+    checkpointer.save(3)
+    assert names(tmp_path / "runs") == ["step-00000003"]
+    with pytest.raises(UsageError, match="another run is using"):
+        Checkpointer(tmp_path / "runs")
+
+
+def test_what_a_failed_save_could_not_remove_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer, _ = open_with(tmp_path)
+    with monkeypatch.context() as patch:
+        fail_at(patch, "fsync", 2)
+        patch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpointer.save(1)
+    assert names(tmp_path) == [".writing-step-00000001"]
+    checkpointer.save(2)
+    assert names(tmp_path) == ["step-00000002"]

@@ -1,0 +1,213 @@
+"""Which checkpoint to restore, which ones stay, and what was written down about them."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from test_checkpoint_ranks import raised
+from torch import nn
+
+from paceline.checkpoint import Checkpointer
+from paceline.checkpoint.format import metadata as notes
+from paceline.checkpoint.format.metadata import Keep, Notes
+from paceline.core.processes.world import World
+from paceline.errors import CheckpointWarning, DesyncError, NoCheckpoint, UsageError
+from twins import Pools
+
+
+def open_with(folder: Path, **options: Any) -> tuple[Checkpointer, nn.Module]:
+    checkpointer = Checkpointer(folder, **options)
+    return checkpointer, checkpointer.register("model", nn.Linear(2, 1))
+
+
+def save(checkpointer: Checkpointer, model: nn.Module, *steps: int, **options: Any) -> None:
+    for step in steps:
+        nn.init.constant_(model.weight, step)
+        checkpointer.save(step, **options)
+
+
+def test_a_chosen_step_is_restored(tmp_path: Path) -> None:
+    checkpointer, model = open_with(tmp_path)
+    save(checkpointer, model, 1, 2, 3)
+    assert checkpointer.restore(2) == 2
+    assert model.weight.mean() == 2
+    assert checkpointer.restore() == 3
+    with pytest.raises(NoCheckpoint, match=r"no checkpoint of step 7 in .*, which has \[1, 2, 3\]; choose"):
+        checkpointer.restore(step=7)
+
+
+def test_a_chosen_step_that_is_damaged_is_an_error_and_no_other_is_taken(tmp_path: Path) -> None:
+    checkpointer, model = open_with(tmp_path)
+    save(checkpointer, model, 1, 2)
+    (tmp_path / "step-00000002" / "model.safetensors").unlink()
+    with pytest.raises(NoCheckpoint, match=r"step-00000002 is damaged: model.safetensors is missing; choose another"):
+        checkpointer.restore(2)
+    assert model.weight.mean() == 2
+
+
+VALUES: dict[str, Any] = {
+    "number": 71.25,
+    "nan": math.nan,
+    "text": "läuft",
+    "none": None,
+    "nested": {"confusion": [[1, 2], [3, 4]], "shape": (3, 4)},
+}
+
+
+def test_metadata_come_back(tmp_path: Path) -> None:
+    checkpointer, model = open_with(tmp_path)
+    save(checkpointer, model, 1, metadata=VALUES)
+    save(checkpointer, model, 2, metadata={"acc": torch.tensor(0.5), "best": numpy.float64(0.25)})
+    save(checkpointer, model, 3)
+    assert repr(checkpointer.metadata(1)) == repr(VALUES)
+    assert checkpointer.metadata(2) == {"acc": 0.5, "best": 0.25}
+    assert checkpointer.metadata(3) == checkpointer.metadata() == {}
+    assert not (tmp_path / "step-00000003" / "metadata.json").exists()
+    with pytest.raises(NoCheckpoint, match="no checkpoint of step 4"):
+        checkpointer.metadata(4)
+    (tmp_path / "step-00000001" / "metadata.json").write_text("{}")
+    with pytest.raises(NoCheckpoint, match=r"step-00000001 is damaged: metadata.json has 2 bytes"):
+        checkpointer.metadata(1)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a list": ({"metadata": [1]}, r"metadata must be a dict with strings as keys, not \[1\]"),
+    "a number as a key": ({"metadata": {1: 2}}, "metadata must be a dict with strings as keys"),
+    "a set": ({"metadata": {"a": {"b": {1}}}}, r"metadata\['a'\]\['b'\] is a builtins.set; give numbers"),
+    "a tensor": ({"metadata": {"a": torch.ones(3)}}, "metadata has a tensor, 'a'; register"),
+    "protect": ({"protect": 1}, "protect must be True or False, not 1"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
+def test_metadata_that_cannot_be_saved_are_refused(tmp_path: Path, options: Any, message: str) -> None:
+    checkpointer, _ = open_with(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        checkpointer.save(1, **options)
+    assert checkpointer.steps() == []
+
+
+def test_the_best_one_and_protected_ones_stay(tmp_path: Path) -> None:
+    checkpointer, model = open_with(tmp_path, keep=2, keep_best="acc")
+    for step, acc in enumerate((0.1, 0.5, 0.9, 0.9, math.nan, 0.2, 0.3), start=1):
+        with pytest.warns(CheckpointWarning, match="keep_best='acc': .* is NaN") if acc != acc else nullcontext():
+            save(checkpointer, model, step, metadata={"acc": acc}, protect=step == 2)
+    assert checkpointer.steps() == [2, 3, 6, 7]
+    assert checkpointer.best() == 3
+    assert checkpointer.restore(checkpointer.best()) == 3
+    checkpointer.close()
+    checkpointer, model = open_with(tmp_path, keep=1, keep_best="acc")  # a resumed run knows them, too
+    save(checkpointer, model, 8, metadata={"acc": 1})
+    save(checkpointer, model, 9)
+    assert checkpointer.steps() == [2, 8, 9]
+
+
+@pytest.mark.parametrize("acc", ["71.2", True, [71.2], {"top1": 71.2}])
+def test_a_metric_that_is_no_number_is_refused(tmp_path: Path, acc: Any) -> None:
+    # It was saved and never the best, so the checkpoint that the user meant to keep was deleted.
+    checkpointer, model = open_with(tmp_path, keep_best="acc")
+    with pytest.raises(
+        UsageError, match=r"keep_best='acc' compares numbers, but metadata\['acc'\] is .*; give a number"
+    ):
+        checkpointer.save(1, metadata={"acc": acc})
+    assert checkpointer.steps() == []
+    for step, number in enumerate((None, torch.tensor(0.5), numpy.float32(0.25), numpy.int64(0)), start=1):
+        save(checkpointer, model, step, metadata={"acc": number})
+    assert checkpointer.best() == 2
+
+
+def test_the_smallest_can_be_the_best(tmp_path: Path) -> None:
+    checkpointer, model = open_with(tmp_path, keep=1, keep_best="loss", best="min")
+    assert checkpointer.best() is None
+    for step, loss in enumerate((3.0, 1.0, 2.0), start=1):
+        save(checkpointer, model, step, metadata={"loss": loss})
+    assert (checkpointer.steps(), checkpointer.best()) == ([2, 3], 2)
+
+
+def test_one_whose_notes_cannot_be_read_is_not_deleted(tmp_path: Path) -> None:
+    checkpointer, model = open_with(tmp_path, keep=1)
+    save(checkpointer, model, 1, protect=True)
+    (tmp_path / "step-00000001" / "metadata.json").write_text('{"protected": fal')
+    save(checkpointer, model, 2, 3)
+    assert checkpointer.steps() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_best": ""}, "keep_best must be"),
+        ({"keep_best": 3}, "keep_best must be"),
+        ({"best": "low"}, "best must be max"),
+    ],
+)
+def test_malformed_arguments_are_refused(tmp_path: Path, options: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Checkpointer(tmp_path, **options)
+
+
+def noted(*values: Any) -> dict[int, Notes]:
+    return {step: Notes({"acc": value}) for step, value in enumerate(values)}
+
+
+@pytest.mark.parametrize(
+    ("values", "highest", "lowest"),
+    [
+        ((), None, None),
+        ((None, "0.9", True, math.nan), None, None),
+        ((1, 2.5, 2), 1, 0),
+        ((math.nan, -math.inf, math.inf), 2, 1),
+        ((1, 1.0), 0, 0),
+    ],
+)
+def test_the_best_is_the_first_of_the_best_numbers(values: Any, highest: int | None, lowest: int | None) -> None:
+    assert Keep(1, "acc", "max").best(noted(*values)) == highest
+    assert Keep(1, "acc", "min").best(noted(*values)) == lowest
+
+
+def test_notes_that_someone_else_wrote_are_bounded_or_refused() -> None:
+    for raw in (b"[]", b"{}", b'{"protected":1,"metadata":{"dict":{}}}', b'{"protected":true,"metadata":[]}'):
+        with pytest.raises(ValueError):
+            notes.parse(raw)
+    for entry in (b'"acc"', b'["acc"]', b'["acc","mean"]', b'[1,"max"]', b'{"acc":"max"}'):
+        with pytest.raises(ValueError, match="keep_best"):
+            notes.parse(b'{"protected":true,"metadata":{"dict":{}},"keep_best":' + entry + b"}")
+
+
+def test_notes_know_by_what_the_best_was_chosen(tmp_path: Path) -> None:
+    # The rule is an argument of the Checkpointer; without it nobody else could tell which one is the best.
+    checkpointer, model = open_with(tmp_path, keep_best="acc", best="min")
+    save(checkpointer, model, 1, metadata={"acc": 5.0})
+    assert notes.read_verified(tmp_path / "step-00000001", 1).keep_best == ("acc", "min")
+    assert notes.parse(notes.Notes({"acc": 1}).render()).keep_best is None
+    save(checkpointer, model, 2)
+    assert not (tmp_path / "step-00000002" / "metadata.json").exists()
+
+
+def on_two_ranks(world: World, folder: str) -> tuple[Any, ...]:
+    checkpointer, model = open_with(Path(folder), keep=1, keep_best="acc")
+    save(checkpointer, model, 1, metadata={"acc": 5.0 - world.rank})
+    save(checkpointer, model, 2, metadata={"acc": 1.0})
+    save(checkpointer, model, 3, metadata={"acc": float(world.rank)})
+    found = checkpointer.best(), checkpointer.metadata(1), checkpointer.steps(), checkpointer.restore(1)
+    mistakes = (
+        raised(checkpointer.restore, 1 + 2 * world.rank),
+        raised(checkpointer.save, 9, {"a": {1} if world.rank else 1}),
+    )
+    checkpointer.close()
+    return (*found, model.weight.mean().item(), mistakes)
+
+
+def test_every_rank_is_told_the_same(pools: Pools, tmp_path: Path) -> None:
+    for *found, mistakes in pools.run(2, on_two_ranks, str(tmp_path)):
+        assert found == [1, {"acc": 5.0}, [1, 3], 1, 1.0]
+        (kind, message), (other, unencodable) = mistakes
+        assert kind == DesyncError.__name__
+        assert "restores step" in message
+        assert other == UsageError.__name__
+        assert "metadata['a'] is a builtins.set" in unencodable

@@ -1,0 +1,372 @@
+"""Several ranks: rank 0 decides, an error anywhere is an error everywhere, and each rank gets what is its own."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_checkpoint_damage import forge_state
+from torch import nn
+
+from paceline.checkpoint import Checkpointer, CheckpointWarning
+from paceline.core.processes.world import World
+from paceline.core.state.rng import rng_state, set_seed
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    DesyncError,
+    NoCheckpoint,
+    UsageError,
+)
+from ranks import RankFailed, Ranks, run_ranks
+from trainings import digest
+from twins import Pools
+
+
+class Holder:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        if state.get("refuse", -1) == self.state.get("rank"):
+            raise CheckpointMismatch(f"refused on rank {self.state['rank']}")
+        self.state = state
+
+
+def make(world: World, folder: str, seed: int, per_rank: bool = True) -> tuple[Checkpointer, Any, Any, Any]:
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    own = Holder({"residual": torch.full((world.rank,), float(world.rank)), "rank": world.rank})
+    checkpointer = Checkpointer(folder)
+    checkpointer.register("model", model)
+    checkpointer.register("optimizer", optimizer)
+    if per_rank:
+        checkpointer.register("residual", own, per_rank=True)
+    return checkpointer, model, optimizer, own
+
+
+def save(world: World, folder: str, per_rank: bool = True) -> tuple[str, torch.Tensor, torch.Tensor]:
+    checkpointer, model, _, _ = make(world, folder, seed=1, per_rank=per_rank)
+    set_seed(11)
+    path = checkpointer.save(7)
+    checkpointer.close()
+    return str(path), model.weight.detach(), torch.rand(3)
+
+
+def restore(world: World, folder: str, per_rank: bool = True) -> tuple[Any, ...]:
+    # Only rank 0's host has the folder.
+    checkpointer, model, optimizer, own = make(
+        world, folder if world.rank == 0 else f"/proc/nowhere-{world.rank}", 2 + world.rank, per_rank
+    )
+    set_seed(12)
+    fresh = torch.rand(3)
+    set_seed(12)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = checkpointer.restore()
+    checkpointer.close()
+    return (
+        step,
+        model.weight.detach(),
+        float(optimizer.state_dict()["state"][0]["step"]),
+        own.state,
+        (fresh, torch.rand(3)),
+        [str(warning.message) for warning in caught],
+    )
+
+
+def test_every_rank_gets_its_own_state_and_generators_back(tmp_path: Path) -> None:
+    saved = run_ranks(2, save, str(tmp_path))
+    assert {path for path, _, _ in saved} == {str(tmp_path / "step-00000007")}
+    assert not torch.equal(saved[0][2], saved[1][2])
+    for rank, (step, weight, optimizer_step, own, (_, drawn), warned) in enumerate(
+        run_ranks(2, restore, str(tmp_path))
+    ):
+        assert (step, optimizer_step, warned) == (7, 1.0, [])
+        assert torch.equal(weight, saved[0][1])
+        assert own["rank"] == rank
+        assert torch.equal(own["residual"], torch.full((rank,), float(rank)))
+        assert torch.equal(drawn, saved[rank][2])
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_another_number_of_ranks_restores_all_but_the_generators_and_says_so(tmp_path: Path, size: int) -> None:
+    saved = run_ranks(2, save, str(tmp_path), False)
+    for rank, (step, weight, _, _, (fresh, drawn), warned) in enumerate(run_ranks(size, restore, str(tmp_path), False)):
+        assert step == 7
+        assert torch.equal(weight, saved[0][1])
+        assert torch.equal(fresh, drawn)
+        assert len(warned) == (rank == 0)
+        assert all(f"saved by 2 ranks and this run has {size}" in message for message in warned)
+
+
+def test_without_a_process_group_two_ranks_checkpoint_is_restored(tmp_path: Path) -> None:
+    saved = run_ranks(2, save, str(tmp_path), False)
+    with Checkpointer(tmp_path) as checkpointer:
+        model = checkpointer.register("model", nn.Linear(4, 3))
+        checkpointer.register("optimizer", torch.optim.AdamW(model.parameters()))
+        with pytest.warns(CheckpointWarning, match="saved by 2 ranks and this run has 1"):
+            assert checkpointer.restore() == 7
+    assert torch.equal(model.weight, saved[0][1])
+
+
+def raised(function: Callable[..., Any], *arguments: Any) -> tuple[str, str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            function(*arguments)
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def mistakes(world: World, folder: str) -> dict[str, tuple[str, str]]:
+    """Every mistake in turn; the checkpointer works in between."""
+    here = Path(folder)
+    found = {"keep": raised(Checkpointer, here / "a", 0)}
+    found["unwritable"] = raised(Checkpointer, "/proc/self/task/x")
+    checkpointer, _, _, own = make(world, str(here / "a"), seed=1)
+    found["second"] = raised(Checkpointer, here / "a")
+    found["none"] = raised(checkpointer.restore)
+    found["step"] = raised(checkpointer.save, 3 + world.rank)
+    found["one bad step"] = raised(checkpointer.save, 3 if world.rank == 0 else -3)
+    own.state = {"rank": world.rank, "bad": {1} if world.rank == 1 else 1}
+    found["unencodable"] = raised(checkpointer.save, 3)
+    own.state = {"rank": world.rank, "refuse": 1}
+    checkpointer.save(3)
+    found["one refuses"] = raised(checkpointer.restore)
+    own.state = {"rank": 5}
+    if world.rank == 1:
+        checkpointer.register("more", Holder({}))
+    found["names"] = raised(checkpointer.save, 4)
+    found["names at restore"] = raised(checkpointer.restore)
+    assert checkpointer.steps() == [3]
+    assert checkpointer.latest() == here / "a" / "step-00000003"
+    world.barrier()
+    if world.is_main:
+        shutil.rmtree(here / "a" / "step-00000003" / "rank-00001.safetensors", ignore_errors=True)
+        (here / "a" / "step-00000003" / "rank-00001.safetensors").unlink()
+    found["damaged"] = raised(checkpointer.restore)
+    return found
+
+
+def test_a_mistake_on_any_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
+    expected = {
+        "keep": (UsageError, "keep must be"),
+        "unwritable": (UsageError, "cannot be used: No such file"),
+        "second": (UsageError, "another run is using"),
+        "none": (NoCheckpoint, "there is no checkpoint in"),
+        "step": (DesyncError, "saves step"),
+        "one bad step": (UsageError, "not -3"),
+        "unencodable": (CheckpointError, "residual.state_dict()['bad'] is a builtins.set"),
+        "one refuses": (CheckpointMismatch, "refused on rank 1"),
+        "names": (UsageError, "has registered"),
+        "names at restore": (CheckpointMismatch, "'more' is registered but not"),
+        "damaged": (NoCheckpoint, "damaged: step-00000003"),
+    }
+    for rank, found in enumerate(run_ranks(2, mistakes, str(tmp_path))):
+        for name, (kind, message) in expected.items():
+            assert found[name][0] == kind.__name__, (rank, name, found[name])
+            assert message in found[name][1], (rank, name, found[name])
+
+
+def restore_elsewhere(world: World, folder: str) -> tuple[str, str]:
+    checkpointer, *_ = make(world, folder, seed=1)
+    return raised(checkpointer.restore)
+
+
+def test_state_per_rank_does_not_fit_another_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(2, save, str(tmp_path))
+    for kind, message in run_ranks(3, restore_elsewhere, str(tmp_path)):
+        assert kind == "CheckpointMismatch"
+        assert "'residual' has a state per rank, saved by 2 ranks, but this run has 3" in message
+
+
+def other_model_on_rank_1(world: World, folder: str) -> tuple[str, str]:
+    checkpointer = Checkpointer(folder)
+    model = checkpointer.register("model", nn.Linear(4, 3 + world.rank))
+    checkpointer.register("optimizer", torch.optim.AdamW(model.parameters()))
+    return raised(checkpointer.restore)
+
+
+def test_a_wrong_model_on_one_rank_is_named_on_all(tmp_path: Path) -> None:
+    run_ranks(2, save, str(tmp_path), False)
+    first, second = run_ranks(2, other_model_on_rank_1, str(tmp_path))
+    assert first == ("CheckpointMismatch", f"rank 1: {second[1]}")
+    assert "'weight' of 'model' has shape (3, 4) in the checkpoint of step 7 but (4, 4)" in second[1]
+
+
+def save_onto_a_full_disk(world: World, folder: str, size: int) -> tuple[tuple[str, str], list[int], int]:
+    import resource
+
+    checkpointer, *_, own = make(world, folder, seed=1)
+    own.state = {"large": torch.ones(50_000), "rank": world.rank}
+    checkpointer.save(1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if world.is_main:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    failure = raised(checkpointer.save, 2)
+    if world.is_main:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    steps = checkpointer.steps()
+    checkpointer.save(3)
+    return failure, steps, checkpointer.restore()
+
+
+@pytest.mark.parametrize("size", [100, 100_000])
+def test_a_full_disk_is_reported_on_every_rank_and_saving_goes_on(tmp_path: Path, size: int) -> None:
+    for (kind, message), steps, step in run_ranks(3, save_onto_a_full_disk, str(tmp_path), size):
+        assert kind == "CheckpointError"
+        assert "rank 0 could not save step 2 to" in message
+        assert "File too large" in message
+        assert steps == [1]
+        assert step == 3
+
+
+def every_dtype(world: World, folder: str) -> bool:
+    dtypes = [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint64, torch.complex128]
+    values = {str(dtype): torch.ones(3, 2).to(dtype) for dtype in dtypes}
+    values.update(scalar=torch.tensor(1.5), empty=torch.ones(0, 3), transposed=torch.ones(2, 3).T)
+    checkpointer = Checkpointer(folder)
+    shared = checkpointer.register("shared", Holder(dict(values)))
+    own = checkpointer.register("own", Holder(dict(values)), per_rank=True)
+    checkpointer.save(1)
+    shared.state, own.state = {}, {}
+    checkpointer.restore()
+    return all(
+        torch.equal(holder.state[name].to(torch.complex128), value.to(torch.complex128))
+        and holder.state[name].dtype == value.dtype
+        for holder in (shared, own)
+        for name, value in values.items()
+    )
+
+
+def test_every_dtype_travels_between_ranks(tmp_path: Path) -> None:
+    assert run_ranks(2, every_dtype, str(tmp_path)) == [True, True]
+
+
+def save_for_ever(world: World, folder: str) -> None:
+    checkpointer, *_ = make(world, folder, seed=1)
+    step = 7
+    while True:
+        step += 1
+        checkpointer.save(step)
+
+
+def test_killing_every_rank_in_the_midst_of_saving_loses_nothing(tmp_path: Path) -> None:
+    with Ranks(2) as ranks:
+        ranks.run(save, str(tmp_path))
+        ranks.timeout = 1.0
+        with pytest.raises(RankFailed, match="did not answer"):
+            ranks.run(save_for_ever, str(tmp_path))
+    for step, *_ in run_ranks(2, restore, str(tmp_path)):
+        assert step >= 7
+
+
+class Picky(Holder):
+    """Takes the state in and then refuses it, on the rank that `refuses`."""
+
+    refuses = False
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+        if self.refuses:
+            self.refuses = False
+            raise RuntimeError("half-way")
+
+
+def refused_half_way(world: World, folder: str, where: str, rank: int) -> tuple[str, str, bool]:
+    torch.manual_seed(1)
+    first, model = Holder({"epoch": 1, "shadow": torch.ones(2)}), nn.Linear(3, 2)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.00001)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    last = Picky({"rank": world.rank, "epoch": 1})
+    everything = {"first": first, "model": wrapped, "optimizer": optimizer, "last": last}
+
+    def step() -> None:
+        optimizer.zero_grad()
+        wrapped(torch.rand(2, 3)).sum().backward()
+        optimizer.step()
+
+    with Checkpointer(folder) as checkpointer:
+        for name, each in everything.items():
+            checkpointer.register(name, each, per_rank=name == "last")
+        step()
+        checkpointer.save(1)
+        step()
+        first.state["epoch"] = last.state["epoch"] = 2
+        first.state["shadow"] += 1
+        optimizer.param_groups[0]["lr"] = 0.05
+        if world.rank == rank:
+            if where == "last":
+                last.refuses = True
+            else:
+                patched = model if where == "model" else optimizer
+                patched.load_state_dict = refusing_once(patched.load_state_dict)  # type: ignore[method-assign]
+        states = {name: digest(each.state_dict()) for name, each in everything.items()}
+        before, layout = (states, digest(rng_state())), wrapped.bucket_layout()
+        failure = raised(checkpointer.restore)
+        states = {name: digest(each.state_dict()) for name, each in everything.items()}
+        same = (states, digest(rng_state())) == before and wrapped.bucket_layout() == layout
+        step()  # it can still be trained
+        assert checkpointer.restore() == 1
+    return (*failure, same)
+
+
+def refusing_once(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    calls = []
+
+    def refuse(state: Any) -> Any:
+        load(state)
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("half-way")
+
+    return refuse
+
+
+@pytest.mark.parametrize(("where", "rank"), [("model", 0), ("optimizer", 1), ("last", 1)])
+def test_a_restore_that_is_refused_half_way_leaves_everything_as_it_was(
+    pools: Pools, tmp_path: Path, where: str, rank: int
+) -> None:
+    # The objects before the one that refused, and itself, were left with the checkpoint's state: a run that went on
+    # without resuming trained a mixture of both.
+    for kind, message, same in pools.run(2, refused_half_way, str(tmp_path), where, rank):
+        assert (kind, same) == ("CheckpointMismatch", True)
+        assert f"'{where}' does not take its state of step 1 (RuntimeError: half-way)" in message
+
+
+def malformed_for_rank_1(world: World, folder: str) -> tuple[str, str, bool]:
+    model = nn.Linear(3, 2)
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.register("model", model)
+        checkpointer.register("own", Holder({"rank": world.rank}), per_rank=True)
+        path = checkpointer.save(1)
+        if world.is_main:
+            forge_state(path, lambda state: state["ranks"][1]["own"].update(state={"tensor": "nowhere"}))
+        world.barrier()
+        nn.init.constant_(model.weight, 3.0)
+        failure = raised(checkpointer.restore)
+        return (*failure, bool((model.weight == 3.0).all()))
+
+
+def test_a_state_that_is_malformed_for_one_rank_is_refused_before_anything_is_loaded(
+    pools: Pools, tmp_path: Path
+) -> None:
+    for kind, message, same in pools.run(2, malformed_for_rank_1, str(tmp_path)):
+        assert (kind, same) == ("CheckpointError", True)
+        assert "malformed" in message

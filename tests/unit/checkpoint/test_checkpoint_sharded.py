@@ -1,0 +1,213 @@
+"""A sharded optimizer's checkpoint: a shard in every rank's file, loaded by any number of ranks, sharded or not."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import paceline
+from paceline.checkpoint.format import manifest
+from paceline.checkpoint.format.safetensors_file import read_specs
+from paceline.core.processes.world import World
+from paceline.errors import CheckpointMismatch, CheckpointWarning, UsageError
+from paceline.optim import ShardedOptimizer
+from processes import paceline as command
+from twins import Pools
+
+LOOP = """
+import os, sys, torch, paceline
+world = paceline.init()
+torch.manual_seed(0)
+model = paceline.DistributedDataParallel(torch.nn.Linear(40, 5))
+optimizer = paceline.optim.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+with paceline.Checkpointer("ckpt", every=2) as checkpointer:
+    checkpointer.register("model", model)
+    checkpointer.register("optimizer", optimizer)
+    first = checkpointer.restore() if checkpointer.steps() else 0
+    for step in range(first, 5):
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(2 * step + world.rank))
+        torch.nn.functional.cross_entropy(model(x), torch.arange(4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step, world.rank, first, len(sys.argv)) == (3, 1, 0, 2):
+            os._exit(9)
+        checkpointer.step()
+    if world.is_main:
+        total = float(sum(parameter.detach().double().sum() for parameter in model.parameters()))
+        print("ended", first, checkpointer.history.rescued_from, repr(total))
+"""
+
+
+def opened(folder: str, kind: str, background: bool = False) -> tuple[nn.Module, Any, Any, paceline.Checkpointer]:
+    torch.manual_seed(4)
+    model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(5, 99), nn.Tanh(), nn.Linear(99, 4)))
+    options = {"by": "tensor"} if kind == "tensor" else {}
+    optimizer: Any = AdamW(model.parameters(), lr=0.01)
+    if kind != "plain":
+        optimizer = ShardedOptimizer(model, AdamW, lr=0.01, **options)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    checkpointer = paceline.Checkpointer(folder, async_save=background)
+    for name, each in (("optimizer", optimizer), ("model", model), ("scheduler", scheduler)):
+        checkpointer.register(name, each)
+    return model, optimizer, scheduler, checkpointer
+
+
+def train(model: nn.Module, optimizer: Any, scheduler: Any, first: int, last: int) -> None:
+    for step in range(first, last):
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+        F.cross_entropy(model(x), torch.arange(6) % 4).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def saved(world: World, folder: str, kinds: list[str]) -> None:
+    for kind in kinds:
+        model, optimizer, scheduler, checkpointer = opened(f"{folder}/{kind}{world.size}", kind, kind == "tensor")
+        train(model, optimizer, scheduler, 0, 3)
+        checkpointer.save(3)
+        checkpointer.close()
+
+
+def resumed(world: World, folder: str, kinds: list[str]) -> list[list[Tensor]]:
+    found = []
+    for kind in kinds:
+        model, optimizer, scheduler, checkpointer = opened(folder, kind)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)  # of random generators
+            first = checkpointer.restore()
+        checkpointer.close()
+        train(model, optimizer, scheduler, first, 6)
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    return found
+
+
+@pytest.mark.slow
+def test_it_is_loaded_by_any_number_of_ranks_and_sharded_or_not(pools: Pools, tmp_path: Path) -> None:
+    for size, kinds in ((1, ["sharded"]), (2, ["plain", "sharded", "tensor"]), (4, ["sharded"])):
+        pools.run(size, saved, str(tmp_path), kinds)
+    for size, saves in ((1, ("plain2", "sharded2", "tensor2", "sharded4")), (2, ("plain2", "sharded1", "sharded4"))):
+        for before in saves:
+            results = pools.run(size, resumed, str(tmp_path / before), ["plain", "sharded"])
+            [expected, _], *_ = results
+            reference = [expected for _ in range(2)]
+            for result in results:
+                assert all(map(torch.equal, result[0] + result[1], reference[0] + reference[1])), (size, before)
+    every = [
+        pools.run(1, resumed, str(tmp_path / name), ["plain"])[0][0] for name in ("plain2", "sharded2", "sharded4")
+    ]
+    assert all(all(map(torch.equal, each, every[0])) for each in every)  # halves and quarters of equal sums are exact
+
+
+def moments(file: Path) -> int:
+    """Elements of Adam's moments in a file of tensors."""
+    return sum(math.prod(spec.shape) for name, spec in read_specs(file).items() if "exp_avg" in name)
+
+
+def test_every_rank_writes_its_share_alone(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, saved, str(tmp_path), ["plain", "sharded"])
+    folder = tmp_path / "sharded2" / "step-00000003"
+    shares = [moments(folder / f"rank-0000{rank}.safetensors") for rank in range(2)]
+    assert not (folder / "optimizer.safetensors").exists()
+    assert sum(shares) == moments(tmp_path / "plain2" / "step-00000003" / "optimizer.safetensors")
+    assert max(shares) - min(shares) <= 2 * 2 * 128
+
+
+def refused_step(world: World, folder: str) -> str:
+    *objects, checkpointer = opened(folder, "sharded")
+    with checkpointer, pytest.raises(paceline.errors.NoCheckpoint) as caught:
+        checkpointer.restore(3)
+    del objects
+    return str(caught.value)
+
+
+def test_a_missing_shard_is_named(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, saved, str(tmp_path), ["sharded"])
+    folder = tmp_path / "sharded2" / "step-00000003"
+    (folder / "rank-00001.safetensors").unlink()
+    for message in pools.run(2, refused_step, folder.parent.as_posix()):
+        assert "rank-00001.safetensors" in message
+
+
+def of_another_class(world: World, folder: str) -> str:
+    model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(5, 99), nn.Tanh(), nn.Linear(99, 4)))
+    optimizer = ShardedOptimizer(model, torch.optim.SGD, lr=0.01)
+    with paceline.Checkpointer(folder) as checkpointer:
+        checkpointer.register("optimizer", optimizer)
+        checkpointer.register("model", model)
+        checkpointer.register("scheduler", torch.optim.lr_scheduler.LinearLR(optimizer))
+        with pytest.raises(CheckpointMismatch) as caught:
+            checkpointer.restore()
+    return str(caught.value)
+
+
+def test_the_shared_out_class_is_compared(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, saved, str(tmp_path), ["sharded"])
+    [message] = pools.run(1, of_another_class, str(tmp_path / "sharded2"))
+    assert "'optimizer' is of class SGD in this run but of class AdamW in the checkpoint" in message
+
+
+def test_the_manifest_has_the_slice_of_each_piece(pools: Pools, tmp_path: Path) -> None:
+    pools.run(4, saved, str(tmp_path), ["sharded", "tensor"])
+    for kind in ("sharded", "tensor"):
+        folder = tmp_path / f"{kind}4" / "step-00000003"
+        found = manifest.parse((folder / "manifest.json").read_bytes())
+        listed = [entry["tensors"] for entry in json.loads((folder / "manifest.json").read_text())["files"]]
+        slices = [name["slice"] for tensors in listed for key, name in tensors.items() if "exp_avg" in key]
+        assert any(first for ((first, _), *_) in slices) == (kind == "sharded")
+        assert all(file.rank for file in found.files if file.starts), "rank 0's pieces are the first ones"
+
+
+def of_command(*arguments: object) -> Any:
+    """Return what `paceline checkpoint` prints as JSON; an exit code of its own is an error."""
+    done = command(Path(str(arguments[-1])).parent, "checkpoint", *map(str, arguments[:-1]), fork="all")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout) if "--json" in arguments else done.stdout
+
+
+def test_the_commands_know_shards(pools: Pools, tmp_path: Path) -> None:
+    pools.run(4, saved, str(tmp_path), ["sharded", "plain"])
+    pools.run(4, saved, f"{tmp_path}/copy", ["sharded"])
+    run = tmp_path / "sharded4"
+    here = tmp_path / "any"
+    found = of_command("show", run, "--json", here)["objects"]
+    pieces = [tensor for each in found if each["name"] == "optimizer" for tensor in each["tensors"] if tensor["slice"]]
+    assert {tensor["slice"]["start"] for tensor in pieces} > {0}
+    assert "of [99, 5]" in of_command("show", run, here)
+    assert of_command("verify", run, "--json", here)["damaged"] == []
+    assert of_command("verify", run, tmp_path / "copy" / "sharded4", "--json", here)["differences"] == []
+    for source in ("sharded4", "plain4"):
+        of_command("export", tmp_path / source, "--name", "optimizer", "--out", tmp_path / f"{source}.pt", here)
+    whole, plain = (torch.load(tmp_path / f"{source}.pt", weights_only=True) for source in ("sharded4", "plain4"))
+    assert whole["state"].keys() == plain["state"].keys()
+    for index, entry in plain["state"].items():
+        assert all(torch.equal(whole["state"][index][key], value) for key, value in entry.items())
+    net = nn.Sequential(nn.Linear(5, 99), nn.Tanh(), nn.Linear(99, 4))
+    AdamW(net.parameters()).load_state_dict(whole)
+
+
+def test_a_name_that_is_not_there_is_told_with_the_sharded_ones(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, saved, str(tmp_path), ["sharded"])
+    with pytest.raises(UsageError, match=r"which has \['model', 'optimizer', 'scheduler'\]"):
+        paceline.load_weights(tmp_path / "sharded2", name="other")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_disk_as_nobody_has_a_lost_shard(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    hurt = command(tmp_path, "run", "--nproc", "2", "--max-restarts", "1", "loop.py", "die", OMP_NUM_THREADS="1")
+    assert "no other rank has a lost rank's shard" in hurt.stderr
+    assert hurt.stdout.startswith("ended 2 disk ")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "loop.py").write_text(LOOP)
+    whole = command(tmp_path / "whole", "run", "--nproc", "2", "loop.py", OMP_NUM_THREADS="1")
+    assert whole.stdout.split()[-1] == hurt.stdout.split()[-1]

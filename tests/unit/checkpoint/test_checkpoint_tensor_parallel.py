@@ -1,0 +1,130 @@
+"""Tensor parallelism: DTensors are saved whole, and loaded onto meshes of any shape."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_checkpoint_ranks import Holder, raised
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from paceline import load_weights
+from paceline.checkpoint import Checkpointer
+from paceline.core.processes.world import World
+from paceline.core.torch_internals.distributed.dtensor import is_sharded, whole_of
+from twins import Pools
+
+
+def model_on(world: World) -> nn.Module:
+    """A feed-forward net, of whose parameters each rank has its shard."""
+    torch.manual_seed(5)
+    module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    if world.size > 1:
+        mesh = init_device_mesh("cpu", (world.size,))
+        parallelize_module(module, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return module
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
+    module(inputs).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = dict(module.state_dict())
+    for index, state in optimizer.state_dict()["state"].items():
+        found.update({f"{index}.{name}": value for name, value in state.items()})
+    return {name: whole_of(value) if is_sharded(value) else value for name, value in found.items()}
+
+
+def run(world: World, folder: str, async_save: bool, until: int) -> tuple[dict[str, torch.Tensor], bool]:
+    """Restore if there is a checkpoint, train up to step `until`, and save; return the whole state."""
+    module = model_on(world)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    with Checkpointer(folder, async_save=async_save) as checkpointer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpointer.register("model", module)
+        checkpointer.register("optimizer", optimizer)
+        start = checkpointer.restore() if checkpointer.steps() else 0
+        restored = whole_state(module, optimizer)
+        if not start:
+            restored = {}
+        kinds = all(is_sharded(each) for each in module.parameters() if world.size > 1 and each.dim() == 2)
+        for number in range(start, until):
+            step(module, optimizer, number)
+        checkpointer.save(until)
+        return (restored or whole_state(module, optimizer)), kinds
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["", "async"])
+def test_the_number_of_ranks_may_change(pools: Pools, tmp_path: Path, async_save: bool) -> None:
+    saved = pools.run(2, run, str(tmp_path), async_save, 3)[0][0]
+    for size, until in ((2, 3), (3, 3), (1, 3)):
+        for restored, are_sharded in pools.run(size, run, str(tmp_path), async_save, until):
+            assert are_sharded
+            assert restored.keys() == saved.keys()
+            for name, value in saved.items():
+                assert torch.equal(restored[name], value), (size, name)
+    weights = load_weights(tmp_path)
+    assert torch.equal(weights["0.weight"], saved["0.weight"])
+
+
+def goes_on(world: World, folder: str, cut: bool) -> dict[str, torch.Tensor]:
+    if cut:
+        run(world, folder, False, 3)
+    run(world, folder, False, 6)
+    module = model_on(world)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.register("model", module)
+        checkpointer.register("optimizer", optimizer)
+        checkpointer.restore(6)
+    return whole_state(module, optimizer)
+
+
+def test_a_resumed_run_goes_on_bit_by_bit(pools: Pools, tmp_path: Path) -> None:
+    (whole, _), (cut, _) = (pools.run(2, goes_on, str(tmp_path / str(cut)), cut) for cut in (False, True))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def one_rank_fails(world: World, folder: str) -> tuple[str, str]:
+    with Checkpointer(folder) as checkpointer:
+        own = checkpointer.register("own", Holder({"rank": world.rank}))
+        checkpointer.register("model", model_on(world))
+        if world.rank == 1:
+            own.state = {"cannot": object()}
+        return raised(checkpointer.save, 1)
+
+
+def test_an_error_on_one_rank_leaves_no_other_waiting_for_its_shards(pools: Pools, tmp_path: Path) -> None:
+    for kind, message in pools.run(2, one_rank_fails, str(tmp_path)):
+        assert kind in ("UsageError", "CheckpointError")
+        assert "own.state_dict()['cannot'] is a builtins.object" in message
+
+
+def refused(world: World, folder: str) -> tuple[tuple[str, str], bool]:
+    module: Any = model_on(world)
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.register("model", module)
+        last = checkpointer.register("zlast", Holder({"rank": world.rank, "refuse": -1}))
+        checkpointer.save(1)
+        last.state = {"rank": world.rank, "refuse": 1}
+        checkpointer.save(2)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+        failure = raised(checkpointer.restore)
+        return failure, all(not whole_of(each).any() for each in module.parameters() if is_sharded(each))
+
+
+def test_a_refused_restore_puts_shards_back(pools: Pools, tmp_path: Path) -> None:
+    for (kind, _), is_as_before in pools.run(2, refused, str(tmp_path)):
+        assert kind == "CheckpointMismatch"
+        assert is_as_before

@@ -1,0 +1,170 @@
+"""Full memory and full disks: what is lost is said, training goes on, and a job that saved nothing is no success."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from paceline.checkpoint import Checkpointer
+from paceline.core.telemetry.job_directory import PARENT
+from paceline.errors import CheckpointError, CheckpointWarning
+from processes import paceline, script
+
+LOOP = """
+import json, os, signal, sys, torch, paceline
+given = json.loads(sys.argv[1])
+world = paceline.init()
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+checkpointer = paceline.Checkpointer(given["folder"], every=5, async_save=given.get("async", False))
+with paceline.set_seed(0):
+    model = checkpointer.register("model", paceline.DistributedDataParallel(torch.nn.Linear(4, 2)))
+optimizer = checkpointer.register("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+step = checkpointer.restore() if checkpointer.steps() else 0
+history = checkpointer.history
+if world.is_main:
+    print("begins at", step, history.steps_redone, history.rescued_from, flush=True)
+while step < 15:
+    if world.is_main and step == 4 and first and "fill" in given:
+        with open(given["fill"] + "/fill", "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+    if world.is_main and step == given.get("free"):
+        os.truncate(given["folder"] + "/ballast", 0)
+    if world.rank == 1 and step == given.get("kill") and first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step = checkpointer.step()
+if given.get("close", True):
+    checkpointer.close()
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB, of which 64 KiB are free."""
+    (place := tmp_path / "small").mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a file system needs root")
+    (place / "ballast").write_bytes(bytes(2**21 - 2**16))
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def train(where: Path, environment: dict[str, str], **given: Any) -> tuple[int, list[str], str]:
+    """Run the loop on two ranks; exit code, lines on stdout, and stderr."""
+    text = json.dumps({"folder": str(where / "checkpoints")} | given)
+    done = paceline(where, "run", "--nproc", "2", script(where, LOOP), text, fork="all", **environment)
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def test_a_job_whose_memory_is_too_small_restarts_from_disk_and_says_so(tmp_path: Path, small: Path) -> None:
+    # A rank without room for its copies switched all restarts off.
+    code, out, err = train(tmp_path, {PARENT: str(small)}, kill=7)
+    assert (code, out) == (0, ["begins at 0 0 None", "begins at 5 2 disk"]), err
+    told = (
+        f"ranks 0, 1: a failure costs the steps since the last save on disk, as the job's folder takes no more ({small}"
+    )
+    assert told in err
+    assert "; enlarge it (of a container: docker run --shm-size=8g), or name another place in PACELINE_JOBS" in err
+    assert "starting all ranks again from step 5, which is on disk, as nobody could save step 7 (restart 1)" in err
+    assert [path.name for path in small.iterdir()] == ["ballast"]
+
+
+def test_a_full_place_of_the_users_choice_does_not_switch_restarts_off(tmp_path: Path, small: Path) -> None:
+    with (small / "ballast").open("ab") as ballast:
+        ballast.write(bytes(2**16))
+    code, out, err = train(tmp_path, {PARENT: str(small)}, kill=7)
+    assert (code, out) == (0, ["begins at 0 0 None", "begins at 7 0 memory"]), err
+    assert f" ({small}: No space left on device)" in err
+    assert [path.name for path in small.iterdir()] == ["ballast"]
+
+
+@pytest.mark.slow
+def test_memory_that_fills_up_on_the_way_sends_the_last_step_to_disk(tmp_path: Path, small: Path) -> None:
+    # The message was that nobody could save the step.
+    (small / "ballast").unlink()
+    code, out, err = train(tmp_path, {PARENT: str(small)}, kill=7, fill=str(small))
+    assert (code, out) == (0, ["begins at 0 0 None", "begins at 7 0 disk"]), err
+    assert "starting all ranks again from step 7, which is on disk (restart 1)" in err
+    assert [path.name for path in small.iterdir()] == ["fill"]
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "told"),
+    [
+        # Every failed save restarted all ranks, and the job ended with exit code 0 and an empty folder.
+        ({}, 1, "CheckpointError: the training has ended, but nothing of it is saved: none of its 3 saves to "),
+        pytest.param(
+            {"close": False}, 1, "error: the job has ended, but nothing of it is saved in ", marks=pytest.mark.slow
+        ),
+        pytest.param({"async": True}, 1, "none of its 3 saves to ", marks=pytest.mark.slow),
+        pytest.param({"free": 12}, 0, "", marks=pytest.mark.slow),
+    ],
+)
+def test_a_full_disk_does_not_end_the_training_and_an_end_without_a_save_is_a_failure(
+    tmp_path: Path, small: Path, given: dict[str, Any], code: int, told: str
+) -> None:
+    ended, out, err = train(tmp_path, {}, **given, folder=str(small))
+    assert (ended, out) == (code, ["begins at 0 0 None"]), err
+    assert told in err
+    assert err.count("CheckpointWarning: ") == 1, "once for each cause"
+    assert "step-00000005: No space left on device: " in err
+    assert "KiB are needed, " in err
+    assert "training goes on, and the next save tries again" in err
+    assert [path.name for path in small.glob("step-*")] == (["step-00000015"] if "free" in given else [])
+
+
+def full(_: int) -> None:
+    """Fail as on a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["", "async"])
+def test_a_save_that_is_due_and_fails_is_said_once_and_the_next_one_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
+) -> None:
+    checkpointer = Checkpointer(tmp_path, every=1, async_save=async_save)
+    checkpointer.register("model", nn.Linear(2, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for _ in range(4):
+                checkpointer.step()
+            checkpointer.due.finish(checkpointer)
+    [warning] = warned
+    assert "training goes on, and the next save tries again" in str(warning.message)
+    assert checkpointer.due.failed == [1, 2, 3, 4]
+    checkpointer.step()
+    checkpointer.close()
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000005"]
+
+
+def test_closing_a_training_that_saved_nothing_is_an_error_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(tmp_path, every=1)
+    checkpointer.register("model", nn.Linear(2, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.warns(CheckpointWarning):
+            checkpointer.step()
+    with pytest.raises(CheckpointError, match="none of its 1 saves to"):
+        checkpointer.close()
+    checkpointer.close()
+    Checkpointer(tmp_path).close()  # the folder was released

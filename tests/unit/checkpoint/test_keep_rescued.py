@@ -1,0 +1,101 @@
+"""What becomes of a step in memory when the job has failed for good: a path is printed only if something is there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from paceline.checkpoint import Checkpointer
+from paceline.checkpoint.recovery.emergency_save import DESTINATION
+from paceline.checkpoint.recovery.persist_rescued import keep
+from paceline.core.telemetry.step_progress import RESCUE, step_name
+from processes import paceline, script
+
+TRAINER = """
+import sys, torch, paceline
+from paceline.data import DataLoader
+from paceline.train import TrainConfig, Trainer
+world = paceline.init()
+folder = sys.argv[1] if sys.argv[1:] else None
+model = paceline.DistributedDataParallel(torch.nn.Linear(4, 2))
+def loss(model, batch):
+    if trainer.result.steps == 2 and world.rank == 1:
+        raise ValueError("broken")
+    return model(batch[0]).sum(), len(batch[0])
+data = torch.utils.data.TensorDataset(torch.ones(64, 4))
+config = TrainConfig(epochs=1, show_progress=False, checkpoint_dir=folder)
+trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, DataLoader(data, batch_size=4), config)
+trainer.fit()
+"""
+LOST = (
+    "the last completed step, 2, is lost, as the training has no checkpoint folder; give it one: checkpoint_dir=, or "
+    "--checkpoint-dir of a recipe"
+)
+
+
+@pytest.mark.parametrize("folder", [(), ("runs",)], ids=["without a folder", "with one"])
+def test_a_step_in_memory_is_kept_where_the_run_has_a_folder_and_is_said_to_be_lost_elsewhere(
+    tmp_path: Path, folder: tuple[str, ...]
+) -> None:
+    # It was said to be saved in the job's folder, which is gone with the job.
+    done = paceline(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAINER), *folder, fork="all")
+    assert done.returncode == 1, done.stderr
+    assert "starting all ranks again from step 2, which is in memory" in done.stderr
+    assert (LOST in done.stderr.splitlines()) is not bool(folder)
+    paths = re.findall(r"/\S*step-\d{8}", done.stderr)
+    assert paths == ([str(tmp_path / "runs" / step_name(2))] if folder else [])
+    assert all(Path(path).is_dir() for path in paths)
+
+
+@pytest.fixture
+def rescued(tmp_path: Path) -> Path:
+    """A folder with a rescued step, whose checkpoint folder cannot be made."""
+    with Checkpointer(tmp_path / "made") as checkpointer:
+        checkpointer.register("model", nn.Linear(2, 2))
+        made = checkpointer.save(7)
+    folder = tmp_path / "job" / RESCUE / "key"
+    folder.mkdir(parents=True)
+    shutil.copytree(made, folder / step_name(7))
+    (tmp_path / "file").touch()
+    (folder / DESTINATION).write_text(str(tmp_path / "file" / "checkpoints"))
+    return folder
+
+
+def test_what_cannot_be_saved_is_kept_at_home_each_time(
+    tmp_path: Path, rescued: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The second time ended in a traceback, as the first one's folder was there.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for _ in range(2):
+        line, is_saved = keep(rescued) or ("", True)
+        assert not is_saved
+        assert line.startswith(f"step 7 cannot be saved to {tmp_path}/file/checkpoints (")
+        before, _, remedy = line.rpartition("; to go on from it, ")
+        assert remedy == f"make room and move that folder to {tmp_path}/file/checkpoints"
+        kept = Path(before.rpartition("; it is kept in ")[2])
+        assert kept.name == step_name(7)
+        assert {file.name for file in kept.iterdir()} == {file.name for file in (rescued / step_name(7)).iterdir()}
+
+
+def test_what_cannot_be_kept_anywhere_is_said_to_be_lost(
+    tmp_path: Path, rescued: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It was the end of a traceback.
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    line, is_saved = keep(rescued) or ("", True)
+    assert not is_saved
+    assert line.endswith("; it is lost, as it cannot be copied to the home folder either (Not a directory)")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(shutil, "copytree", full)
+    line, _ = keep(rescued) or ("", True)
+    assert line.endswith("either (No space left on device)")
+    assert not list(tmp_path.glob("rescued-*"))
+
+
+def full(*_: object) -> None:
+    """Fail as ``shutil.copytree`` does on a full disk."""
+    raise shutil.Error([("a", "b", "No space left on device")])

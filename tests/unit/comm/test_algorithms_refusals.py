@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from paceline.comm import algorithms
+from paceline.core.processes.world import World
+from paceline.errors import CommunicationError, DesyncError, PacelineError, UsageError, WorldError
+from threads import ThreadRanks
+from twins import Pools
+
+ones = torch.ones
+Case = tuple[Callable[[int, Any], Any], list[str]]
+
+
+def transposed(rank: int, group: Any) -> None:
+    tensor = ones(4, 3).t() if rank == 1 else ones(3, 4)
+    algorithms.ring_all_reduce(tensor, group=group)
+
+
+CASES: dict[str, Case] = {
+    "not contiguous on one rank": (
+        transposed,
+        [
+            "DesyncError: rank 1 refused its tensor or argument; see the error there",
+            "UsageError: ring_all_reduce on rank 1: the tensor of shape (3, 4) is not contiguous, but is worked on in "
+            "place; give tensor.contiguous()",
+            "DesyncError: rank 1 refused its tensor or argument; see the error there",
+        ],
+    ),
+    "lengths": (
+        lambda rank, group: algorithms.tree_all_reduce(ones(5 + rank // 2), group=group),
+        [
+            "DesyncError: ranks call a collective with different numbers of elements: 5 on ranks 0, 1, 6 on rank 2; "
+            "call it alike on every rank"
+        ]
+        * 3,
+    ),
+    "dtypes": (
+        lambda rank, group: algorithms.linear_broadcast(
+            ones(5, dtype=[torch.int32, torch.float32][rank % 2]), group=group
+        ),
+        [
+            "DesyncError: ranks call a collective with different dtypes: int32 on ranks 0, 2, float32 on rank 1; "
+            "call it alike on every rank"
+        ]
+        * 3,
+    ),
+    "reductions": (
+        lambda rank, group: algorithms.tree_reduce(ones(5), op=[ReduceOp.MAX, ReduceOp.SUM][rank % 2], group=group),
+        [
+            "DesyncError: ranks call a collective with different ops: MAX on ranks 0, 2, SUM on rank 1; call it alike "
+            "on every rank"
+        ]
+        * 3,
+    ),
+    "roots": (
+        lambda rank, group: algorithms.tree_broadcast(ones(5), src=rank // 2, group=group),
+        [
+            "DesyncError: ranks call a collective with different roots: rank 0 on ranks 0, 1, rank 1 on rank 2; call "
+            "it alike on every rank"
+        ]
+        * 3,
+    ),
+    "algorithms": (
+        lambda rank, group: (algorithms.tree_all_reduce if rank else algorithms.ring_all_reduce)(ones(5), group=group),
+        [
+            "DesyncError: ranks call a collective with different algorithms: ring_all_reduce on rank 0, "
+            "tree_all_reduce on ranks 1, 2; call it alike on every rank"
+        ]
+        * 3,
+    ),
+    "a root outside the group": (
+        lambda rank, group: algorithms.linear_reduce(ones(5), dst=3, group=group),
+        ["UsageError: dst=3 is no rank of the group, which has ranks 0, 1, 2; name one of these"] * 3,
+    ),
+    "a root outside the group on one rank": (
+        lambda rank, group: algorithms.linear_broadcast(ones(5), src=-rank // 2, group=group),
+        [
+            "DesyncError: ranks 1, 2 refused its tensor or argument; see the error there",
+            "UsageError: src=-1 is no rank of the group, which has ranks 0, 1, 2; name one of these",
+            "UsageError: src=-1 is no rank of the group, which has ranks 0, 1, 2; name one of these",
+        ],
+    ),
+    "an average of integers": (
+        lambda rank, group: algorithms.ring_all_reduce(ones(5, dtype=torch.int64), op=ReduceOp.AVG, group=group),
+        [
+            f"UsageError: ring_all_reduce on rank {r}: AVG of int64 is not supported; use another op or dtype"
+            for r in range(3)
+        ],
+    ),
+    "sparse": (
+        lambda rank, group: algorithms.ring_all_reduce(ones(5).to_sparse(), group=group),
+        [f"UsageError: ring_all_reduce on rank {r}: the tensor of shape (5,) is not contiguous" for r in range(3)],
+    ),
+    "conjugate": (
+        lambda rank, group: algorithms.ring_all_reduce(ones(5, dtype=torch.complex64).conj(), group=group),
+        [f"UsageError: ring_all_reduce on rank {r}: the tensor is a conjugate or negative view" for r in range(3)],
+    ),
+    "a device without a backend": (
+        lambda rank, group: algorithms.ring_all_reduce(ones(5, device="meta"), group=group),
+        [
+            f"UsageError: ring_all_reduce on rank {r}: the group has no backend that sends tensors on meta"
+            for r in range(3)
+        ],
+    ),
+    "hosts unknown": (
+        lambda rank, group: algorithms.hierarchical_all_reduce(ones(5), group=group, check=False),
+        ["UsageError: hierarchical_all_reduce learns of hosts by its check; name them by hosts="] * 3,
+    ),
+    "hosts of other ranks": (
+        lambda rank, group: algorithms.hierarchical_all_reduce(ones(5), group=group, hosts="ab"),
+        ["UsageError: hosts names 2 hosts for 3 ranks; name the host of every rank"] * 3,
+    ),
+}
+
+
+def refusal(group: Any, call: Callable[[int, Any], Any]) -> str:
+    """What a rank says; then all reduce something, which shows that nothing of the refused call is under way."""
+    said = "nothing"
+    try:
+        call(group.rank(), group)
+    except PacelineError as error:
+        said = f"{type(error).__name__}: {error}"
+    after = ones(7)
+    algorithms.ring_all_reduce(after, group=group)
+    assert torch.equal(after, ones(7) * group.size())
+    return said
+
+
+@pytest.fixture(scope="module")
+def three() -> ThreadRanks:
+    return ThreadRanks(3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_named_on_every_rank_before_anything_is_sent(case: str, three: ThreadRanks) -> None:
+    call, messages = CASES[case]
+    for said, wanted in zip(three.run(refusal, call), messages, strict=True):
+        assert said.startswith(wanted)
+
+
+def test_without_a_process_group_it_says_what_to_call() -> None:
+    with pytest.raises(WorldError, match=re.escape("there is no process group yet; call paceline.init() first")):
+        algorithms.ring_all_reduce(ones(3))
+
+
+def outside(world: World) -> str:
+    group = dist.new_group([1, 2])
+    if world.rank == 0:
+        with pytest.raises(UsageError) as caught:
+            algorithms.ring_all_reduce(ones(3), group=group)
+        return str(caught.value)
+    with pytest.raises(UsageError, match=r"src=0 is no rank of the group, which has ranks 1, 2"):
+        algorithms.tree_broadcast(ones(3), group=group)
+    with pytest.raises(UsageError, match="no backend that sends tensors on meta"):
+        algorithms.ring_all_reduce(ones(3, device="meta"), group=group)
+    with pytest.raises(DesyncError, match=r"4 on rank 1, 5 on rank 2"):
+        algorithms.ring_all_reduce(ones(3 + world.rank), group=group)
+    return ""
+
+
+def test_a_rank_outside_the_group_is_told_so(pools: Pools) -> None:
+    said = pools.run(3, outside)
+    assert said[0] == "rank 0 is not in the group; call the collective only on the group's ranks"
+
+
+def test_a_rank_that_has_gone_is_a_communication_error() -> None:
+    ranks = ThreadRanks(2)
+    ranks.leave(1)
+    with pytest.raises(CommunicationError, match=r"rank 0: the ring_all_reduce with rank 1 failed"):
+        ranks.run(lambda group: group and algorithms.ring_all_reduce(ones(100), group=group, check=False))

@@ -1,0 +1,70 @@
+"""Our wrapper gives what one process gives on shared memory and on Gloo; the other tests of it use the default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.comm.c10d.process_group import PacelineProcessGroup
+from paceline.core.processes.world import World
+from twins import PATTERNS, Case, Mixed, Pools, Tied, train_beside_twin
+
+TINY = 1e-4
+CASES = [
+    Case(),
+    Case(batches=(1, 5, 2), micros=2, window="accumulate", options={"bucket_cap_mb": TINY}),
+    Case(build=Tied, micros=2, window="backward", set_to_none=False, optimizer="adamw", rtol=1e-8),
+    Case(build=Mixed, batches=(12, 4), rtol=5e-2),
+    Case(window="sync_gradients", micros=2),
+    *(Case(pattern=pattern, batches=(12, 7), options={"bucket_cap_mb": TINY}) for pattern in PATTERNS),
+]
+
+
+@pytest.fixture(scope="module", params=["gloo", "paceline"])
+def pools(request: pytest.FixtureRequest) -> Iterator[Pools]:
+    with Pools(request.param) as pools:
+        yield pools
+
+
+def train(world: World, backend: str) -> None:
+    group = dist.group.WORLD
+    assert (isinstance(group, PacelineProcessGroup) and group.native) == (backend == "paceline")
+    for case in CASES:
+        try:
+            train_beside_twin(world, case)
+        except Exception as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_training_equals_one_process_on_either_backend(pools: Pools, size: int) -> None:
+    assert pools.backend is not None
+    pools.run(size, train, pools.backend)
+
+
+def bits(world: World) -> list[bytes]:
+    from paceline.ddp import DistributedDataParallel
+
+    runs = []
+    for cap in (TINY, 1e-3, 25.0):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(
+            torch.nn.Sequential(*(torch.nn.Linear(17, 17) for _ in range(5))), bucket_cap_mb=cap
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            torch.manual_seed(100 * step + world.rank)
+            model(torch.randn(9, 17)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()))
+    return runs
+
+
+def test_four_ranks_have_the_same_bits_for_every_capacity_of_buckets() -> None:
+    with Pools("paceline") as pools:
+        runs = [run for rank in pools.run(4, bits) for run in rank]
+    assert len(set(runs)) == 1

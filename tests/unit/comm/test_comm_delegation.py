@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from paceline.core.processes.world import World
+from paceline.errors import CommunicationError, UsageError
+from ranks import Ranks
+
+on_two_ranks = pytest.mark.ranks(2, backend="paceline")
+
+
+def mine(rank: int, count: int = 6) -> Tensor:
+    return torch.arange(float(count)) + 100 * rank
+
+
+def empty(count: int) -> list[Tensor]:
+    return [torch.empty(6) for _ in range(count)]
+
+
+def reduce(world: World) -> Any:
+    tensor = mine(world.rank)
+    dist.reduce(tensor, 1)
+    return tensor if world.rank == 1 else None
+
+
+def gather(world: World) -> Any:
+    parts = empty(world.size) if world.rank == 2 else None
+    dist.gather(mine(world.rank), parts, dst=2)
+    return parts
+
+
+def scatter(world: World) -> Any:
+    tensor = torch.empty(6)
+    dist.scatter(tensor, [mine(rank) for rank in range(world.size)] if world.rank == 0 else None)
+    return tensor
+
+
+def all_to_all(world: World) -> Any:
+    parts = [torch.empty(2) for _ in range(world.size)]
+    dist.all_to_all(parts, list(mine(world.rank, 2 * world.size).chunk(world.size)))
+    return parts
+
+
+def all_to_all_single(world: World) -> Any:
+    tensor = torch.empty(2 * world.size)
+    dist.all_to_all_single(tensor, mine(world.rank, 2 * world.size))
+    return tensor
+
+
+def ring(world: World) -> Any:
+    tensor = torch.empty(6)
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    operations = [dist.P2POp(dist.isend, mine(world.rank), after), dist.P2POp(dist.irecv, tensor, before)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return tensor
+
+
+def any_source(world: World) -> Any:
+    if world.rank:
+        dist.send(mine(world.rank), 0)
+        return None
+    tensors = empty(world.size - 1)
+    return sorted((dist.recv(tensor), tensor.tolist()) for tensor in tensors)
+
+
+def objects(world: World) -> Any:
+    gathered: list[Any] = [None] * world.size
+    dist.all_gather_object(gathered, {"rank": world.rank, "text": "x" * 1000 * world.rank})
+    box: list[Any] = [f"from {world.rank}"]
+    dist.broadcast_object_list(box, src=1)
+    one: list[Any] = [None]
+    dist.scatter_object_list(one, list(range(world.size)) if world.rank == 0 else None)
+    at_root: list[Any] | None = [None] * world.size if world.rank == 0 else None
+    dist.gather_object(world.rank, at_root)
+    return gathered, box, one, at_root
+
+
+def functionals(world: World) -> Any:
+    group = dist.group.WORLD
+    return [
+        functional.all_reduce(mine(world.rank), "sum", group).wait(),
+        functional.all_gather_tensor(mine(world.rank), 0, group).wait(),
+        functional.reduce_scatter_tensor(mine(world.rank), "sum", 0, group).wait(),
+        functional.all_to_all_single(mine(world.rank), None, None, group).wait(),
+        functional.broadcast(mine(world.rank), 1, group).wait(),
+    ]
+
+
+def subgroups(world: World) -> Any:
+    pair = dist.new_group([2, 0])
+    tensor = mine(world.rank)
+    if world.rank != 1:
+        dist.all_reduce(tensor, group=pair)
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("rank",))
+    also = mine(world.rank)
+    dist.all_reduce(also, dist.ReduceOp.MAX, group=mesh.get_group("rank"))
+    return tensor, also
+
+
+def not_native(world: World) -> Any:
+    """What other collectives leave to Gloo because of dtype or layout."""
+    truth = torch.tensor([world.rank == 0, True])
+    dist.all_reduce(truth, dist.ReduceOp.MAX)
+    sparse = torch.tensor([0.0, 1.0, float(world.rank)]).to_sparse()
+    dist.all_reduce(sparse)
+    return truth, sparse.to_dense()
+
+
+def loosely(world: World, operation: Callable[[World], Any]) -> Any:
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames collectives
+    try:
+        return operation(world)
+    except RuntimeError as error:
+        if not str(error).startswith("Backend gloo does not support"):
+            raise
+        return "missing"
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        reduce,
+        gather,
+        scatter,
+        all_to_all,
+        all_to_all_single,
+        ring,
+        any_source,
+        objects,
+        functionals,
+        subgroups,
+        not_native,
+    ],
+)
+def test_what_is_delegated_gives_gloos_result(pools: dict[str, Ranks], operation: Callable[[World], Any]) -> None:
+    ours = pools["paceline"].run(loosely, operation)
+    theirs = pools["gloo"].run(loosely, operation)
+    if isinstance(theirs[0], str):  # torch 2.11's has no all_to_all
+        pytest.skip("Gloo of this torch does not have it")
+    for our, their in zip(ours, theirs, strict=True):
+        assert _plain(our) == _plain(their)
+
+
+def _plain(value: Any) -> Any:
+    """Tensors as lists, so that results compare."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+@pytest.fixture(scope="module")
+def pools() -> Any:
+    with Ranks(3, backend="paceline") as ours, Ranks(3, backend="gloo") as theirs:
+        yield {"paceline": ours, "gloo": theirs}
+
+
+@on_two_ranks
+def test_torchs_old_and_new_names_are_native(world: World) -> None:
+    """torch 2.13 calls ``all_gather_single`` for ``all_gather_into_tensor``; with the old name alone it was Gloo's."""
+    warnings.simplefilter("ignore", FutureWarning)
+    group: Any = dist.group.WORLD
+    small, large = torch.ones(4), torch.ones(4 * world.size)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(large, small),
+        "all_gather_single": lambda: dist.all_gather_single(large, small),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(small, large),
+        "reduce_scatter_single": lambda: dist.reduce_scatter_single(small, large),
+        "functional": lambda: functional.all_gather_tensor(small, 0, group).wait(),
+    }
+    if not hasattr(dist, "all_gather_single"):  # before torch 2.13
+        del calls["all_gather_single"], calls["reduce_scatter_single"]
+    for name, call in calls.items():
+        before = group._engine._posted
+        call()
+        assert group._engine._posted - before == 1, f"operations of the engine that {name} takes"
+
+
+@on_two_ranks
+def test_a_delegated_collective_does_not_overtake_native_ones(world: World) -> None:
+    """Gloo's reduce right behind a native all-reduce of the same tensor that a late rank holds up."""
+    store, tensor = dist.distributed_c10d._get_default_store(), torch.ones(200_000)
+    if world.rank:
+        store.get("begun")
+        time.sleep(0.3)  # in which Gloo could begin
+    work = dist.all_reduce(tensor, async_op=True)
+    store.set("begun", "")
+    dist.reduce(tensor, 0)
+    work.wait()
+    assert world.rank or [float(tensor.min()), float(tensor.max())] == [4.0, 4.0]
+
+
+@on_two_ranks
+def test_a_send_does_not_wait_for_native_ones(world: World) -> None:
+    """Its receiver may come to the receive first; draining the queue before a send would hang both."""
+    tensor, letter = torch.ones(5), torch.zeros(1)
+    if world.rank == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+        dist.send(letter + 7, 1)
+        work.wait()
+    else:
+        dist.recv(letter, 0)
+        dist.all_reduce(tensor)
+        assert letter == 7
+    assert tensor.sum() == 10
+
+
+@on_two_ranks
+def test_refusals_are_torchs_own_or_name_the_rank(world: World) -> None:
+    # Splitting, merging, and hooks are torch's in C++, which crash without a store made there, or never call the hook.
+    said = {}
+    group: Any = dist.group.WORLD
+    calls: dict[str, Callable[[], Any]] = {
+        "root": lambda: dist.broadcast(torch.ones(2), 9),
+        "split": lambda: dist.split_group(split_ranks=[list(range(world.size))]),
+        "split the group": lambda: group.split_group([0, 1], group_name="half"),
+        "merge": lambda: group.merge_remote_group(dist.HashStore(), 4),
+        "hook": lambda: group.register_pre_hook(1, print),
+        "monitored": lambda: dist.monitored_barrier(),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+            said[name] = "nothing"
+        except (UsageError, ValueError, RuntimeError) as error:
+            said[name] = str(error)
+    group.monitored_barrier(timedelta(seconds=10))
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [world.size] * 2  # usable afterwards
+    me = f"rank {world.rank}"
+    assert said["root"] == f"{me}: broadcast from rank 9 of a group of 2; give one from 0 to 1"
+    assert "not safe to split" in said["split"] or said["split"] == said["split the group"]
+    assert said["split the group"].startswith(f"{me}: a process group of the paceline backend cannot be split; make")
+    assert said["merge"].startswith(f"{me}: a process group of the paceline backend cannot be merged")
+    assert said["hook"].startswith(f"{me}: the paceline backend calls no hooks")
+    assert "only implemented for GLOO" in said["monitored"] or said["monitored"] == "nothing"  # torch 2.15 does it
+
+
+@on_two_ranks
+def test_a_timeout_that_is_set_later_holds_for_what_is_native(world: World) -> None:
+    # torch's set_timeout tells Gloo alone, and dist.set_timeout is public in torch 2.15.
+    group: Any = dist.group.WORLD
+    store = dist.distributed_c10d._get_default_store()
+    group.set_timeout(timedelta(seconds=0.2))
+    if world.rank:
+        store.get("told")  # and does not come before
+        return
+    with pytest.raises(CommunicationError, match=r"rank 1 .*did not take part within 0\.2 s"):
+        dist.all_reduce(torch.ones(2))
+    store.set("told", "")

@@ -1,0 +1,502 @@
+"""The group's shared memory, its handles and thread, and what it leaves: nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from drawn import TIMES
+from paceline.comm.c10d.work import Runner
+from paceline.comm.shm.arena import HEADER_BYTES, Arena
+from paceline.core.processes.world import World
+from paceline.errors import CommunicationError, UsageError
+from ranks import run_ranks
+from twins import Pools
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    with Pools("paceline") as pools:
+        yield pools
+
+
+def default() -> Any:
+    return dist.group.WORLD
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def blocks(arena: Arena) -> int:
+    return os.fstat(arena.descriptor).st_blocks * 512
+
+
+def test_freed_memory_goes_back_to_the_host_and_comes_again_as_zeros() -> None:
+    arena = Arena()
+    for _ in range(3):
+        tensor = arena.allocate(1_000_000, torch.float32)
+        assert not tensor.any()
+        tensor.fill_(7)
+        assert blocks(arena) >= 4_000_000
+        arena.free(tensor)
+        assert blocks(arena) == 0
+    arena.close()
+
+
+def test_pieces_are_joined_again_so_that_memory_never_runs_out() -> None:
+    arena = Arena()
+    everything = list(arena._free)
+    for turn in range(300):
+        several = [arena.allocate(1 + (turn * k) % 50_000, torch.float32) for k in range(1, 8)]
+        starts = sorted((one.data_ptr(), one.data_ptr() + one.numel() * 4) for one in several)
+        assert all(end <= start for (_, end), (start, _) in pairwise(starts))
+        assert starts[0][0] >= arena.address + HEADER_BYTES
+        for one in sorted(several, key=lambda one: (one.data_ptr() >> 12) * 7919 % (turn + 5)):
+            arena.free(one)
+    assert arena._free == everything
+    assert not arena._used
+    arena.close()
+
+
+def test_an_allocated_tensor_is_copied_and_saved_as_just_itself() -> None:
+    arena = Arena()
+    arena.allocate(100_000, torch.float32)
+    tensor = arena.allocate(1000, torch.float64).fill_(3)
+    assert tensor.untyped_storage().nbytes() == 8000
+    saved = io.BytesIO()
+    torch.save(tensor, saved)
+    assert len(saved.getvalue()) < 20_000
+    copied = copy.deepcopy(tensor)
+    assert copied.untyped_storage().nbytes() == 8000
+    assert arena.offset_of(copied) is None
+    assert arena.offset_of(tensor) is not None
+    arena.close()
+
+
+def test_what_is_not_there_cannot_be_freed_and_too_much_cannot_be_had() -> None:
+    arena = Arena()
+    tensor = arena.allocate(10, torch.float32)
+    arena.free(tensor)
+    other = arena.allocate(5000, torch.float32)
+    for wrong in (torch.zeros(4), other[2000:]):
+        with pytest.raises(UsageError, match="none that allocate"):
+            arena.free(wrong)
+    arena.free(other)
+    for wrong in (tensor, other):
+        with pytest.raises(UsageError, match="freed before"):
+            arena.free(wrong)
+    with pytest.raises(UsageError, match="bytes of shared memory were asked for, but the host has"):
+        arena.allocate(arena.size, torch.float64)
+    empty = arena.allocate(0, torch.bfloat16)
+    assert empty.dtype is torch.bfloat16
+    assert arena.offset_of(empty) is not None
+    arena.free(empty)
+    arena.close()
+
+
+def test_memory_is_on_the_cpu_and_no_inference_tensor_whatever_the_context() -> None:
+    arena = Arena()
+    with torch.inference_mode(), torch.device("meta"):
+        tensor = arena.allocate(4, torch.float32)
+        assert arena.allocate(0, torch.float32).device.type == "cpu"
+    assert tensor.device.type == "cpu"
+    tensor.add_(1)
+    arena.close()
+
+
+def in_any_context(world: World) -> None:
+    for context in (torch.inference_mode, torch.no_grad, lambda: torch.device("meta")):
+        with context():
+            for asynchronous in (False, True):
+                group = dist.new_group(list(range(world.size)))
+                tensor = torch.ones(100_000, device="cpu")
+                work = dist.all_reduce(tensor, group=group, async_op=asynchronous)
+                if asynchronous:
+                    work.wait()
+        ordinary = torch.ones(100_000)
+        dist.all_reduce(ordinary, group=group)  # its stage was made in that context
+        assert tensor.eq(world.size).all()
+        assert ordinary.eq(world.size).all()
+        dist.destroy_process_group(group)
+
+
+def test_collectives_work_under_inference_mode_and_another_default_device(pools: Pools) -> None:
+    pools.run(2, in_any_context)
+
+
+def several_threads(world: World) -> None:
+    """Launched operations, those of the thread and plain ones take turns on one group."""
+    group = default()
+    shared = group.allocate(50_000, torch.float32)
+    for turn in range(30):
+        shared.fill_(world.rank + turn)
+        launched = group.launch_all_reduce(shared)
+        queued = [torch.full((1000 * k,), float(world.rank)) for k in range(1, 4)]
+        works = [dist.all_reduce(one, async_op=True) for one in queued]
+        while not works[-1].is_completed():
+            group.progress()
+        group.wait_for(launched)
+        plain = torch.ones(3)
+        dist.all_reduce(plain)
+        assert shared.eq(sum(rank + turn for rank in range(world.size))).all()
+        assert plain.eq(world.size).all()
+        for work, one in zip(works, queued, strict=True):
+            work.wait()
+            assert one.eq(sum(range(world.size))).all()
+    group.free(shared)
+
+
+def test_launched_asynchronous_and_plain_operations_take_turns(pools: Pools) -> None:
+    pools.run(2, several_threads)
+
+
+def many_launches(world: World) -> None:
+    group = default()
+    tensor = group.allocate(700, torch.float32)
+    tensor.fill_(1)
+    pieces = tensor.split(1)  # more than may be under way at once
+    operations = [group.launch_all_reduce(piece) for piece in pieces]
+    for operation in reversed(operations):
+        group.wait_for(operation)
+    assert tensor.eq(world.size).all()
+    group.free(tensor)
+
+
+def test_more_launches_than_slots(pools: Pools) -> None:
+    pools.run(3, many_launches)
+
+
+# -- handles and the thread --------------------------------------------------------------------------------------------
+
+
+def test_operations_run_in_order_whether_waited_for_or_not() -> None:
+    runner = Runner("test")
+    done: list[int] = []
+
+    def slowly(number: int) -> Callable[[], None]:
+        def run() -> None:
+            time.sleep(0.002)
+            done.append(number)
+
+        return run
+
+    for number in range(60):
+        handle = runner.submit(slowly(number), [], asynchronous=number % 3 != 2)
+        if number % 3 == 2:
+            handle.wait()
+            assert done[-1] == number
+    runner.drain()
+    assert done == list(range(60))
+    runner.close()
+
+
+def test_an_error_comes_through_wait_and_future_and_the_next_operation_runs() -> None:
+    runner = Runner("test")
+
+    def fail() -> None:
+        raise CommunicationError("as told")
+
+    for asynchronous in (True, False):
+        handle = runner.submit(fail, [], asynchronous=asynchronous)
+        for wait in (handle.wait, handle.synchronize):
+            with pytest.raises(CommunicationError, match="as told"):
+                wait()
+        # C++ code, such as torch DDP's reducer, must see an error, too; what it makes of ours is its own RuntimeError.
+        with pytest.raises(RuntimeError, match="CommunicationError: as told"):
+            handle.get_future().wait()
+        assert handle.is_completed()
+        assert not handle.is_success()
+        assert "as told" in str(handle.exception())
+    fine = runner.submit(lambda: None, [torch.ones(1)], asynchronous=True)
+    assert fine.get_future().wait()[0].item() == 1
+    assert fine.is_success()
+    runner.close()
+
+
+def test_a_wait_with_a_timeout_ends_and_the_operation_goes_on() -> None:
+    runner = Runner("test")
+    gate = threading.Event()
+    handle = runner.submit(lambda: gate.wait(10) and None, [], asynchronous=True)  # type: ignore[func-returns-value]
+    with pytest.raises(CommunicationError, match=r"not finished within 0\.05 s"):
+        handle.wait(timedelta(seconds=0.05))
+    gate.set()
+    assert handle.wait(timedelta(seconds=5))
+    runner.close()
+
+
+def test_a_futures_callback_may_begin_and_wait_for_operations() -> None:
+    runner = Runner("test")
+    said: list[str] = []
+
+    def then(future: Any) -> None:
+        runner.submit(lambda: said.append("inside"), [], asynchronous=False).wait()
+        said.append("after")
+        handle.get_future()
+
+    gate = threading.Event()
+    handle = runner.submit(lambda: gate.wait(10) and None, [], asynchronous=True)  # type: ignore[func-returns-value]
+    chained = handle.get_future().then(then)
+    runner.submit(lambda: said.append("next"), [], asynchronous=True)
+    gate.set()
+    chained.wait()
+    runner.drain()
+    assert said == ["inside", "after", "next"]
+    runner.close()
+
+
+def test_tensors_are_let_go_when_their_operation_is_over() -> None:
+    runner = Runner("test")
+    for asynchronous in (True, False):
+        tensor = torch.ones(10)
+        alive = weakref.ref(tensor)
+        handle = runner.submit(lambda kept=tensor: kept.add_(1), [tensor], asynchronous=asynchronous)  # type: ignore[misc]
+        handle.wait()
+        del tensor, handle
+        end = time.monotonic() + 5
+        while alive() is not None and time.monotonic() < end:
+            time.sleep(0.005)
+            gc.collect()
+        assert alive() is None
+    runner.close()
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+
+def ours() -> list[str]:
+    names = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except OSError:
+            continue
+    return [name for name in names if "eventfd" in name or "pidfd" in name]
+
+
+class Spy(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return len(ours())
+
+
+def fork(world: World) -> None:
+    group = default()
+    dist.all_reduce(torch.ones(5), async_op=True).wait()
+    before = len(ours())
+    assert before
+    for batch in DataLoader(Spy(), num_workers=2, multiprocessing_context="fork"):
+        assert batch.item() < 3, "a worker holds the rank's eventfds"  # what multiprocessing itself needs
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            tensor = torch.ones(3)
+            try:
+                dist.all_reduce(tensor)
+            except CommunicationError as error:
+                status = 0 if "forked from a rank" in str(error) else 2
+            group.shutdown()
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(ours()) == before
+    for asynchronous in (False, True):
+        tensor = torch.ones(3)
+        work = dist.all_reduce(tensor, async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+        assert tensor.eq(world.size).all()
+
+
+def test_forked_children_close_what_is_the_ranks_own(pools: Pools) -> None:
+    pools.run(2, fork)
+
+
+# -- no drift, no leak -------------------------------------------------------------------------------------------------
+
+
+def footprint() -> tuple[int, int, int]:
+    """Resident anonymous and shared KiB, descriptors, threads."""
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    resident = int(status["VmRSS"].split()[0])
+    return resident, len(os.listdir("/proc/self/fd")), int(status["Threads"])
+
+
+def mix(world: World, rounds: int) -> None:
+    n, rank = world.size, world.rank
+    generator = torch.Generator().manual_seed(5)  # the same on every rank
+    group = default()
+    kept = group.allocate(3000, torch.float32)
+    for turn in range(rounds):
+        kind, count = (int(x) for x in torch.randint(0, 3000, (2,), generator=generator))
+        kind, asynchronous = kind % 8, bool(turn % 2)
+        work = None
+        if kind == 0:
+            kept.fill_(1)
+            operation = group.launch_all_reduce(kept[:count])
+            group.wait_for(operation)
+            assert kept[:count].eq(n).all()
+        elif kind == 1:
+            tensor = torch.full((count,), 2)
+            work = dist.all_reduce(tensor, dist.ReduceOp.PRODUCT, async_op=asynchronous)
+        elif kind == 2:
+            tensor = torch.full((count,), float(rank), dtype=torch.bfloat16)
+            work = dist.broadcast(tensor, turn % n, async_op=asynchronous)
+        elif kind == 3:
+            outputs = [torch.empty(count) for _ in range(n)]
+            work = dist.all_gather(outputs, torch.full((count,), float(rank)), async_op=asynchronous)
+        elif kind == 4:
+            tensor = torch.empty(count)
+            work = dist.reduce_scatter(tensor, [torch.ones(count)] * n, async_op=asynchronous)
+        elif kind == 5:
+            work = dist.barrier(async_op=asynchronous)
+        elif kind == 6:
+            temporary = group.allocate(count + 1, torch.float64)
+            temporary.fill_(1)
+            dist.all_reduce(temporary)
+            assert temporary.eq(n).all()
+            group.free(temporary)
+        else:
+            tensor = torch.empty(n * count)
+            work = dist.all_to_all_single(tensor, torch.full((n * count,), float(rank)), async_op=asynchronous)
+        if asynchronous and work is not None:
+            (work.get_future() if turn % 3 else work).wait()
+        if kind == 1:
+            assert tensor.eq(2**n).all()
+        elif kind == 2:
+            assert tensor.eq(turn % n).all()
+        elif kind == 3:
+            assert all(output.eq(other).all() for other, output in enumerate(outputs))
+        elif kind == 4:
+            assert tensor.eq(n).all()
+        elif kind == 7:
+            assert tensor.view(n, -1).eq(torch.arange(n).view(n, 1)).all()
+    group.free(kept)
+
+
+def thousands(world: World) -> tuple[Any, Any]:
+    mix(world, 500)
+    before = footprint()
+    mix(world, 2500 * TIMES)
+    return before, footprint()
+
+
+@pytest.mark.slow
+def test_thousands_of_mixed_collectives_leave_memory_descriptors_and_threads_as_they_were() -> None:
+    for before, after in run_ranks(2, thousands, backend="paceline"):
+        assert after[1:] == before[1:]
+        assert after[0] - before[0] < 3000, f"{before[0]} → {after[0]} KiB"
+
+
+def fifty_groups(world: World) -> tuple[Any, Any]:
+    def make(count: int) -> None:
+        for turn in range(count):
+            group: Any = dist.new_group(list(range(world.size)))
+            tensor = torch.ones(10)
+            dist.all_reduce(tensor, group=group)
+            if turn % 2:
+                dist.all_reduce(tensor, group=group, async_op=True).wait()
+            memory = group.allocate(100_000, torch.float32)
+            memory.fill_(1)
+            group.wait_for(group.launch_all_reduce(memory))
+            if turn % 3 == 0:
+                group.free(memory)
+            del memory
+            dist.destroy_process_group(group)
+
+    make(5)
+    before = footprint()
+    make(50)
+    return before, footprint()
+
+
+@pytest.mark.slow
+def test_fifty_groups_made_and_destroyed_leave_nothing() -> None:
+    for before, after in run_ranks(2, fifty_groups, backend="paceline"):
+        assert after[1:] == before[1:]
+        assert after[0] - before[0] < 8000, f"{before[0]} → {after[0]} KiB"
+
+
+def destroy_while_waiting(world: World) -> str:
+    group: Any = dist.new_group(list(range(world.size)))
+    dist.all_reduce(torch.ones(2), group=group)
+    if world.rank == 1:
+        dist.barrier()
+        return "cannot be used any more, since it was destroyed"
+    work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+    group._engine.close()
+    with pytest.raises(CommunicationError) as caught:
+        work.wait()
+    dist.barrier()
+    return str(caught.value)
+
+
+def groups_of_ones_own(world: World) -> list[float]:
+    found = []
+    for turn in range(10):
+        group = dist.new_group([world.rank])
+        tensor = torch.tensor([float(10 * turn + world.rank)])
+        dist.all_reduce(tensor, group=group)
+        found.append(float(tensor))
+    return found
+
+
+def test_each_rank_makes_groups_of_itself_alone(pools: Pools) -> None:
+    """Torch asks for the same ranks everywhere, and works all the same; ours once met under one name, now and then."""
+    for rank, found in enumerate(pools.run(2, groups_of_ones_own)):
+        assert found == [10.0 * turn + rank for turn in range(10)]
+
+
+def test_whoever_waits_in_a_group_that_is_destroyed_gets_an_error(pools: Pools) -> None:
+    for said in pools.run(2, destroy_while_waiting):
+        assert "cannot be used any more, since it was destroyed" in said
+
+
+# -- torch's own DDP ---------------------------------------------------------------------------------------------------
+
+
+def train(world: World) -> None:
+    gloo = dist.new_group(backend="gloo")
+    models = []
+    for group in (None, gloo):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 10)).double()
+        model = nn.parallel.DistributedDataParallel(module, process_group=group, bucket_cap_mb=0.01)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(6):
+            torch.manual_seed(100 * step + world.rank)
+            with model.no_sync() if step == 3 else torch.enable_grad():
+                model(torch.randn(8, 20, dtype=torch.float64)).square().mean().backward()
+            if step != 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        models.append(module)
+    for mine, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+        everyone = [torch.empty_like(mine) for _ in range(world.size)]
+        dist.all_gather(everyone, mine.detach())
+        assert all(torch.equal(one, everyone[0]) for one in everyone)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_torchs_own_ddp_trains_as_on_gloo(pools: Pools, size: int) -> None:
+    pools.run(size, train)

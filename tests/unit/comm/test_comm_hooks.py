@@ -1,0 +1,619 @@
+"""register_comm_hook keeps torch's contract: torch's own hooks run unchanged, and beside torch DDP give the same."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms import ddp_comm_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.futures import Future
+
+from deep import TINY, Deep, data
+from paceline.core.processes.world import World
+from paceline.ddp import DistributedDataParallel
+from paceline.ddp.transport import comm_hook
+from paceline.errors import DesyncError, HookError, PacelineError, UsageError
+from ranks import RankFailed, Ranks
+from twins import PATTERNS, Case, Parts, Pools, Tied, same_tensor, train_beside_twin
+
+Gradients = list[list[torch.Tensor]]
+
+
+class Net(nn.Module):
+    """Matrices large enough for PowerSGD to compress, and a convolution."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, dtype=dtype)
+        self.first = nn.Linear(16, 24, dtype=dtype)
+        self.second = nn.Linear(24, 20, dtype=dtype)
+        self.unused = nn.Linear(3, 3, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.conv(x.view(-1, 1, 6, 6)).mean(1).flatten(1)
+        return self.second(self.first(hidden).tanh())
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(50 * step + rank)
+    return torch.randn(5, 36, generator=generator)
+
+
+def gradients(model: nn.Module, rank: int, steps: int = 6) -> Gradients:
+    """Of the parameters that are used, in every step of a training."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        found.append([p.grad.clone() for name, p in model.named_parameters() if "unused" not in name])
+        optimizer.step()
+    return found
+
+
+def power_state(start: int = 2) -> Any:
+    # Epsilon: without it torch divides by zero where the gradient of an unused parameter is zero.
+    return powerSGD_hook.PowerSGDState(
+        None,
+        matrix_approximation_rank=2,
+        start_powerSGD_iter=start,
+        min_compression_rate=1,
+        orthogonalization_epsilon=1e-6,
+    )
+
+
+def local_sgd_state() -> Any:
+    return post_localSGD_hook.PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=3)
+
+
+def one_after_another(state, bucket):  # type: ignore[no-untyped-def]  # which torch's check would read as strings
+    """A hook that a user would write: blocking, and with a result of its own."""
+    total = bucket.buffer().clone()
+    dist.all_reduce(total)
+    future: Future[torch.Tensor] = Future()
+    future.set_result(total / dist.get_world_size())
+    return future
+
+
+HOOKS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
+    "allreduce": (lambda: None, default_hooks.allreduce_hook),
+    "fp16": (lambda: None, default_hooks.fp16_compress_hook),
+    "fp16 wrapper": (lambda: None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "noop": (lambda: None, debugging_hooks.noop_hook),
+    "PowerSGD": (power_state, powerSGD_hook.powerSGD_hook),
+    # It fails in torch 2.13 itself, with an AssertionError, as soon as it compresses.
+    "batched PowerSGD": (partial(power_state, 100), powerSGD_hook.batched_powerSGD_hook),
+    "fp16 wrapper of PowerSGD": (power_state, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
+    "post-local SGD": (local_sgd_state, post_localSGD_hook.post_localSGD_hook),
+    # These two need the all-gather's future to be as NCCL makes it; on Gloo torch's DDP cannot run them.
+    "quantization per tensor": (lambda: None, quantization_hooks.quantization_pertensor_hook),
+    "quantization per channel": (lambda: None, quantization_hooks.quantization_perchannel_hook),
+    "blocking": (lambda: None, one_after_another),
+}
+
+
+def beside_torch(world: World) -> list[str]:
+    """Every hook in ours and in torch's DDP, with the whole model in one bucket, where both see the same bytes."""
+    failed = []
+    torch.manual_seed(0)
+    net = Net()
+    for name, (state, hook) in HOOKS.items():
+        theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(net), find_unused_parameters=True)
+        theirs.register_comm_hook(state(), hook)
+        ours = DistributedDataParallel(copy.deepcopy(net), unused_parameters="allow")
+        # torch's order within a bucket, which it does not rebuild where parameters may be unused.
+        ours.load_bucket_layout([[name for name, _ in net.named_parameters()]])
+        ours.register_comm_hook(state(), hook)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch.ao.quantization and others
+            wanted, found = gradients(theirs, world.rank), gradients(ours, world.rank)
+        try:
+            for step, (a, b) in enumerate(zip(found, wanted, strict=True)):
+                for mine, other in zip(a, b, strict=True):
+                    same_tensor(mine, other, 1e-4, f"step {step}")
+        except AssertionError as error:
+            failed.append(f"{name}: {error}")
+    return failed
+
+
+@pytest.mark.slow
+def test_torchs_own_hooks_do_in_ours_what_they_do_in_torch_ddp(pools: Pools) -> None:
+    for failed in pools.run(2, beside_torch):
+        assert failed == []
+
+
+def near_the_mean(world: World) -> None:
+    """Hooks that torch refuses on a CPU, and every way to register one, with many buckets."""
+    torch.manual_seed(0)
+    net = Net()
+    plain = gradients(
+        DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow"), world.rank
+    )
+    bf16_wrapper = default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
+    kinds, builtin = ddp_comm_hooks.DDPCommHookType, dist.BuiltinCommHookType
+    ways: dict[str, tuple[Callable[[Any], Any], float]] = {
+        "bf16": (lambda model: model.register_comm_hook(None, default_hooks.bf16_compress_hook), 0.05),
+        "bf16 wrapper": (lambda model: model.register_comm_hook(state=None, hook=bf16_wrapper), 0.05),
+        "a partial": (lambda model: model.register_comm_hook(None, partial(default_hooks.allreduce_hook)), 1e-6),
+        "builtin": (lambda model: model._register_builtin_comm_hook(builtin.ALLREDUCE), 1e-6),
+        "builtin fp16": (lambda model: model._register_builtin_comm_hook(builtin.FP16_COMPRESS), 0.01),
+        "by type": (lambda model: ddp_comm_hooks.register_ddp_comm_hook(kinds.ALLREDUCE, model, None), 1e-6),
+        "quantized": (lambda model: ddp_comm_hooks.register_ddp_comm_hook(kinds.QUANTIZE_PER_TENSOR, model), 0.05),
+        "blocking": (lambda model: model.register_comm_hook(None, one_after_another), 1e-6),
+    }
+    for name, (register, rtol) in ways.items():
+        model = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
+        register(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = gradients(model, world.rank)
+        for mine, other in zip(found[0], plain[0], strict=True):
+            same_tensor(mine, other, rtol, name)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_way_to_register_a_hook_gives_the_mean(pools: Pools, size: int) -> None:
+    pools.run(size, near_the_mean)
+
+
+# -- what a hook sees --------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """A hook's state that notes what each bucket was."""
+
+    def __init__(self) -> None:
+        self.buckets: list[tuple[int, bool, list[str]]] = []
+
+    def hook(self, names: dict[int, str], bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        assert isinstance(bucket, dist.GradBucket)
+        shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
+        assert [tuple(gradient.shape) for gradient in bucket.gradients()] == shapes
+        flat = torch.cat([gradient.flatten() for gradient in bucket.gradients()])
+        assert torch.equal(flat, bucket.buffer())
+        shown = [names[id(parameter)] for parameter in bucket.parameters()]
+        self.buckets.append((bucket.index(), bucket.is_last(), shown))
+        bucket.set_buffer(bucket.buffer() * 2)
+        assert torch.equal(bucket.gradients()[0].flatten(), 2 * flat[: bucket.gradients()[0].numel()])
+        return default_hooks.allreduce_hook(None, bucket)  # of the doubled buffer
+
+
+def what_a_hook_sees(world: World) -> None:
+    torch.manual_seed(0)
+    net = Deep()
+    plain = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
+    model = DistributedDataParallel(net, bucket_cap_mb=TINY, unused_parameters="allow")
+    log = Log()
+    model.register_comm_hook({id(p): name for name, p in net.named_parameters()}, log.hook)
+    for step in range(4):
+        log.buckets.clear()
+        layout = model.bucket_layout()
+        for one in (plain, model):
+            one.zero_grad(set_to_none=step % 2 == 0)
+            with one.no_sync():
+                one(data(world.rank, step)).sum().backward()
+        assert log.buckets == []
+        if step == 2 and world.rank == 0:  # a rank without data
+            plain.sync_gradients()
+            model.sync_gradients()
+        else:
+            for one in (plain, model):
+                one(data(world.rank, step + 10)).sum().backward()
+        last = len(layout) - 1
+        assert log.buckets == [(at, at == last, names) for at, names in enumerate(layout)]
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            same_tensor(mine.grad, 2 * other.grad, 1e-12, f"step {step}")
+            assert mine.grad is not None
+            assert mine.grad.dtype == mine.dtype
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_hook_gets_every_bucket_once_in_order_and_set_buffer_is_what_counts(pools: Pools, size: int) -> None:
+    pools.run(size, what_a_hook_sees)
+
+
+def mean_hook(world: World) -> None:
+    """The allreduce hook equals one process on the whole batch, weights and all."""
+    for case in [
+        Case(options={"bucket_cap_mb": TINY}),
+        Case(build=Tied, micros=2, window="backward", set_to_none=False, batches=(12, 5)),
+        Case(build=partial(Parts, checkpointing="reentrant"), pattern="a part twice", batches=(12, 7)),
+        Case(build=partial(Parts, torch.bfloat16), batches=(12, 7), rtol=0.1),
+        Case(options={"reduce_dtype": torch.float32, "bucket_cap_mb": TINY}, rtol=1e-4),
+        Case(build=partial(Parts, torch.float16), batches=(12, 7), rtol=0.02),
+        *(Case(pattern=pattern, batches=(12, 1), options={"bucket_cap_mb": TINY}) for pattern in PATTERNS),
+    ]:
+        try:
+            train_beside_twin(world, case, hook=default_hooks.allreduce_hook)
+        except Exception as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_with_the_allreduce_hook_and_weights_ranks_equal_one_process(pools: Pools, size: int) -> None:
+    pools.run(size, mean_hook)
+
+
+def summed_in_half(world: World, dtype: torch.dtype) -> None:
+    """Summed losses whose gradients are large: their sum over the ranks overflows in fp16, their mean does not."""
+    model = DistributedDataParallel(nn.Linear(8, 1, bias=False, dtype=dtype))
+    twin = copy.deepcopy(model.module)
+    count = 100 + 50 * world.rank
+    x = torch.full((count, 8), 250.0, dtype=dtype)
+    with model.weight(count):
+        model(x).sum().backward()
+    twin(torch.full((1, 8), 250.0, dtype=dtype)).sum().backward()
+    same_tensor(model.module.weight.grad, twin.weight.grad, 0.01, str(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_are_right_where_a_sum_over_ranks_would_overflow(pools: Pools, dtype: torch.dtype) -> None:
+    pools.run(3, summed_in_half, dtype)
+
+
+# -- optimizers inside -------------------------------------------------------------------------------------------------
+
+
+def fused(world: World) -> None:
+    torch.manual_seed(0)
+    net = Deep()
+    subset = [net.layers[0].weight]
+    model = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
+    plain = DistributedDataParallel(net, bucket_cap_mb=TINY, unused_parameters="allow")
+    chosen = {"all": list(plain.parameters()), "one": subset}
+    for which in ("all", "one"):
+        model = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=TINY, unused_parameters="allow")
+        mine = None if which == "all" else [model.module.layers[0].weight]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model._register_fused_optim(torch.optim.Adam, 0.01, optim_params=mine)
+        optimizer = torch.optim.Adam(chosen[which], lr=0.01)
+        for step in range(4):
+            for one in (model, plain):
+                one.zero_grad()
+                one(data(world.rank, step)).square().sum().backward()
+            optimizer.step()
+            for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+                same_tensor(a.detach(), b.detach(), 1e-9, f"{which}, step {step}")
+    with pytest.raises(HookError, match=r"steps before the weights of model.weight\(\) are known"), model.weight(3):
+        model(data(world.rank, 9)).sum().backward()
+
+
+def test_a_fused_optimizer_gives_what_one_after_backward_gives(pools: Pools) -> None:
+    pools.run(2, fused)
+
+
+def in_backward(world: World) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it loads TorchScript
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+    torch.manual_seed(0)
+    net = Deep()
+    plain = DistributedDataParallel(copy.deepcopy(net), unused_parameters="allow")
+    _apply_optimizer_in_backward(torch.optim.SGD, list(net.parameters())[1:], {"lr": 0.1})
+    model = DistributedDataParallel(net, bucket_cap_mb=TINY, unused_parameters="allow")
+    optimizer = torch.optim.SGD(list(plain.parameters())[1:], lr=0.1)
+    for step in range(3):
+        for one in (model, plain):
+            with one.no_sync(), one.weight(3):
+                one(data(world.rank, step)).square().sum().backward()
+            with one.weight(3):
+                one(data(world.rank, step + 5)).square().sum().backward()
+        optimizer.step()
+        for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+            same_tensor(a.detach(), b.detach(), 1e-9, f"{name}, step {step}")
+            assert (a.grad is not None) == (name == "module.layers.0.weight")
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_optimizers_in_backward_step_on_averages(pools: Pools, size: int) -> None:
+    # They stepped on each rank's own gradient, and the replicas drifted apart.
+    pools.run(size, in_backward)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def wrong_bucket(state: object, bucket: int) -> Future[torch.Tensor]: ...  # type: ignore[empty-body]
+
+
+def wrong_return(state: object, bucket: dist.GradBucket) -> torch.Tensor: ...  # type: ignore[empty-body]
+
+
+def no_bucket(state: object) -> Future[torch.Tensor]: ...  # type: ignore[empty-body]
+
+
+def refusals(world: World) -> None:
+    model = DistributedDataParallel(Deep(), unused_parameters="allow")
+    annotation = "bucket annotation should be dist.GradBucket, but 'wrong_bucket' has"
+    for hook, message in [
+        ({}, "must be callable"),
+        (wrong_bucket, annotation),
+        (wrong_return, "return annotation should be torch.futures.Future"),
+        (no_bucket, "'no_bucket' does not take a state and a bucket"),
+    ]:
+        with pytest.raises(HookError, match=message):
+            model.register_comm_hook(None, hook)
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(UsageError, match="can only be called once, and 'allreduce_hook' is registered already"):
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(UsageError, match=r"is no dist\.BuiltinCommHookType"):
+        DistributedDataParallel(Deep())._register_builtin_comm_hook("fp16")
+    last = DistributedDataParallel(nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it loads TorchScript
+        with pytest.raises(UsageError, match="parameter 'weight' is not contiguous"):
+            last._register_fused_optim(torch.optim.SGD, 0.1)
+
+
+def test_what_is_no_hook_is_refused_when_it_is_registered(pools: Pools) -> None:
+    pools.run(2, refusals)
+
+
+def raises(state: object, bucket: Any) -> Any:
+    raise KeyError("no such key")
+
+
+def no_future(state: object, bucket: Any) -> Any:
+    return bucket.buffer()
+
+
+def no_tensor(state: object, bucket: Any) -> Any:
+    future: Future[Any] = Future()
+    future.set_result([bucket.buffer()])
+    return future
+
+
+def too_short(state: object, bucket: Any) -> Any:
+    future: Future[Any] = Future()
+    future.set_result(bucket.buffer()[1:])
+    return future
+
+
+def fails_later(state: object, bucket: Any) -> Any:
+    return default_hooks.allreduce_hook(None, bucket).then(lambda _: {}["absent"])
+
+
+def answering(change: Callable[[torch.Tensor], Any]) -> Any:
+    """A hook whose collective is in order, and whose answer is not."""
+
+    def hook(state: object, bucket: Any) -> Any:
+        return default_hooks.allreduce_hook(None, bucket).then(lambda future: change(future.value()))
+
+    return hook
+
+
+ANSWERS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "complex": (lambda flat: flat + 1j, "torch.complex128"),
+    "complex32": (lambda flat: torch.complex(flat.float(), flat.float()), "torch.complex64"),
+    "half": (lambda flat: flat.half(), "torch.float16"),
+    "integers": (lambda flat: flat.long(), "torch.int64"),
+    "truth": (lambda flat: flat > 0, "torch.bool"),
+    "two dimensions": (lambda flat: flat[None], "of shape (1, "),
+    "a row for each": (lambda flat: flat.view(-1, 1), ", 1), torch.float64"),
+    "longer": (lambda flat: torch.cat([flat, flat]), "for a bucket of shape ("),
+    "empty": (lambda flat: flat[:0], "of shape (0,)"),
+    "a scalar": (lambda flat: flat.sum(), "of shape ()"),
+    "another device": (lambda flat: flat.to("meta"), "on meta"),
+    "sparse": (lambda flat: flat.to_sparse(), "torch.sparse_coo"),
+    "None": (lambda flat: None, "returned a future of a NoneType"),
+    "a number": (lambda flat: 1.5, "returned a future of a float"),
+    "a pair": (lambda flat: (flat, flat), "returned a future of a tuple"),
+}
+
+
+def answers(world: World, which: str) -> None:
+    """On every rank alike, and on one of them alone, where the others must not wait for what never comes."""
+    change, message = ANSWERS[which]
+    for culprits in (range(world.size), [1]):
+        model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, unused_parameters="allow")
+        hook = answering(change) if world.rank in culprits else default_hooks.allreduce_hook
+        model.register_comm_hook(None, hook)
+        expected = HookError if world.rank in culprits else DesyncError
+        with pytest.raises(expected) as caught:
+            model(data(world.rank, 0)).sum().backward()
+        wanted = message if world.rank in culprits else "the communication hook failed on rank 1, so the gradients"
+        assert wanted in str(caught.value), str(caught.value)
+        with pytest.raises(PacelineError, match="start again from the last checkpoint"):
+            model(data(world.rank, 1)).sum().backward()
+
+
+@pytest.mark.parametrize("which", ANSWERS)
+def test_an_answer_that_is_not_like_the_bucket_is_an_error_on_every_rank(pools: Pools, which: str) -> None:
+    pools.run(2, answers, which)
+
+
+def answers_on_gloo(world: World) -> None:
+    for which in ("complex", "a pair"):
+        answers(world, which)
+
+
+def test_an_answer_that_is_not_like_the_bucket_is_an_error_on_gloo() -> None:
+    with Pools("gloo") as pools:
+        pools.run(3, answers_on_gloo)
+
+
+def views(world: World) -> None:
+    """Answers that share the bucket's memory and yet are other numbers."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2, bias=False, dtype=torch.complex128)
+    changes: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda flat: flat.conj(),
+        lambda flat: flat[:1].expand(len(flat)),
+        lambda flat: flat.flip(0),
+        torch.view_as_real,  # as the collective's own future has it
+    ]
+    for change in changes:
+        found = []
+        for hook in (default_hooks.allreduce_hook, answering(lambda real: change(torch.view_as_complex(real)))):  # noqa: B023
+            model = DistributedDataParallel(copy.deepcopy(net))
+            model.register_comm_hook(None, hook)
+            model(torch.full((1, 3), 1 + 2j, dtype=torch.complex128)).abs().sum().backward()
+            found.append(model.module.weight.grad.flatten().clone())
+        wanted = found[0] if change is torch.view_as_real else change(found[0])
+        assert torch.equal(found[1], wanted)
+
+
+def test_an_answer_that_is_a_view_of_the_bucket_is_taken_by_its_values(pools: Pools) -> None:
+    pools.run(2, views)
+
+
+def never(world: World) -> None:
+    def hook(state: object, bucket: Any) -> Any:
+        return Future()
+
+    group: Any = dist.new_group()
+    model = DistributedDataParallel(nn.Linear(3, 2), process_group=group)
+    group.timeout = timedelta(seconds=0.5)
+    model.register_comm_hook(None, hook)
+    with pytest.raises(HookError, match=r"returned a future that was not completed within 0\.5 s"):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def test_a_future_that_is_never_completed_ends_by_the_groups_timeout(pools: Pools) -> None:
+    pools.run(2, never)
+
+
+def zero_step(world: World) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it loads TorchScript
+        from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        model = DistributedDataParallel(Deep(), unused_parameters="allow")
+        zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+        for make in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
+            hook = make(default_hooks.allreduce_hook, model, zero)
+            for one in (hook, default_hooks.fp16_compress_wrapper(hook), partial(hook)):
+                with pytest.raises(HookError, match=f"{make.__name__} steps with what it finds"):
+                    model.register_comm_hook(None, one)
+    model.register_comm_hook(None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+
+
+def test_an_optimizer_that_looks_into_torchs_reducer_is_refused_by_name(pools: Pools) -> None:
+    pools.run(2, zero_step)
+
+
+def fails(world: World, hook: Any, message: str) -> None:
+    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, unused_parameters="allow")
+    model.register_comm_hook(None, hook)
+    with pytest.raises(HookError) as caught:
+        model(data(world.rank, 0)).sum().backward()
+    text = str(caught.value)
+    assert text.startswith(f"rank {world.rank}: communication hook '{hook.__qualname__}', called for bucket 0, ")
+    assert message in text
+    assert "\n" not in text
+    for _ in range(2):  # the replicas cannot go on
+        with pytest.raises(PacelineError, match="start again from the last checkpoint"):
+            model(data(world.rank, 1)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (raises, "raised KeyError: 'no such key'"),
+        (no_future, "returned a Tensor; let it return a torch.futures.Future"),
+        (no_tensor, "returned a future of a list"),
+        (too_short, "for a bucket of"),
+        (fails_later, "KeyError"),
+    ],
+)
+def test_a_hook_that_fails_is_named_with_rank_and_bucket(pools: Pools, hook: Any, message: str) -> None:
+    pools.run(2, fails, hook, message)
+
+
+def raises_on_rank_1(world: World) -> None:
+    """The others are inside a collective of the hook, where nobody can tell them anything."""
+    comm_hook.GRACE_S = 0.2
+
+    def hook(state: object, bucket: Any) -> Any:
+        if world.rank == 1 and bucket.index() == 1:
+            raise KeyError("here")
+        return one_after_another(state, bucket)
+
+    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, unused_parameters="allow")
+    model.register_comm_hook(None, hook)
+    model(data(world.rank, 0)).sum().backward()
+
+
+def test_a_rank_whose_hook_raises_says_so_and_does_not_wait_for_ranks_that_block() -> None:
+    with Ranks(2, timeout=60) as ranks, pytest.raises(RankFailed, match=r"rank 1 raised(.|\n)*HookError: rank 1: comm"):
+        ranks.run(raises_on_rank_1)
+
+
+def raises_somewhere(world: World, kind: str) -> str:
+    """In the second backward, in its second bucket, on rank 1 alone."""
+    calls = []
+
+    def hook(state: object, bucket: Any) -> Any:
+        calls.append(bucket.index())
+        if world.rank != 1 or calls.count(1) < 2:
+            return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
+        if kind == "no future":
+            return None
+        if kind == "a failing future":
+            return default_hooks.allreduce_hook(None, bucket).then(lambda _: 1 / 0)  # type: ignore[arg-type]
+        raise KeyError("here")
+
+    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, unused_parameters="allow")
+    model.register_comm_hook(None, hook)
+    model(data(world.rank, 0)).sum().backward()
+    with pytest.raises(PacelineError) as caught:
+        model(data(world.rank, 1)).sum().backward()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("kind", ["raises", "no future", "a failing future"])
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_where_one_ranks_hook_fails_every_rank_raises_in_that_step(backend: str, kind: str) -> None:
+    """The others used to wait for the collective that it had not begun, until that rank ended or the time was up."""
+    with Ranks(3, timeout=20, backend=backend) as ranks:
+        first, second, third = ranks.run(raises_somewhere, kind)
+    assert second.startswith("HookError: rank 1: communication hook 'raises_somewhere.<locals>.hook', called for buck")
+    for rank, text in ((0, first), (2, third)):
+        assert text.startswith(f"DesyncError: rank {rank}: the communication hook failed on rank 1, so the gradients")
+
+
+def exception_between(world: World) -> None:
+    """An exception of the model's, not the hook's: the others learn of it, and all can go on."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, unused_parameters="allow")
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    out = model(data(world.rank, 0))
+    if world.rank == 1:
+        handle = model.module.layers[1].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            out.sum().backward()
+        handle.remove()
+    else:
+        with pytest.raises(PacelineError, match="backward was ended by an exception on rank 1"):
+            out.sum().backward()
+    model.zero_grad()
+    model(data(world.rank, 1)).sum().backward()
+    twin = copy.deepcopy(model.module)
+    twin.zero_grad()
+    (sum(twin(data(rank, 1)).sum() for rank in range(world.size)) / world.size).backward()
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        same_tensor(mine.grad, other.grad, 1e-9, "after the exception")
+
+
+def test_after_an_exception_in_backward_hooks_are_in_step_again(pools: Pools) -> None:
+    pools.run(2, exception_between)

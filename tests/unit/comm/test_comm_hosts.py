@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import paceline
+from forked import Forked
+from paceline.comm.shm.collectives import Collectives
+from paceline.comm.topology import SPLIT, rows_of
+from paceline.core.processes.world import World
+from ranks import Ranks, run_ranks
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rows"),
+    [
+        ("aa", [[0, 1]]),
+        ("aabb", [[0, 1], [2, 3]]),
+        ("abab", [[0, 2], [1, 3]]),
+        ("baab", [[0, 3], [1, 2]]),
+        ("aab", [[0, 1], [2]]),
+        ("abc", [[0], [1], [2]]),
+    ],
+)
+def test_ranks_are_grouped_by_host_in_the_order_of_their_lowest(hosts: str, rows: list[list[int]]) -> None:
+    assert rows_of(hosts) == rows
+
+
+# -- one machine, split by force ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def split(parts: int) -> Iterator[dist.ProcessGroup]:
+    """A group of all ranks that takes this host for `parts` hosts."""
+    os.environ[SPLIT] = str(parts)
+    try:
+        group = dist.new_group(backend="paceline")
+        yield group
+        dist.destroy_process_group(group)
+    finally:
+        del os.environ[SPLIT]
+
+
+def trained(world: World, hosts: int) -> Tensor:
+    """Parameters after three steps of our DDP, whose channels take the split."""
+    os.environ[SPLIT] = str(hosts)
+    try:
+        torch.manual_seed(0)
+        model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)))
+    finally:
+        del os.environ[SPLIT]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 16), 0.1 * (step + world.rank))).square().mean().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_ddp_trains_over_hosts_as_on_one() -> None:
+    with Ranks(4, backend="paceline") as ranks:
+        one, two = ranks.run(trained, 1), ranks.run(trained, 2)
+    assert all(torch.equal(result, two[0]) for result in two)
+    # Sums in another order; a weight may be close to zero, and its gradients are not.
+    torch.testing.assert_close(two[0], one[0], rtol=1e-5, atol=1e-5)
+
+
+def alone(world: World, hosts: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with split(hosts) as group:
+            assert group._collectives is None  # type: ignore[attr-defined]
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor, group=group)
+            assert tensor.tolist() == [world.size] * 3
+            with pytest.raises(paceline.UsageError, match="does not use shared memory"):
+                group.allocate(3, torch.float32)  # type: ignore[attr-defined]
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize(
+    ("size", "hosts", "why"),
+    [(2, 2, "the 2 ranks are on 2 hosts"), (3, 2, "the 3 ranks are on 2 hosts")],
+)
+def test_on_several_hosts_gloo_is_used_and_it_is_said_once(size: int, hosts: int, why: str) -> None:
+    said = run_ranks(size, alone, hosts, backend="gloo")
+    assert len(said[0]) == 1
+    assert why in said[0][0]
+    assert said[1:] == [[]] * (size - 1)
+
+
+# -- two hosts as network namespaces --------------------------------------------------------------------------------
+
+
+def ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[tuple[str, str]]]:
+    """Two network namespaces, joined by a cable: (namespace, address) of each."""
+    if shutil.which("ip") is None:
+        pytest.skip("there is no ip command to make network namespaces with")
+    names = [f"paceline{os.getpid()}{side}" for side in "ab"]
+    net = f"10.{os.getpid() // 250 % 250}.{os.getpid() % 250}"
+    addresses = [f"{net}.1", f"{net}.2"]
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
+            ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+            for name, address in zip(names, addresses, strict=True):
+                ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
+                for device in ("lo", "cable"):
+                    ip("-n", name, "link", "set", device, "up")
+                ip("netns", "exec", name, "true")
+        except OSError as error:
+            pytest.skip(f"network namespaces are not permitted here: {error}")
+        yield list(zip(names, addresses, strict=True))
+
+
+SCRIPT = """
+import sys, warnings, torch, torch.distributed as dist, paceline
+from torch import nn
+
+warnings.filterwarnings("ignore", "the process group uses Gloo")
+with paceline.init("paceline", timeout=40) as world:
+    assert not dist.group.WORLD.native
+    tensor = torch.arange(100_003.) * (world.rank + 1)
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, torch.arange(100_003.) * 10)
+    torch.manual_seed(0)
+    model = paceline.DistributedDataParallel(nn.Linear(300, 300))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.full((2, 300), world.rank + 1.0)).mean().backward()
+        optimizer.step()
+    sums = [None] * 4
+    dist.all_gather_object(sums, float(model.module.weight.detach().double().sum()))
+    assert len(set(sums)) == 1
+    if "die" in sys.argv and world.rank == 3:
+        import os
+        os._exit(3)
+    if "die" in sys.argv:
+        try:
+            dist.all_reduce(torch.ones(1000))
+        except RuntimeError as error:
+            print(error)
+            sys.exit(4)
+    world.print("trained on", world.node, world.local_size)
+"""
+
+
+def enter(namespace: str) -> None:
+    """Go where ``ip netns exec`` goes; and every warning is an error there."""
+    with Path("/run/netns", namespace).open() as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+    warnings.simplefilter("error")
+
+
+def start(hosts: list[tuple[str, str]], script: Path, *arguments: str) -> list[Forked]:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(4):
+        name, _ = hosts[rank // 2]
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": str(rank % 2),
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": str(rank // 2),
+            "MASTER_ADDR": hosts[0][1],
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "cable",
+            "OMP_NUM_THREADS": "1",
+        }
+        out, err = (script.with_name(f"{stream}-{rank}") for stream in ("out", "err"))
+        command = [str(script), *arguments]
+        processes.append(Forked(command, ROOT, environment, out, err, first=partial(enter, name)))
+    return processes
+
+
+def ended(processes: list[Forked], folder: Path) -> list[tuple[int, str, str]]:
+    try:
+        codes = [process.wait(90) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    streams = [[(folder / f"{stream}-{rank}").read_text() for stream in ("out", "err")] for rank in range(len(codes))]
+    return [(code, out, err) for code, (out, err) in zip(codes, streams, strict=True)]
+
+
+def test_two_network_namespaces_train_as_two_hosts(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    results = ended(start(hosts, script), tmp_path)
+    assert [code for code, _, _ in results] == [0] * 4, results
+    assert results[0][1] == "trained on 0 2\n"
+
+
+def test_a_dead_rank_is_an_error_on_both_hosts(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    results = ended(start(hosts, script, "die"), tmp_path)
+    assert [code for code, _, _ in results] == [4, 4, 4, 3], results
+
+
+def test_one_host_stays_one_host_without_the_split() -> None:
+    assert run_ranks(2, is_plain, backend="paceline") == [True, True]
+
+
+def is_plain(_: World) -> bool:
+    return isinstance(dist.group.WORLD._collectives, Collectives)  # type: ignore[union-attr]

@@ -1,0 +1,279 @@
+"""NCCL communicators of groups of our own: destroyed by all their ranks together or aborted, never by a finalizer.
+
+Without a GPU, Gloo stands for NCCL, with one property of NCCL's added: a group is destroyed only when all its ranks do
+so.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline.core.processes.world
+from paceline.core.processes import nccl_communicators
+from paceline.core.processes.gpus import choose_gpu, expect_own_gpu, gpu_name
+from paceline.core.processes.world import World
+from paceline.core.torch_internals.distributed.c10d import HashStore, get_known_groups
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import WorldError
+
+on_two_ranks = pytest.mark.ranks(2, backend="gloo")
+
+
+class LikeNccl:
+    """What is asked of NCCL's backend."""
+
+    def __init__(self, *, is_used: bool = True) -> None:
+        self._is_initialized = lambda: is_used
+        self._group_start = self._group_end = lambda: None
+
+
+class Together:
+    """A group that waits for its other ranks when it is destroyed, as NCCL may, and not when it is aborted."""
+
+    def __init__(self, group: Any, told: list[str]) -> None:
+        self.group, self.told = group, told
+
+    def shutdown(self) -> None:
+        self.group.barrier().wait()
+        self.told.append(f"destroyed {self.group.group_name}")
+        self.group.shutdown()
+
+    def abort(self) -> None:
+        self.told.append(f"aborted {self.group.group_name}")
+        self.group.shutdown()
+
+
+def stand_in(*, is_used: bool = True) -> list[str]:
+    """Let Gloo stand for NCCL in this rank; returns what becomes of communicators, by name."""
+    told: list[str] = []
+
+    def keep(group: Any, name: str, ranks: Any) -> None:
+        nccl_communicators._opened[name] = nccl_communicators._Communicator(Together(group, told), tuple(ranks))
+
+    nccl = LikeNccl(is_used=is_used)
+    changed: Any = nccl_communicators
+    changed.nccl_of = lambda _: nccl
+    world: Any = paceline.core.processes.world
+    world.nccl_of = changed.nccl_of
+    import paceline.comm.own_group as own_group
+
+    opened: Any = own_group
+    opened.keep = keep
+    return told
+
+
+def wrap() -> DistributedDataParallel:
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    model(torch.ones(1, 2)).sum().backward()
+    return model
+
+
+def name_of(model: DistributedDataParallel) -> str:
+    assert model._connection is not None
+    return model._connection.channel.name
+
+
+@on_two_ranks
+def test_a_communicator_is_destroyed_where_all_its_ranks_come_and_never_by_a_finalizer(world: World) -> None:
+    told = stand_in()
+    models = [wrap()]
+    first = name_of(models[0])
+    if world.rank == 0:
+        models.clear()
+        gc.collect()
+    models.append(wrap())  # a common point, but rank 1 still trains the first model
+    assert told == []
+    if world.rank == 1:
+        del models[0]
+        gc.collect()
+    assert told == []
+    models.append(wrap())
+    assert told == [f"destroyed {first}"]
+    second, third = map(name_of, models)
+    if world.rank == 0:
+        del models[0]
+        gc.collect()
+    world.close()  # also while wrappers live, and where ranks have released different ones
+    assert told[1:] == [f"destroyed {name}" for name in sorted([second, third])]
+    models.clear()
+    gc.collect()
+    assert len(told) == 3
+
+
+@on_two_ranks
+def test_wrappers_made_and_dropped_in_turn_leave_only_the_last_communicators(world: World) -> None:
+    told = stand_in()
+    for number in range(6):
+        model = wrap()
+        if (number + world.rank) % 2 == 0:
+            del model
+            gc.collect()
+    assert len(told) + len(nccl_communicators._opened) == 6
+
+
+@on_two_ranks
+def test_a_group_whose_nccl_carried_nothing_is_closed_at_once() -> None:
+    told = stand_in(is_used=False)
+    model = wrap()
+    name = name_of(model)
+    shut = nccl_communicators._opened[name]
+    del model
+    gc.collect()
+    assert shut.group is None  # closed at once: with it goes shared memory, say
+    wrap()
+    assert told == []
+    assert name not in nccl_communicators._opened
+
+
+@on_two_ranks
+def test_a_communicator_with_work_that_one_rank_did_not_wait_for_is_aborted_by_all(world: World) -> None:
+    told = stand_in()
+    model = wrap()
+    assert model._connection is not None
+    name, channel = name_of(model), model._connection.channel
+    if world.rank == 0:
+        channel.all_reduce(torch.ones(1))  # rank 1 does not take part
+    del model, channel
+    gc.collect()
+    wrap()
+    assert told == [f"aborted {name}"]
+
+
+# -- leaving on an error -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, backend="paceline")
+def test_a_group_with_shared_memory_can_be_aborted(world: World) -> None:
+    """As on a host with GPUs; rank 0 has something under way."""
+    group: Any = dist.group.WORLD
+    if world.rank == 0:
+        group.launch_all_reduce(group.allocate(3, torch.float32))
+    stand_in()
+    with pytest.raises(ValueError, match="a bug"), world:
+        raise ValueError("a bug")
+    assert not dist.is_initialized()
+    assert not group.native
+
+
+@on_two_ranks
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("a bug"), KeyboardInterrupt(), SystemExit(1)],
+    ids=["raises", "is_interrupted", "exits_with_1"],
+)
+def test_leaving_the_world_on_an_error_aborts_what_can_never_end(world: World, error: BaseException) -> None:
+    """It waited for the other ranks instead, and the error was seen when NCCL's timeout had passed, if at all."""
+    told = stand_in()
+    model = wrap()
+    name = name_of(model)
+    if world.rank == 1:
+        world._abort()  # as the launcher ends it; it never joins what rank 0 has launched
+        return
+    assert model._connection is not None
+    model._connection.channel.all_reduce(torch.ones(1))
+    with pytest.raises(type(error)), world:
+        raise error
+    assert told == [f"aborted {name}"]
+    assert not dist.is_initialized()
+
+
+@on_two_ranks
+def test_sys_exit_without_an_error_is_no_error(world: World) -> None:
+    told = stand_in()
+    model = wrap()
+    with pytest.raises(SystemExit), world:
+        raise SystemExit(0)
+    assert told == [f"destroyed {name_of(model)}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=pytest.mark.ranks(2, backend=name)) for name in ("gloo", "paceline")]
+)
+def test_without_nccl_the_world_is_left_on_an_error_as_before(world: World, backend: str) -> None:
+    model = wrap()
+    group: Any = dist.group.WORLD
+    if world.rank == 0:
+        group.allreduce([torch.ones(1)])  # alone
+    with pytest.raises(ValueError, match="a bug"), world:
+        raise ValueError("a bug")
+    assert not dist.is_initialized()
+    assert not get_known_groups()
+    del model
+
+
+# -- one GPU a rank ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "chosen"),
+    [(0, 1, 0), (0, 8, 0), (7, 8, 7), (3, 1, 0), (7, 1, 0)],  # the last two: a scheduler shows each task its GPU alone
+)
+def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_one(local_rank: int, visible: int, chosen: int) -> None:
+    assert choose_gpu(12, local_rank, visible) == chosen
+
+
+def test_fewer_gpus_than_ranks_are_refused() -> None:
+    with pytest.raises(WorldError, match=r"rank 12: local rank 4 has no GPU of its own, as 4 are visible"):
+        choose_gpu(12, 4, 4)
+
+
+def test_ranks_that_see_the_same_single_gpu_are_refused_by_its_uuid() -> None:
+    store = HashStore()
+    for rank, gpu in enumerate(["GPU-a", "GPU-b", "GPU-a"]):
+        store.set(f"gpu/{rank}", gpu)
+    expect_own_gpu(store, 1, 3, "GPU-b")
+    for rank, other in ((0, 2), (2, 0)):
+        with pytest.raises(WorldError, match=rf"rank {rank}: GPU GPU-a is also that of rank {other}"):
+            expect_own_gpu(store, rank, 3, "GPU-a")
+
+
+def test_parts_of_one_divided_gpu_are_different_gpus() -> None:
+    names = {gpu_name("GPU-a", {"CUDA_VISIBLE_DEVICES": visible}) for visible in ("MIG-1", "MIG-2", "0", "1")}
+    assert names == {"GPU-a MIG-1", "GPU-a MIG-2", "GPU-a"}
+    hosts = {gpu_name("GPU-a", {"NCCL_HOSTID": host}) for host in ("0", "1")}
+    assert len(hosts) == 2, "NCCL takes two ranks on one GPU if it was told that they are on two hosts"
+
+
+@pytest.mark.parametrize(
+    ("backend", "chosen", "bound"),
+    [
+        (None, "cpu:gloo,cuda:nccl", torch.device("cuda", 0)),
+        ("nccl", "nccl", torch.device("cuda", 0)),
+        ("paceline", "paceline", None),
+    ],
+)
+def test_init_on_a_gpu_sets_it_and_binds_nccl_to_it(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None, chosen: str, bound: torch.device | None
+) -> None:
+    """Bound, the world has its communicator from the start, and those of wrappers are split from it."""
+    for name in paceline.core.processes.world.REQUIRED:
+        monkeypatch.delenv(name, raising=False)
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: seen.update(index=index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dist, "is_backend_available", lambda _: True)
+
+    def initialize(name: str, **options: Any) -> None:
+        seen.update(options, name=name)
+        options.update(device_id=None)
+        real("gloo", **options)
+
+    real = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", initialize)
+    config = chosen if ":" in chosen else f"cpu:{chosen},cuda:{chosen}"
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    world = paceline.init(backend)
+    try:
+        assert (seen["name"], seen["device_id"], seen["index"]) == (chosen, bound, 0)
+        assert world.device == torch.device("cuda", 0)
+    finally:
+        world.close()

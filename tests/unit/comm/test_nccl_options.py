@@ -1,0 +1,264 @@
+"""A wrapper's own NCCL communicator: where it comes from, its settings, what is refused. Fakes stand for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline.ddp.engine.parts
+from paceline import compression
+from paceline.comm.registered_memory import RegisteredMemory, why_not
+from paceline.compression import TopK
+from paceline.core.processes.world import World
+from paceline.core.torch_internals.distributed import nccl
+from paceline.core.torch_internals.distributed.c10d import HashStore, ProcessGroupGloo
+from paceline.ddp import DistributedDataParallel, NcclOptions
+from paceline.ddp.engine.device import exposed_time
+from paceline.ddp.engine.device.exposed_time import MOST_PENDING, ExposedTime
+from paceline.ddp.options.config import check_nccl, expect_nccl
+from paceline.errors import UsageError
+from twins import Pools
+
+GPU = torch.device("cuda", 0)
+
+
+# -- where communicators come from -------------------------------------------------------------------------------------
+
+
+class LikeNccl(ProcessGroupGloo):
+    """A backend with the faces of NCCL's that are used, and a record of what is asked of it."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self.split_from, self.split_color = None, None
+
+    supports_splitting = True
+    made: ClassVar[list[Any]] = []
+    """All that were made: of one that Python lets go of, only the part in C++ stays."""
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        super().__init__(store, rank, size, timedelta(seconds=20))
+        self.asked, self.connected = options, []  # type: ignore[var-annotated]
+        self.made.append(self)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected.append(device)
+
+
+def group_with_nccl(*, bound: torch.device | None) -> Any:
+    group = nccl.bare_group(HashStore(), 0, 1)
+    nccl.attach_nccl(group, group, [0], HashStore(), "parent", timedelta(seconds=20))
+    group.bound_device_id = bound
+    return group
+
+
+@pytest.fixture
+def like_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", LikeNccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+
+
+@pytest.mark.usefixtures("like_nccl")
+@pytest.mark.parametrize("bound", [GPU, None])
+@pytest.mark.parametrize("high_priority", [False, True])
+def test_a_communicator_is_split_from_its_parents_if_that_is_bound_to_a_device(
+    bound: torch.device | None, high_priority: bool
+) -> None:
+    parent, own = group_with_nccl(bound=bound), nccl.bare_group(HashStore(), 0, 1)
+    nccl.attach_nccl(own, parent, [0], HashStore(), "own", timedelta(seconds=20), high_priority=high_priority)
+    backend = nccl.nccl_of(own)
+    assert own.group_name == "own"
+    assert backend.asked.split_from is (nccl.nccl_of(parent) if bound else None)
+    assert backend.connected == ([GPU] if bound else [])
+    assert backend.asked.is_high_priority_stream is high_priority
+    assert backend.asked._timeout == timedelta(seconds=20)
+    assert backend.asked.global_ranks_in_group == [0]
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [True, {"high_priority": True}, NcclOptions(high_priority=1)])  # type: ignore[arg-type]
+def test_settings_of_another_kind_are_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError, match="give NcclOptions"):
+        check_nccl(wrong)
+
+
+def wrap_with_settings(world: World) -> list[str]:
+    said = []
+    for options in (NcclOptions(registered_buckets=True), NcclOptions(high_priority=True)):
+        try:
+            DistributedDataParallel(nn.Linear(2, 2), nccl=options)
+        except UsageError as error:
+            said.append(str(error))
+    DistributedDataParallel(nn.Linear(2, 2), nccl=NcclOptions())
+    return said
+
+
+def test_settings_of_nccl_are_refused_by_name_where_there_is_none(pools: Pools) -> None:
+    for said in pools.run(2, wrap_with_settings):
+        assert [
+            line.partition(" is for gradients that travel over NCCL, but the model is on cpu")[0] for line in said
+        ] == [
+            "NcclOptions(registered_buckets=True)",
+            "NcclOptions(high_priority=True)",
+        ]
+
+
+def test_what_torch_or_the_device_lacks_for_registered_memory_is_named() -> None:
+    class Backend:
+        register_mem_pool = mem_allocator = None
+        supports = False
+
+        def supports_tensor_alloc(self, device: torch.device) -> bool:
+            return self.supports and device == GPU
+
+    assert "lacks register_mem_pool, mem_allocator" in str(why_not(object(), GPU))
+    assert str(why_not(Backend(), GPU)).startswith("cuda:0, its driver or this NCCL cannot")
+    Backend.supports = True
+    assert why_not(Backend(), GPU) is None
+
+
+@pytest.mark.usefixtures("like_nccl")
+def test_registered_memory_is_refused_where_the_device_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = group_with_nccl(bound=None)
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
+    expect_nccl(NcclOptions(high_priority=True), GPU, group)
+    with pytest.raises(
+        UsageError, match=r"registered_buckets=True\) cannot be used, as this torch, .*, lacks register"
+    ):
+        expect_nccl(NcclOptions(registered_buckets=True), GPU, group)
+
+
+def test_registered_memory_comes_from_a_pool_of_an_initialized_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    backend = SimpleNamespace(
+        _is_initialized=lambda: False,
+        eager_connect_single_device=lambda device: told.append(("connected", device)),
+        mem_allocator="nccl's",
+        register_mem_pool=lambda pool: told.append(("registered", pool)),
+    )
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"pool of {allocator}")
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda *used: (told.append(("used", *used)), nullcontext())[1])
+    cpu = torch.device("cpu")
+    assert RegisteredMemory(backend, cpu).zeros(3, torch.float64).tolist() == [0, 0, 0]
+    pool = "pool of nccl's"
+    assert told == [("connected", cpu), ("registered", pool), ("used", pool, cpu)]
+
+
+# -- time waited for communication -------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A device's stream: events get their time when the device comes to them."""
+
+    def __init__(self) -> None:
+        self.queued: list[Any] = []
+
+    def event(self, **options: Any) -> Any:
+        assert options == {"device": GPU, "enable_timing": True}
+        event = SimpleNamespace(at=None)
+        event.record = lambda: self.queued.append(event)
+        event.query = lambda: event.at is not None
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+    def passes(self, *milliseconds: float) -> None:
+        for at in milliseconds:
+            self.queued.pop(0).at = at
+
+
+def test_time_exposed_on_a_device_is_read_from_events_that_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(torch, "Event", clock.event)
+    monkeypatch.setattr(exposed_time, "is_capturing", lambda _: False)
+    time = ExposedTime(GPU)
+    for _ in range(2):
+        with time.measured():
+            pass
+    assert time.seconds == 0  # the device has come to none of them, and nobody waits for it
+    clock.passes(1000, 1250, 3000)
+    assert time.seconds == 0.25
+    clock.passes(3500)
+    assert time.seconds == 0.75
+
+
+def test_a_host_far_ahead_of_its_device_does_not_pile_up_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(torch, "Event", clock.event)
+    monkeypatch.setattr(exposed_time, "is_capturing", lambda _: False)
+    time = ExposedTime(GPU)
+    for _ in range(MOST_PENDING + 10):
+        with time.measured():
+            pass
+    assert len(clock.queued) == 2 * MOST_PENDING
+    monkeypatch.setattr(exposed_time, "is_capturing", lambda _: True)
+    clock.passes(*range(2 * MOST_PENDING))
+    with time.measured():
+        assert not clock.queued  # nothing is timed in a capture
+    assert time.seconds == pytest.approx(MOST_PENDING / 1000)
+
+
+# -- capture in a CUDA graph -------------------------------------------------------------------------------------------
+
+
+def capture(world: World, case: str) -> str:
+    """Train a few steps, then one while a graph is captured, as the engine is told."""
+    options: dict[str, Any] = {
+        "check_finite": {"check_finite": True},
+        "replicas": {"check_replicas_every": 2},
+        "algorithm": {"algorithm": "ring"},
+    }.get(case, {})
+    module = nn.Sequential(nn.Embedding(4, 3, sparse=case == "sparse"), nn.Linear(3, 2))
+    model = DistributedDataParallel(module, **options)
+    if case == "compressor":
+        model.register_comm_hook(TopK(model, 0.5), compression.hook)
+    x = torch.arange(4)
+    parts: Any = paceline.ddp.engine.parts
+    real: Callable[..., bool] = parts.is_capturing
+    try:
+        for step in range(1 if case == "first steps" else 4):
+            if step == 3 or case == "first steps":
+                parts.is_capturing = lambda _: True
+            if case == "weight":
+                with model.weight(2):
+                    model(x).sum().backward()
+            else:
+                model(x).sum().backward()
+            model.zero_grad()
+    except UsageError as error:
+        return str(error)
+    finally:
+        parts.is_capturing = real
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ("plain", None),
+        ("check_finite", "check_finite=True"),
+        ("replicas", "check_replicas_every"),
+        ("weight", "model.weight()"),
+        ("sparse", "sparse gradients"),
+        ("compressor", "a communication hook or compressor"),
+        ("algorithm", "a communication hook or compressor"),
+        ("first steps", "the wrapper's first steps"),
+    ],
+)
+def test_what_a_cuda_graph_cannot_replay_is_refused_by_name(pools: Pools, case: str, named: str | None) -> None:
+    for rank, said in enumerate(pools.run(2, capture, case)):
+        if named is None:
+            assert said == ""
+        else:
+            assert said.startswith(f"rank {rank}: a CUDA graph cannot capture {named}")

@@ -1,0 +1,457 @@
+"""Another user of the host, who may connect to every port and abstract socket of ours, gets nothing and stops nothing.
+
+The public store is an unauthenticated TCPStore. Before there was a private one, whoever wrote another socket's name
+into it was sent a rank's memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from paceline.comm import gloo_visitors as visitors
+from paceline.comm.gloo import connect_gloo
+from paceline.comm.shm import handshake
+from paceline.comm.shm.arena import Arena
+from paceline.comm.shm.introduction import Introduction
+from paceline.core.processes import private_store as rendezvous
+from paceline.core.processes.private_store import NotPrivate, make_file, open_file, path_of, private_store
+from paceline.core.processes.world import World
+from paceline.errors import CommunicationError
+from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
+from processes import Running, script
+from ranks import _context, run_ranks
+from strangers import NOBODY, Stranger, needs_root
+
+TIMEOUT = timedelta(seconds=60)
+SHORT = timedelta(seconds=0.4)
+
+
+def listen(tell: Callable[[Any], None]) -> None:
+    """Listen on an abstract socket; tell its name, and then what everybody sends who connects."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")
+        listener.listen()
+        tell(listener.getsockname().decode())
+        while True:
+            link, _ = listener.accept()
+            link.settimeout(30)
+            text, descriptors, _, _ = socket.recv_fds(link, 1000, 8)
+            tell((text, len(descriptors)))
+
+
+# -- the handshake -----------------------------------------------------------------------------------------------------
+
+
+@needs_root
+def test_nothing_is_sent_to_another_user_who_listens_in_place_of_a_rank() -> None:
+    store = HashStore()
+    with Stranger(listen) as stranger:
+        store.set("socket/0", json.dumps([stranger.hear(), "00" * 32]))
+        with pytest.raises(CommunicationError, match=rf"rank 1: user {NOBODY} listens where rank 0 did"):
+            handshake.connect(store, 1, [0], Arena(), TIMEOUT)
+        assert stranger.hear() == (b"", 0)
+
+
+def test_a_rank_shows_its_memory_only_to_those_who_know_the_secret() -> None:
+    """Whoever connects as the same user still has to prove that he belongs to the group, and so has who listens."""
+    arena, secret = Arena(), os.urandom(32)
+    for hello in (b"", os.urandom(48), os.urandom(200)):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link = Introduction(ours, secret, 0, arena)
+        theirs.send(hello) if hello else theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(handshake.Rejected):
+            link.advance({1})
+        link.close()
+        assert socket.recv_fds(theirs, 100, 8)[:2] == (b"", [])
+        theirs.close()
+    # The connector says who it is, and sends no descriptors before it has got the listener's proof.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = Introduction(ours, secret, 1, arena, 0)
+    hello, descriptors, _, _ = socket.recv_fds(theirs, 100, 8)
+    assert (len(hello), descriptors) == (48, [])
+    theirs.send(hello)  # its own proof proves nothing
+    with pytest.raises(handshake.Rejected, match="secret"):
+        link.advance({0})
+    link.close()
+    assert socket.recv_fds(theirs, 100, 8)[:2] == (b"", [])
+    theirs.close()
+
+
+def flood(tell: Callable[[Any], None]) -> None:
+    """Connect to every socket of ours there is, over and over, and send garbage."""
+    knocks = 0
+    tell("here")
+    while True:
+        names = [
+            line.rpartition("@")[2] for line in Path("/proc/net/unix").read_text().splitlines() if "@pacel" in line
+        ]
+        for name in names * 20:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link, suppress(OSError):
+                link.setblocking(False)
+                link.connect(f"\0{name}")
+                knocks += 1
+                link.send(os.urandom(48))
+        if names and knocks > 100:
+            tell(knocks)
+            knocks = 0
+
+
+@needs_root
+def test_a_flood_of_strangers_does_not_keep_a_rank_waiting_beyond_its_timeout() -> None:
+    """Somebody was always at the door, and so the clock was never looked at."""
+    with Stranger(flood) as one, Stranger(flood) as another:
+        assert [one.hear(), another.hear()] == ["here"] * 2
+        start = time.monotonic()
+        with pytest.raises(CommunicationError, match="rank 0: rank 1 did not come"):
+            handshake.connect(HashStore(), 0, [1], Arena(), timedelta(seconds=2))
+        assert time.monotonic() - start < 60
+        assert one.hear() > 100
+        assert another.hear() > 100
+
+
+def meet(rank: int, store: Store, found: dict[int, Any]) -> None:
+    arena = Arena(2)
+    try:
+        found[rank] = handshake.connect(store, rank, [1 - rank], arena, TIMEOUT)
+    except CommunicationError as error:
+        found[rank] = error
+
+
+@needs_root
+def test_ranks_meet_in_the_middle_of_a_flood_of_strangers() -> None:
+    store = HashStore()
+    found: dict[int, Any] = {}
+    with Stranger(flood) as one, Stranger(flood) as another:
+        assert [one.hear(), another.hear()] == ["here"] * 2
+        first = threading.Thread(target=meet, args=(0, store, found))
+        first.start()
+        assert min(one.hear(), another.hear()) > 100  # rank 0 listens, and they have found it
+        meet(1, store, found)
+        first.join()
+    for rank in range(2):
+        assert [peer.rank for peer in found[rank]] == [1 - rank]
+        for peer in found[rank]:
+            for descriptor in peer.descriptors():
+                os.close(descriptor)
+
+
+# -- the private store -------------------------------------------------------------------------------------------------
+
+
+def offer(tell: Callable[[Any], None], name: str) -> None:
+    """Hold a memory file that looks like a private store."""
+    descriptor = os.memfd_create(name)
+    os.fchmod(descriptor, 0o600)
+    tell(f"/proc/{os.getpid()}/fd/{descriptor}")
+    time.sleep(60)
+
+
+@needs_root
+@pytest.mark.parametrize("read", ["open", "stat"])
+def test_another_user_cannot_open_a_private_store(read: str) -> None:
+    path = path_of(make_file(""))
+    with Stranger(intrude, path, read) as stranger:
+        assert stranger.hear() == "PermissionError"
+
+
+def intrude(tell: Callable[[Any], None], path: str, read: str) -> None:
+    try:
+        tell(str(os.open(path, os.O_RDONLY) if read == "open" else os.stat(path)))
+    except OSError as error:
+        tell(type(error).__name__)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{stranger} " + "0" * 32, f"it belongs to user {NOBODY}, not to user 0"),
+        ("/proc/self/fd/0 " + "0" * 32, "which is no place for one"),
+        ("/etc/shadow " + "0" * 32, "which is no place for one"),
+        ("/proc/1/fd/../../../etc/shadow " + "0" * 32, "which is no place for one"),
+        ("garbage " * 1000, "which is no place for one"),
+        ("/proc/{pid}/fd/{file} " + "0" * 32, "it is no memory file of ours"),
+        ("/proc/{pid}/fd/{pipe} " + "0" * 32, "it is no memory file of ours"),
+        ("/proc/{pid}/fd/{other} " + "0" * 32, "it was not made for this job"),
+        ("/proc/{pid}/fd/999999 " + "0" * 32, "it cannot be opened: No such file"),
+    ],
+)
+def test_what_a_stranger_writes_into_the_public_store_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+    public = loopback_store()
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+    read, write = os.pipe()
+    held = {"pid": os.getpid(), "file": file, "pipe": read, "other": make_file("1")}
+    with Stranger(offer, f"paceline-store-{public.port}") as stranger:
+        text = text.format(stranger=stranger.hear(), **held)
+        with Stranger(store_write, public.port, {"private": text}) as writer:
+            assert writer.hear()
+            with pytest.raises(CommunicationError, match=re.escape(said)) as caught:
+                private_store(public, 1, range(2), TIMEOUT, range(2))
+    assert "rank 1: rank 0's private store" in str(caught.value)
+    assert len(str(caught.value)) < 600
+    for descriptor in (file, read, write, held["other"]):
+        os.close(descriptor)
+
+
+def store_write(tell: Callable[[Any], None], port: int, entries: dict[str, str], ruin: bool = False) -> None:
+    """Write into a TCPStore, over and over into those keys wherever they appear, or garbage into all others, too."""
+    store = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
+    for key, value in entries.items():
+        store.set(key, value)
+    tell(True)
+    while True:
+        time.sleep(0.001)
+        for key in store.list_keys():
+            name = key.rpartition("/")[2]
+            if ruin or name in entries:
+                store.set(key, entries.get(name, "garbage"))
+
+
+def test_a_file_of_another_job_is_not_taken_for_this_ones() -> None:
+    descriptor = make_file("7")
+    with pytest.raises(NotPrivate, match="was not made for this job"):
+        open_file(path_of(descriptor), "8")
+    before = len(os.listdir("/proc/self/fd"))
+    mine = open_file(path_of(descriptor), "7")
+    assert open_file(path_of(descriptor), "7") == mine  # once for each process
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    os.close(descriptor)
+
+
+def test_a_private_store_without_its_first_member_ends_by_the_timeout_and_names_it() -> None:
+    with pytest.raises(CommunicationError, match=r"rank 5: rank 3 did not come .* within 0\.4 s"):
+        private_store(PrefixStore("x/", loopback_store()), 5, [3, 5], SHORT, range(6))
+
+
+def test_a_private_store_is_used_as_it_is_and_takes_no_more_descriptors() -> None:
+    gc.collect()  # what tests before this one left
+    public = loopback_store()
+    first = private_store(public, 0, range(2), TIMEOUT, range(2))
+    assert rendezvous.is_private(first)
+    assert not rendezvous.is_private(public)
+    inside = PrefixStore("y/", first)
+    assert private_store(inside, 1, range(2), TIMEOUT, range(2)) is inside
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(5):
+        again = private_store(PrefixStore(f"{number}/", public), 0, range(2), TIMEOUT, range(2))
+        again.set("key", "value")
+        assert not again.check(["other"])
+        assert not first.check(["key"])
+    del again
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# -- whole jobs --------------------------------------------------------------------------------------------------------
+
+TRAINING = """
+import os, time, torch, torch.distributed as dist, paceline
+open("port-" + os.environ["RANK"], "w").write(os.environ["MASTER_PORT"])
+while not os.path.exists("go"): time.sleep(0.01)
+world = paceline.init(timeout=30)
+for _ in range(3):
+    group = dist.new_group([0, 1])
+    tensor = torch.full((5,), float(world.rank + 1))
+    dist.all_reduce(tensor, group=group)
+    assert tensor.eq(3).all() and group.native
+everyone = [None, None]
+dist.all_gather_object(everyone, world.rank)
+assert everyone == [0, 1]
+world.close()
+"""
+BOGUS = {
+    f"{prefix}{key}": value
+    for prefix in ("", "default_pg//", "default_pg//paceline/", "default_pg/0//paceline/", "1//paceline/", "world//")
+    for key, value in (
+        ("socket/0", '["\\u0000stolen", "00"]'),
+        ("socket/1", '["\\u0000stolen", "00"]'),
+        ("host/0", '{"refused": "by a stranger"}'),
+        ("host/1", '{"refused": "by a stranger"}'),
+        ("private", "/proc/1/fd/1 " + "0" * 32),
+        ("0", "garbage"),
+        ("met/1", "garbage"),
+    )
+}
+
+
+@needs_root
+def test_a_stranger_who_writes_every_key_of_the_store_changes_nothing_under_our_launcher(tmp_path: Path) -> None:
+    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAINING), fork="all") as job:
+        job.wait_for("port-0", "port-1")
+        with Stranger(store_write, int((tmp_path / "port-0").read_text()), BOGUS, True) as stranger:
+            assert stranger.hear()
+            (tmp_path / "go").touch()
+            assert job.wait() == 0, job.stderr
+
+
+def join(backend: str, port: int, rank: int, pipe: Any) -> None:
+    """A rank as torchrun's, with the store that everybody can write."""
+    import paceline
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    try:
+        if backend == "init":
+            paceline.init(timeout=3)
+        else:
+            dist.init_process_group(backend, timeout=timedelta(seconds=3))
+        tensor = torch.full((5,), float(rank + 1))
+        dist.all_reduce(tensor)
+        pipe.send(tensor.tolist())
+    except RuntimeError as error:
+        pipe.send(str(error))
+    pipe.recv()  # the other may still be in the sum
+    os._exit(0)
+
+
+def start_two(how: str, port: int) -> list[Any]:
+    """Start two ranks with the public store at `port`; what each of them ends with."""
+    pipes, processes = [], []
+    for rank in range(2):
+        ours, theirs = _context.Pipe()
+        processes.append(_context.Process(target=join, args=(how, port, rank, theirs)))
+        processes[-1].start()
+        pipes.append(ours)
+    said = []
+    for pipe in pipes:
+        assert pipe.poll(25), "a rank hangs"
+        said.append(pipe.recv())
+    for pipe in pipes:
+        pipe.send("both have said it")
+    for process in processes:
+        process.join()
+    return said
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.parametrize("how", ["init", "paceline"])
+@pytest.mark.parametrize("ruin", [False, True])
+def test_under_torchrun_a_stranger_ends_the_start_at_most(how: str, ruin: bool) -> None:
+    public = loopback_store()
+    with (
+        Stranger(offer, f"paceline-store-{public.port}") as holder,
+        Stranger(store_write, public.port, {"private": f"{holder.hear()} {'0' * 32}"}, ruin) as writer,
+    ):
+        assert writer.hear()
+        start, said = time.monotonic(), start_two(how, public.port)
+    assert time.monotonic() - start < 20
+    assert all(one == [3.0] * 5 or "store" in str(one) or "did not come" in str(one) for one in said), said
+    if not ruin:  # rank 1 read what he wrote, or was faster
+        assert f"it belongs to user {NOBODY}" in str(said[1]) or said == [[3.0] * 5] * 2, said
+
+
+# -- Gloo --------------------------------------------------------------------------------------------------------------
+
+
+def knock(tell: Callable[[Any], None], orders: Connection) -> None:
+    """Connect to the ports that are named, and say to be the peer with each of the numbers that Gloo may have given."""
+    held = []
+    while True:
+        port = orders.recv()
+        for number in range(20):
+            link = socket.socket()
+            link.connect((LOOPBACK.encode(), port))
+            link.send(number.to_bytes(8, "little"))
+            held.append(link)
+        tell(port)
+
+
+@needs_root
+def test_a_stranger_who_takes_the_place_of_a_rank_in_gloo_is_noticed_before_anything_is_sent() -> None:
+    """Gloo by itself took him for rank 1: he got what rank 0 sent, and rank 1 waited until its timeout."""
+    theirs, orders = _context.Pipe()
+    store, before, ends = HashStore(), visitors.own_sockets(), {}
+
+    def connect(rank: int) -> None:
+        try:
+            connect_gloo(store, rank, 2, timedelta(seconds=20), range(2))
+        except CommunicationError as error:
+            ends[rank] = str(error)
+
+    with Stranger(knock, theirs) as visitor:
+        first = threading.Thread(target=connect, args=(0,))
+        first.start()
+        deadline, ports = time.monotonic() + 60, []
+        while not ports and time.monotonic() < deadline:
+            new = visitors.own_sockets() - before
+            ports = [one.port for one in visitors.connections() if one.state == "0A" and one.inode in new]
+        orders.send(ports[0])
+        assert visitor.hear() == ports[0]  # before rank 1 has come
+        connect(1)
+        first.join()
+    assert f"rank 0: Gloo's port {ports[0]} was connected to by user {NOBODY}" in ends[0]
+
+
+CONNECTED = [("A:1F90", "A:0001", "01", 7, 11), ("A:0001", "A:1F90", "01", 7, 12)]
+LISTENS = ("0:1F90", "0:0000", "0A", 7, 10)
+
+
+@pytest.mark.parametrize(
+    ("table", "found"),
+    [
+        ([LISTENS], None),
+        ([LISTENS, *CONNECTED], None),
+        ([*CONNECTED], None),
+        ([LISTENS, CONNECTED[0], ("A:0001", "A:1F90", "01", 8, 12)], (0x1F90, 8)),
+        ([LISTENS, CONNECTED[0], ("A:0001", "A:1F90", "01", 0, 12)], None),
+        ([LISTENS, CONNECTED[0], ("A:0001", "A:1F90", "05", 0, 0)], (0x1F90, -1)),
+        ([LISTENS, CONNECTED[0]], (0x1F90, -1)),
+        ([LISTENS, CONNECTED[0], ("B:0001", "A:1F90", "01", 7, 12)], (0x1F90, -1)),
+        # connections of this process to others, and of others to each other, are none of Gloo's port
+        ([LISTENS, ("A:0002", "A:0050", "01", 7, 11), ("A:0050", "A:0002", "01", 8, 12)], None),
+        ([LISTENS, ("A:0003", "A:0051", "01", 8, 13), ("A:0051", "A:0003", "01", 9, 14)], None),
+    ],
+)
+def test_a_connection_from_another_user_is_found_in_the_kernels_table(
+    table: list[tuple[str, str, str, int, int]], found: tuple[int, int] | None
+) -> None:
+    assert visitors.stranger([visitors.Connection(*line) for line in table], {10, 11}, 7) == found
+
+
+# -- without strangers -------------------------------------------------------------------------------------------------
+
+
+def where(world: World) -> bool:
+    return rendezvous.is_private(dist.distributed_c10d._get_default_store())
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_the_world_of_one_host_meets_in_a_private_store(backend: str) -> None:
+    assert run_ranks(2, where, backend=backend, timeout=30) == [True, True]
+
+
+def test_a_job_inside_a_job_does_not_take_the_outer_ones_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun, started by a rank of ``paceline run``, inherits the environment."""
+    outer, public = make_file("1"), loopback_store()
+    inner = make_file(str(public.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+
+    def world(variable: str) -> Store:
+        monkeypatch.setenv(rendezvous.STORE, variable)
+        return rendezvous.world_stores(LOOPBACK, str(public.port), 0, 1, True, TIMEOUT, os.getpid())[0]
+
+    assert not rendezvous.is_private(world(f"1 {path_of(outer)}"))
+    assert rendezvous.is_private(world(f"{public.port} {path_of(inner)}"))
+    with pytest.raises(CommunicationError, match=r"rank 0: the launcher's store at .* cannot be used: it was not made"):
+        world(f"{public.port} {path_of(outer)}")
+    os.close(outer)
+    os.close(inner)

@@ -1,0 +1,234 @@
+"""Compressors on a device that queues its operations: right in every order of its streams, without stopping the host.
+
+Such a device is imitated by tests/queued_device.py. All ranks have the same gradients, so that one process is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK, hook, pipeline
+from paceline.compression.gradients import Gradients
+from paceline.compression.pipeline import Stages
+from paceline.core.state import device_streams
+from paceline.core.state.buckets import Bucket
+from paceline.ddp.transport.grad_bucket import GradBucket
+from queued_device import HostAsked, QueuedDevice, Stream, Work
+
+SIZE = 3
+STEPS = 4
+LAYOUTS = [[3, 1], [2], [0]], [[0, 1, 2, 3]]
+KINDS: dict[str, Callable[[nn.Module], Compressor]] = {
+    "cast": lambda net: Cast(net, process_group=object()),
+    "topk": lambda net: TopK(net, 0.1, process_group=object()),
+    "int8": lambda net: Int8(net, process_group=object()),
+    "powersgd": lambda net: PowerSGD(net, rank=2, process_group=object()),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        shapes = [(8, 11), (7,), (5, 4, 2, 2), (20, 3)]
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes])
+
+
+class Done:
+    """A collective that is finished at once."""
+
+    def wait(self) -> None:
+        """Return."""
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def add(tensor: Tensor) -> None:
+    tensor.mul_(SIZE)
+
+
+def gather(whole: Tensor, part: Tensor) -> None:
+    whole.view(SIZE, -1).copy_(part)
+
+
+def exchange(received: Tensor, sent: Tensor) -> None:
+    received.copy_(sent[:1].expand_as(sent))  # what every rank has for rank 0
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[QueuedDevice | None], None]]:
+    """A world of ranks with the same gradients, whose collectives are launched on a device, or done at once."""
+
+    def use(device: QueuedDevice | None) -> None:
+        def launch(function: Callable[..., None], *tensors: Tensor) -> Any:
+            if device is not None:
+                return device.collective(function, *tensors)
+            function(*tensors)
+            return Done()
+
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: launch(add, tensor))
+        for name in ("all_gather_single", "all_gather_into_tensor"):
+            monkeypatch.setattr(dist, name, lambda whole, part, **_: launch(gather, whole, part), raising=False)
+        monkeypatch.setattr(dist, "all_to_all_single", lambda received, sent, **_: launch(exchange, received, sent))
+
+    monkeypatch.setattr(dist, "get_world_size", lambda _: SIZE)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 0)
+    return use
+
+
+class Event:
+    """What torch's futures of GPU tensors do: whoever waits has his stream wait for the one that gave the result."""
+
+    def __init__(self, device: QueuedDevice, patch: pytest.MonkeyPatch) -> None:
+        plain_result, plain_wait = torch.futures.Future.set_result, torch.futures.Future.wait
+
+        def set_result(future: Any, value: Any) -> None:
+            future.event = device.current, len(device.current.items)
+            plain_result(future, value)
+
+        def wait(future: Any) -> Any:
+            value = plain_wait(future)
+            device.current.put(future.event)
+            return value
+
+        patch.setattr(torch.futures.Future, "set_result", set_result)
+        patch.setattr(torch.futures.Future, "wait", wait)
+
+
+def values(step: int, at: int, numel: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + at)
+    gradient = torch.randn(numel, generator=generator) * (step != 2)  # a step without gradients: bases die
+    return gradient * float("nan") if step == 1 and at == 0 else gradient
+
+
+def reduce_steps(net: Net, state: Compressor, allocate: Callable[..., Tensor]) -> list[Tensor]:
+    """What the hook makes of every step's gradients, bucket by bucket, and the residuals."""
+    parameters, results = list(net.parameters()), []
+    for step in range(STEPS):
+        buckets = [Bucket.allocate(indices, parameters, allocate) for indices in LAYOUTS[step == 3]]
+        futures = []
+        for at, bucket in enumerate(buckets):
+            bucket.flat.copy_(values(step, at, bucket.flat.numel()))
+            last = at == len(buckets) - 1
+            futures.append(hook(state, GradBucket.of(bucket, parameters, at, last=last)))
+        results += [future.wait().clone() for future in futures]
+    return [*results, *(residual.clone() for residual in state.state_dict()["residuals"].values())]
+
+
+def is_right(
+    make: Callable[[nn.Module], Compressor],
+    dtype: torch.dtype,
+    ranks: Any,
+    breaking: Callable[[pytest.MonkeyPatch], None] = lambda _: None,
+) -> bool:
+    """Whether a device that queues gives the bits of one that does not in every order, and uses no memory too late."""
+    ranks(None)
+    net = Net(dtype)
+    wanted = reduce_steps(net, make(net), torch.zeros)
+    device = QueuedDevice()
+    ranks(device)
+    with pytest.MonkeyPatch.context() as patch:
+        device.use(patch)
+        Event(device, patch)
+        breaking(patch)
+        state = make(net)  # until the end, as its residuals are read on the main stream
+        with device:
+            results = reduce_steps(net, state, device.zeros)
+    return all(as_wanted(device, order, results, wanted) for order in permutations(device.streams))
+
+
+def as_wanted(device: QueuedDevice, order: tuple[Stream, ...], results: list[Tensor], wanted: list[Tensor]) -> bool:
+    try:
+        device.run(order)
+    except IndexError:  # an index that was not there yet
+        return False
+    found = [device.value(result) for result in results]
+    same = all(torch.equal(mine.nan_to_num(7), other.nan_to_num(7)) for mine, other in zip(found, wanted, strict=True))
+    return same and not device.used_late
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compressor_gives_the_same_bits_in_every_order_of_streams(kind: str, dtype: torch.dtype, ranks: Any) -> None:
+    assert is_right(KINDS[kind], dtype, ranks)
+
+
+def no_wait_for_the_caller(patch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def entered(side: Any) -> Iterator[None]:
+        with device_streams.use_stream(side._stream):
+            yield
+
+    patch.setattr(device_streams.SideStream, "entered", entered)
+
+
+def no_wait_for_the_collective(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Work, "wait", lambda _: None)
+
+
+def no_wait_for_the_bucket(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pipeline.Promise, "wait", lambda promise: promise.value())
+
+
+@pytest.mark.parametrize("breaking", [no_wait_for_the_caller, no_wait_for_the_collective, no_wait_for_the_bucket])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_wait_would_be_found(kind: str, breaking: Any, ranks: Any) -> None:
+    assert not is_right(KINDS[kind], torch.bfloat16, ranks, breaking)
+
+
+class FromElsewhere(Cast):
+    """Reads, on its own stream, a message that the caller's stream has made, and drops it at once."""
+
+    keeps = True
+    callers: Stream | None = None
+
+    def reduce(self, gradients: Gradients) -> Stages:
+        with device_streams.use_stream(self.callers) if self.callers else nullcontext():
+            message = gradients.flat.neg()
+        if self.callers is not None:
+            device_streams.current_stream(message.device).wait_stream(self.callers)
+        yield self._all_reduce(message)
+        if self.keeps:
+            device_streams.keep(message)
+        return self._finish(gradients, message)
+
+
+class DroppedEarly(FromElsewhere):
+    """Does not say so to the allocator, as callbacks of futures did not."""
+
+    keeps = False
+
+
+@pytest.mark.parametrize("kind", [FromElsewhere, DroppedEarly])
+def test_memory_that_goes_before_its_reader_would_be_found(kind: type[FromElsewhere], ranks: Any) -> None:
+    def make(net: nn.Module) -> Compressor:
+        state = kind(net, process_group=object())
+        state.callers = (
+            device_streams.current_stream(torch.device("cpu"))
+            if device_streams.is_queued(torch.device("cpu"))
+            else None
+        )
+        return state
+
+    assert is_right(make, torch.float32, ranks) == kind.keeps
+
+
+class Asking(Cast):
+    """Asks whether the mean is finite."""
+
+    def _finish(self, gradients: Gradients, mean: Tensor) -> Tensor:
+        return super()._finish(gradients, mean if bool(torch.isfinite(mean.sum())) else mean.zero_())
+
+
+def test_a_host_that_asks_for_a_value_would_be_found(ranks: Any) -> None:
+    with pytest.raises(HostAsked):
+        is_right(lambda net: Asking(net, process_group=object()), torch.float32, ranks)

@@ -1,0 +1,260 @@
+"""Trainings with compression: as accurate as without, resumed to the same bits, the same in torch's DDP."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from models import chain
+from paceline import Checkpointer, compression
+from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
+from paceline.core.processes.world import World
+from paceline.core.state.digests import weights_sha256
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel
+from paceline.tools.recipes.digits import LABEL_SMOOTHING, DigitsNet, load_digits
+from twins import Case, Parts, Pools, same_tensor, train_beside_twin
+
+KINDS: dict[str, Callable[[nn.Module], Compressor]] = {
+    "bf16": lambda model: Cast(model, torch.bfloat16),
+    "fp16": lambda model: Cast(model, torch.float16),
+    "int8": Int8,
+    "topk": lambda model: TopK(model, 0.02),
+    "powersgd": lambda model: PowerSGD(model, rank=2),
+}
+
+
+# -- accuracy ----------------------------------------------------------------------------------------------------------
+
+
+def accuracy_on_digits(world: World, kind: str | None) -> tuple[float, float, str]:
+    train, test = load_digits()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(DigitsNet(), bucket_cap_mb=0.02)
+    state = KINDS[kind](model) if kind else None
+    if state is not None:
+        model.register_comm_hook(state, compression.hook)
+    epochs, loader = 7, DataLoader(train, batch_size=64, shuffle=True, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, epochs * len(loader))
+    for _ in range(epochs):
+        for x, y in loader:
+            with model.weight(len(y)):
+                F.cross_entropy(model(x), y, reduction="sum", label_smoothing=LABEL_SMOOTHING).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    x, y = test.tensors
+    with torch.no_grad():
+        right = (model.module(x).argmax(1) == y).float().mean()
+    return float(right), state.ratio if state else 1.0, weights_sha256(model)
+
+
+@pytest.fixture(scope="module")
+def uncompressed(pools: Pools) -> float:
+    return float(pools.run(2, accuracy_on_digits, None)[0][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_digits_are_learnt_within_one_percent_of_uncompressed(pools: Pools, uncompressed: float, kind: str) -> None:
+    (accuracy, ratio, weights), (_, _, others) = pools.run(2, accuracy_on_digits, kind)
+    assert uncompressed > 0.95  # it has learnt
+    assert accuracy > uncompressed - 0.01
+    assert ratio < 0.6
+    assert weights == others
+
+
+# -- in the loop -------------------------------------------------------------------------------------------------------
+
+
+def beside_twin(world: World, kind: str) -> None:
+    """Lossless settings equal one process, with weights, uneven slices, unused parameters and rebuilt buckets."""
+    lossless = {"topk": lambda model: TopK(model, 1.0), "powersgd": lambda model: PowerSGD(model, 100)}[kind]
+    for case in [
+        Case(options={"bucket_cap_mb": 1e-4}),
+        Case(pattern="unused on all in odd steps", batches=(12, 1, 7), options={"bucket_cap_mb": 1e-4}),
+        Case(micros=2, window="accumulate", set_to_none=False),
+        Case(build=lambda: Parts(checkpointing="reentrant"), pattern="a part twice"),
+    ]:
+        train_beside_twin(world, case, compression.hook, lossless)
+
+
+@pytest.mark.parametrize("kind", ["topk", "powersgd"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_without_loss_ranks_equal_one_process(pools: Pools, size: int, kind: str) -> None:
+    pools.run(size, beside_twin, kind)
+
+
+def many_buckets(world: World) -> list[str]:
+    """Two models whose backwards are one, each with many buckets of two collectives each."""
+    found = []
+    for kind in KINDS:
+        models = [DistributedDataParallel(net(), bucket_cap_mb=1e-4) for _ in range(2)]
+        for model in models:
+            model.register_comm_hook(KINDS[kind](model), compression.hook)
+        for step in range(10):
+            generator = torch.Generator().manual_seed(10 * step + world.rank)
+            outs = [model(torch.randn(6, 20, generator=generator)) for model in models]
+            (outs[0] * outs[1]).square().mean().backward()
+            for model in models:
+                for parameter in model.parameters():
+                    parameter.data.sub_(parameter.grad, alpha=0.1)
+                model.zero_grad()
+        found += [weights_sha256(model) for model in models]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_collectives_of_many_buckets_keep_their_order_on_either_backend(backend: str) -> None:
+    with Pools(backend) as pools:
+        first, *others = pools.run(3, many_buckets)
+    assert all(other == first for other in others)
+
+
+def net() -> nn.Module:
+    return chain(20, 30, 25, 4)
+
+
+def gradients(model: nn.Module, rank: int, steps: int) -> list[list[Tensor]]:
+    found = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(6, 20, generator=generator)).square().mean().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    return found
+
+
+def in_torch_ddp(world: World, kind: str) -> None:
+    theirs = nn.parallel.DistributedDataParallel(net(), find_unused_parameters=True)
+    ours = DistributedDataParallel(net())
+    ours.load_bucket_layout([[name for name, _ in ours.module.named_parameters()]])  # torch's, where it is not rebuilt
+    for model in (theirs, ours):
+        model.register_comm_hook(KINDS[kind](model), compression.hook)
+    for a, b in zip(gradients(ours, world.rank, 4), gradients(theirs, world.rank, 4), strict=True):
+        for mine, other in zip(a, b, strict=True):
+            same_tensor(mine, other, 1e-6, kind)
+    # torch rebuilds its buckets after the first step: what was given is what was applied and what is left.
+    rebuilt, plain = nn.parallel.DistributedDataParallel(net(), bucket_cap_mb=0.002), DistributedDataParallel(net())
+    state = KINDS[kind](rebuilt)
+    rebuilt.register_comm_hook(state, compression.hook)
+    applied, given = (
+        [torch.stack(steps).sum(0) for steps in zip(*gradients(model, world.rank, 8), strict=True)]
+        for model in (rebuilt, plain)
+    )
+    for (name, _), done, wanted in zip(plain.module.named_parameters(), applied, given, strict=True):
+        left = state.state_dict()["residuals"].get(name, torch.zeros_like(done)).clone()
+        dist.all_reduce(left)
+        same_tensor(done + left / world.size, wanted, 0.02 if isinstance(state, Cast) else 1e-5, f"{kind} {name}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compressors_do_the_same_in_torch_ddp(pools: Pools, kind: str) -> None:
+    pools.run(2, in_torch_ddp, kind)
+
+
+def waits_inside(state, bucket):  # type: ignore[no-untyped-def]  # which torch's check would read as strings
+    """A hook of a user's that blocks."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(compression.hook(state, bucket).wait())
+    return future
+
+
+def in_other_hooks(world: World, kind: str) -> None:
+    """With many buckets, so that the later ones find those that were waited for before their turn."""
+    kinds = DistributedDataParallel, nn.parallel.DistributedDataParallel
+    chained = default_hooks.fp16_compress_wrapper(compression.hook)
+    for hook, kind_of_ddp in [(waits_inside, kinds[0]), (waits_inside, kinds[1]), (chained, kinds[0])]:
+        models = [kind_of_ddp(net(), bucket_cap_mb=0.002) for _ in range(2)]
+        for model, inner in zip(models, (hook, compression.hook), strict=True):
+            model.register_comm_hook(KINDS[kind](model), inner)
+        found, wanted = (gradients(model, world.rank, 3) for model in models)
+        for a, b in zip(found, wanted, strict=True):
+            for mine, other in zip(a, b, strict=True):
+                same_tensor(mine, other, 0.5 if hook is chained else 0, kind)
+
+
+@pytest.mark.parametrize("kind", ["int8", "topk"])
+def test_a_compressor_may_be_called_by_another_hook_that_waits_for_it_or_goes_on_from_it(
+    pools: Pools, kind: str
+) -> None:
+    pools.run(2, in_other_hooks, kind)
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+def resumed(world: World, kind: str, folder: str) -> list[Any]:
+    weights = []
+    for start, stop in ((0, 8), (0, 4), (4, 8)):
+        model = DistributedDataParallel(net(), bucket_cap_mb=0.002)
+        state = KINDS[kind](model)
+        model.register_comm_hook(state, compression.hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with Checkpointer(folder) as checkpointer:
+            checkpointer.register("model", model)
+            checkpointer.register("optimizer", optimizer)
+            checkpointer.register("compression", state, per_rank=True)
+            if start:
+                assert checkpointer.restore() == start
+            for step in range(start, stop):
+                generator = torch.Generator().manual_seed(10 * step + world.rank)
+                model(torch.randn(6, 20, generator=generator)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if stop == 4:
+                checkpointer.save(4)
+        left = {name: one.clone() for name, one in state.state_dict()["residuals"].items()}
+        counters = state.steps, state.bytes_on_wire, state.bytes_uncompressed
+        weights.append((weights_sha256(model), counters, copy.deepcopy(left)))
+    whole, _, again = weights
+    assert whole[:2] == again[:2]
+    assert whole[2].keys() == again[2].keys()
+    assert all(torch.equal(one, again[2][name]) for name, one in whole[2].items())
+    return whole[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_ends_with_the_same_bits(pools: Pools, kind: str, tmp_path: Any) -> None:
+    first, second = pools.run(2, resumed, kind, str(tmp_path))
+    assert first == second
+
+
+def by_bucket(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with its classes
+    """Compress all buckets but the last one."""
+    if bucket.is_last():
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+    answer: torch.futures.Future[Tensor] = compression.hook(state, bucket)
+    return answer
+
+
+def torch_routes(world: World) -> list[float]:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.02)
+    cast = Cast(model, torch.bfloat16)
+    model.register_comm_hook(cast, by_bucket)
+    norms = []
+    for _ in range(3):
+        model(torch.full((2, 64), 1.0 + world.rank)).sum().backward()
+        norms.append(sum(float(parameter.grad.norm()) for parameter in net.parameters() if parameter.grad is not None))
+        model.zero_grad()
+    return norms
+
+
+def test_in_torchs_ddp_a_compressor_need_not_get_the_last_bucket(pools: Pools) -> None:
+    # It finished buckets with the last one only, and torch waited for them for ever.
+    first, second = pools.run(2, torch_routes)
+    assert first == second
+    assert all(norm > 0 for norm in first)

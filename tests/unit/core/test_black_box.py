@@ -1,0 +1,521 @@
+"""Black boxes: what a rank writes is whole for every reader, at any moment, and after the rank was killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.core.telemetry import job_directory
+from paceline.core.telemetry.flight_record import (
+    FOLDER,
+    PHASE,
+    PHASE_AT,
+    PHASES,
+    SIZE,
+    STEP_AT,
+    _newest,
+    is_running,
+    path_of,
+    read_box,
+)
+from paceline.core.telemetry.flight_recorder import BUCKET_WAIT, BlackBox, open_box
+from paceline.core.telemetry.job_directory import PARENT, JobFolder, read_note, running_jobs
+from paceline.core.telemetry.spans import Recorder
+from paceline.launch.job import black_boxes
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """An empty box's file, as a launcher makes it."""
+    file = path_of(tmp_path, 0)
+    file.write_bytes(bytes(SIZE))
+    return file
+
+
+def in_child(function: Callable[[], Any]) -> int:
+    """Start `function` in a forked child, which never comes back; its process."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+        finally:
+            os._exit(0)
+    return child
+
+
+def end(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def now_in(path: Path) -> Any:
+    snapshot = read_box(path)
+    assert snapshot is not None
+    return snapshot
+
+
+def count(path: Path) -> None:
+    """Write for ever: phase and bucket follow each other, so that a mixture of two writes would show."""
+    box, number = BlackBox(path, 3, 8), 0
+    while True:
+        number += 1
+        box.change(number % len(PHASES), number)
+        box.forward_began(float(number))
+        box.add_wait(2.0 * box._steps)
+        box.optimizer_ended(float(number))
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_killed_rank_did_last_can_be_read(path: Path) -> None:
+    def work() -> None:
+        box = BlackBox(path, 1, 2)
+        with box.span("forward"):
+            pass
+        box.open("optimizer")()
+        with box.span("wait"), box.span("bucket wait", 7):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    began = time.monotonic()
+    child = in_child(work)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    box = now_in(path)
+    assert (box.pid, box.rank, box.size, box.steps) == (child, 1, 2, 1)
+    assert (box.phase, box.bucket) == ("bucket wait", 7)
+    assert began < box.stepped < box.since < time.monotonic()
+    assert not is_running(child)
+
+
+def test_a_reader_never_sees_half_a_write(path: Path) -> None:
+    child = in_child(lambda: count(path))
+    try:
+        while read_box(path) is None:
+            time.sleep(0.001)
+        seen = [now_in(path) for _ in range(3000)]
+        while len({box.steps for box in seen}) <= 10:  # it is to be written while it is read
+            seen.append(now_in(path))
+    finally:
+        end(child)
+    for box in seen:
+        if box.bucket is not None:
+            assert box.phase == PHASES[box.bucket % len(PHASES)]
+        assert box.waited == 2.0 * max(box.steps - 1, 0)
+    steps, changes = [box.steps for box in seen], [box.since for box in seen]
+    assert steps == sorted(steps)
+    assert changes == sorted(changes)
+
+
+class Changing:
+    """Memory whose slots are written to between two looks: what each look at a slot sees, in order."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.looks = [PHASE.pack(number, 1, number, float(number), number) for number in numbers]
+
+    def __getitem__(self, place: slice) -> bytes:
+        return self.looks.pop(0)
+
+
+def test_a_slot_that_is_written_to_while_it_is_read_is_read_again_and_no_older_one_taken(path: Path) -> None:
+    # The first two looks at both slots: the newer one, 11, has become 13 before it was looked at again.
+    memory = Changing(10, 11, 10, 13, 12, 13, 14, 13)
+    assert _newest(memory, PHASE, PHASE_AT, path) == (1, 13, 13.0)  # type: ignore[arg-type]
+    assert memory.looks == []
+
+
+def test_a_rank_killed_at_any_moment_leaves_a_whole_record(path: Path) -> None:
+    for _ in range(20):
+        path.write_bytes(bytes(SIZE))
+        child = in_child(lambda: count(path))
+        while (box := read_box(path)) is None or box.steps == 0:
+            time.sleep(0.001)
+        end(child)
+        box = now_in(path)
+        assert box.phase == PHASES[box.bucket % len(PHASES)]
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_torn_slot_is_passed_over_for_the_one_before(path: Path, slot: int) -> None:
+    box = BlackBox(path, 0, 1)
+    while (box._changes & 1) != slot:
+        box.change(BUCKET_WAIT, 4)
+    before = now_in(path)
+    box.change(BUCKET_WAIT, 5)
+    with path.open("r+b") as file:  # the last write, cut off before its end
+        file.seek(PHASE_AT[1 - slot] + PHASE.size - 8)
+        file.write(bytes(8))
+    assert now_in(path) == before
+
+
+def test_an_exception_leaves_behind_which_phase_it_came_from(path: Path) -> None:
+    """Phases end while an exception passes, before anybody can ask where it was raised."""
+    box = BlackBox(path, 0, 1)
+    with suppress(ValueError), box.span("forward"), box.span("collective"):
+        raise ValueError
+    now = now_in(path)
+    assert now.phase == "loop"
+    assert now.raised is not None
+    assert (now.raised.phase, now.raised.bucket, now.raised.until) == ("collective", None, now.since)
+    assert now.raised.since < now.raised.until
+    with suppress(ValueError), box.span("wait"), box.span("bucket wait", 3):
+        raise ValueError
+    now = now_in(path)
+    assert now.raised is not None
+    assert (now.raised.phase, now.raised.bucket) == ("bucket wait", 3)
+    with suppress(SystemExit), box.span("optimizer"):
+        raise SystemExit(3)
+    assert (raised := now_in(path).raised) is not None
+    assert raised.phase == "optimizer"
+
+
+def test_an_exception_is_forgotten_when_the_next_phase_begins_and_the_end_of_data_is_none(path: Path) -> None:
+    box = BlackBox(path, 0, 1)
+    assert now_in(path).raised is None
+    with suppress(ValueError), box.span("forward"):
+        raise ValueError
+    with box.span("forward"):
+        assert now_in(path).raised is None
+    assert now_in(path).raised is None
+    with suppress(StopIteration), box.span("data wait"):
+        raise StopIteration
+    assert now_in(path).raised is None
+
+
+def test_a_damaged_box_and_one_of_another_version_are_said_so(path: Path) -> None:
+    assert read_box(path) is None, "no rank has opened it"
+    BlackBox(path, 0, 1)
+    with path.open("r+b") as file:
+        file.seek(STEP_AT[0])
+        file.write(os.urandom(STEP_AT[1]))
+    with pytest.raises(ValueError, match="damaged"):
+        read_box(path)
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write(struct.pack("<I", 99))
+    with pytest.raises(ValueError, match="version 99"):
+        read_box(path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="greater than file size"):
+        read_box(path)
+
+
+# -- phases and steps --------------------------------------------------------------------------------------------------
+
+
+def test_each_phase_is_seen_and_the_loop_after_it(path: Path) -> None:
+    log = Recorder(box=BlackBox(path, 0, 1))
+    for recording in (False, True):
+        log.on = recording
+        for label in ("data wait", "forward", "backward", "wait", "optimizer", "checkpoint", "collective"):
+            with log.span(label):
+                assert now_in(path).phase == label
+            assert now_in(path).phase == "loop"
+            finish = log.open(label)
+            assert now_in(path).phase == label
+            finish()
+            assert now_in(path).phase == "loop"
+
+
+def test_waits_inside_other_phases_give_way_to_them_again(path: Path) -> None:
+    log, seen = Recorder(box=BlackBox(path, 0, 1)), []
+    look = lambda: seen.append((now_in(path).phase, now_in(path).bucket))  # noqa: E731
+    with log.span("forward"):
+        with log.span("collective"):  # SyncBatchNorm
+            look()
+        look()
+    with log.span("wait"):
+        for bucket in range(2):
+            with log.span("bucket wait", bucket), log.span("collective"):
+                look()
+        with log.span("collective"):  # the control block
+            look()
+        look()
+    with log.span("backward"), log.span("launch", 3):
+        look()
+    look()
+    expected = ["collective", "forward", "bucket wait:0", "bucket wait:1", "collective", "wait", "backward", "loop"]
+    assert [phase if bucket is None else f"{phase}:{bucket}" for phase, bucket in seen] == expected
+
+
+def test_a_phase_that_raised_does_not_come_back(path: Path) -> None:
+    log = Recorder(box=BlackBox(path, 0, 1))
+    log.open("optimizer")  # its step raises, so that it never ends
+    with log.span("forward"):
+        pass
+    assert now_in(path).phase == "loop"
+    with pytest.raises(RuntimeError), log.span("wait"), log.span("bucket wait", 1):
+        raise RuntimeError
+    assert now_in(path).phase == "loop"
+    assert now_in(path).steps == 0
+
+
+def test_a_step_ends_with_the_first_optimizer_after_a_forward(path: Path) -> None:
+    log = Recorder(box=BlackBox(path, 0, 1))
+
+    def step(forwards: int, optimizers: int) -> int:
+        for _ in range(forwards):
+            with log.span("forward"):
+                pass
+        for _ in range(optimizers):
+            log.open("optimizer")()
+        return int(now_in(path).steps)
+
+    # micro-batches; two optimizers; an optimizer alone; forwards alone
+    assert [step(1, 1), step(3, 1), step(1, 2), step(0, 1), step(2, 0)] == [1, 2, 3, 3, 3]
+
+
+F, A, B = ("forward",), ("optimizer", 1), ("optimizer", 2)  # a step of one wrapper, and that of another one
+JOB_STEPS: dict[str, tuple[bool, list[tuple[Any, ...]], int | None]] = {
+    "nothing has run": (True, [], None),
+    "the first step": (True, [F], 0),
+    "steps of the wrapper alone": (True, [F, A, F, A], 2),
+    "a start after the first, of which nobody knows where it goes on": (False, [F, A, F, A], None),
+    "restored, and a Checkpointer that only saves": (False, [("restore", 5), F, A, F, A], 7),
+    "restored, and the first step not marked yet": (False, [("restore", 5), F, A], 5),
+    "marked": (False, [("restore", 5), F, A, ("mark", 6), F, A], 6),
+    "marked without the wrapper": (False, [("mark", 3)], 3),
+    "nothing to restore": (False, [("restore", 0), F], 0),
+    "restored before any other optimizer steps": (False, [("restore", 5)], 5),
+    "optimizers that nobody counts": (False, [("restore", 5), ("lost",)], None),
+    "optimizers that the box counts": (False, [("restore", 5), F, A, ("lost",), F, A], 7),
+    "optimizers that are marked": (False, [("mark", 5), ("lost",)], 5),
+    "two optimizers of one forward": (True, [F, A, B, F, A, B], 2),
+    "two models in turns": (True, [F, A, F, B], None),
+    "two models in turns, marked": (True, [F, A, F, B, ("mark", 1), F, A], 1),
+}
+
+
+@pytest.mark.parametrize(("is_first_start", "acts", "expected"), JOB_STEPS.values(), ids=JOB_STEPS)
+def test_the_step_is_the_jobs_or_none(
+    path: Path, is_first_start: bool, acts: list[tuple[Any, ...]], expected: int | None
+) -> None:
+    box = BlackBox(path, 0, 1, is_first_start)
+    log = Recorder(box=box)
+    for what, *number in acts:
+        if what == "forward":
+            with log.span("forward"):
+                pass
+        else:
+            {"optimizer": lambda at: log.open("optimizer", at)(), "restore": box.go_on_from, "mark": box.mark}.get(
+                what, box.lose_count
+            )(*number)
+    seen = now_in(path)
+    assert seen.completed == expected
+    assert seen.has_stepped == any(what in ("optimizer", "mark") for what, *_ in acts)
+
+
+def test_averages_leave_the_first_step_out_and_count_a_wait_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("paceline.core.telemetry.flight_recorder.time.monotonic", lambda: clock[0])
+    log = Recorder(box=BlackBox(path, 0, 1))
+
+    def spend(label: str, seconds: float, inner: str | None = None) -> None:
+        with log.span(label):
+            if inner:
+                with log.span(inner, 0), log.span("collective"):
+                    clock[0] += seconds
+            else:
+                clock[0] += seconds
+
+    for waited in (5.0, 1.0, 3.0):
+        spend("forward", 2.0)
+        spend("wait", waited, "bucket wait")
+        spend("optimizer", 0.5)
+    box = now_in(path)
+    assert (box.steps, box.stepped, box.step, box.waited) == (3, clock[0], 5.5, 3.0)
+    assert (box.mean_step, box.mean_waited, box.waited_spread) == (4.5, 2.0, 1.0)
+
+
+def test_without_a_box_a_span_does_nothing() -> None:
+    log = Recorder()
+    assert log.span("wait") is log.span("forward")
+    assert log.open("backward") is log.open("optimizer")
+
+
+# -- whose box it is ---------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_does_not_write_into_the_ranks_box(path: Path) -> None:
+    box = BlackBox(path, 0, 1)
+    os.waitpid(in_child(lambda: box.span("checkpoint").__enter__()), 0)
+    assert now_in(path).phase == "loop"
+    box.span("checkpoint").__enter__()
+    assert now_in(path).phase == "checkpoint"
+
+
+def test_the_first_process_has_the_box_until_it_ends(path: Path) -> None:
+    """A program that a rank starts inherits the rank's environment."""
+    environment = {FOLDER: str(path.parent), "LOCAL_RANK": "0", "RANK": "4", "WORLD_SIZE": "8"}
+
+    def hold() -> None:
+        BlackBox(path, 4, 8).change(BUCKET_WAIT, 9)
+        time.sleep(60)
+
+    child = in_child(hold)
+    while (box := read_box(path)) is None or box.bucket != 9:
+        time.sleep(0.001)
+    assert open_box(environment) is None
+    end(child)
+    assert open_box(environment) is not None
+    box = now_in(path)
+    assert (box.pid, box.rank, box.size, box.phase, box.bucket) == (os.getpid(), 4, 8, "loop", None)
+    assert open_box({}) is None
+    assert open_box(environment | {FOLDER: ""}) is None
+    assert open_box(environment | {FOLDER: str(path / "gone")}) is None
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The place of this user's jobs, which nobody uses besides."""
+    monkeypatch.setenv(PARENT, str(tmp_path))
+    return tmp_path
+
+
+def test_a_folder_lives_as_long_as_its_job(parent: Path) -> None:
+    assert running_jobs() == {}
+    with JobFolder("../run 1", "train.py --lr 0.1", 2) as folder:
+        folder.began({0: 11, 1: 12})
+        assert running_jobs() == {folder.path: read_note(folder.path)}
+        note = running_jobs()[folder.path]
+        assert (note.pid, note.title, note.processes) == (os.getpid(), "train.py --lr 0.1", {0: 11, 1: 12})
+        assert folder.path.parent == parent
+        assert folder.path.stat().st_mode & 0o777 == 0o700
+        names = sorted(entry.name for entry in folder.path.iterdir())
+        assert names == ["job.json", "lock", "rank-0", "rank-1", "spare"]
+        with JobFolder("../run 1", "train.py", 1) as second:
+            assert len(running_jobs()) == 2
+            assert second.path != folder.path
+    assert list(parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("finder", ["launcher", "viewer"])
+def test_folders_of_dead_launchers_are_removed_by_the_next_and_others_stay(parent: Path, finder: str) -> None:
+    def launch() -> None:
+        JobFolder("killed", "train.py", 2)
+        (parent / "made").touch()
+        time.sleep(60)
+
+    child = in_child(launch)
+    while not (parent / "made").exists():
+        time.sleep(0.005)
+    (parent / "made").unlink()
+    (parent / ".paceline-job-unfinished").mkdir(mode=0o700)
+    assert len(running_jobs()) == 1, "its launcher lives"
+    end(child)
+    if finder == "launcher":
+        JobFolder("next", "train.py", 1).remove()
+    else:
+        assert running_jobs() == {}
+    assert [entry.name for entry in parent.iterdir()] == [".paceline-job-unfinished"], (
+        "which may be another launcher's, just now"
+    )
+
+
+def test_folders_of_strangers_are_neither_used_nor_shown_nor_removed(parent: Path) -> None:
+    # Everyone may make folders in /dev/shm: one of our name, made by another user first, switched all restarts off.
+    (parent / f"paceline-{os.getuid()}").mkdir(0o777)
+    opened, linked = parent / "paceline-job-open", parent / "paceline-job-link"
+    opened.mkdir()
+    opened.chmod(0o777)
+    linked.symlink_to(opened)
+    with JobFolder("run", "train.py", 1) as folder:
+        (opened / "job.json").write_bytes((folder.path / "job.json").read_bytes())
+        os.utime(opened, (0, 0))
+        assert list(running_jobs()) == [folder.path]
+    assert (opened / "job.json").exists()
+    assert linked.is_symlink()
+
+
+@pytest.mark.parametrize("first", ["missing", "a file", "too small"])
+def test_the_next_place_is_taken_where_the_first_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    places = [tmp_path / "first", tmp_path / "second"]
+    places[1].mkdir()
+    monkeypatch.setattr(job_directory, "_places", lambda: places)
+    if first == "a file":
+        places[0].touch()
+    elif first == "too small":
+        places[0].mkdir()
+        about = os.statvfs(tmp_path)
+        free = {"f_blocks": about.f_blocks, "f_frsize": 4096}
+        # As much as the folder itself takes, but not what the ranks will want to keep.
+        sizes = {places[0]: SimpleNamespace(f_bavail=64, **free), places[1]: SimpleNamespace(f_bavail=10**6, **free)}
+        monkeypatch.setattr("paceline.core.telemetry.job_directory.os.statvfs", sizes.__getitem__)
+    with JobFolder("run", "train.py", 2) as folder:
+        assert folder.path.parent == places[1]
+        assert f"{folder.path} ({places[0]}: " in folder.remark
+        assert list(running_jobs()) == [folder.path]
+    if first == "too small":
+        places.pop()
+        with JobFolder("run", "train.py", 2) as folder:
+            assert (folder.path.parent, folder.remark) == (places[0], ""), "better than none"
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("last", ["memory", "cache", "nowhere"])
+def test_a_place_that_is_named_comes_first_and_the_users_cache_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], named: bool, last: str
+) -> None:
+    # A full place of the user's choice switched all restarts off, and so did full disks beside that of the home.
+    homes = {"memory": tmp_path / "memory", "cache": tmp_path / "cache" / "paceline"}
+    homes["memory"].mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(homes["memory"]))
+    monkeypatch.delenv(PARENT, raising=False)
+    if named:
+        monkeypatch.setenv(PARENT, "/chosen")
+
+    def expect_room(place: Path, size: int) -> None:
+        if place != homes.get(last):
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(job_directory, "_expect_room", expect_room)
+    folder = black_boxes("run", ["train.py"], 2)
+    said = capfd.readouterr().err
+    first = "/chosen" if named else "/dev/shm"
+    if last == "nowhere":
+        assert folder is None
+        assert said.startswith("note: restarts from the last step, --hang-timeout and paceline top are off, as ")
+        assert f"({first}: full; " in said
+        assert f"{homes['cache']}: full); make room there, or name another place in PACELINE_JOBS" in said
+        return
+    assert folder is not None
+    with folder:
+        assert folder.path.parent == homes[last]
+        assert said == f"note: the job's folder, for what its ranks rescue, is {folder.path} ({first}: full)\n"
+
+
+def test_the_numbers_of_phases_are_their_places() -> None:
+    import paceline.core.telemetry.flight_recorder as writer
+
+    for number, phase in enumerate(PHASES):
+        assert getattr(writer, phase.upper().replace(" ", "_")) == number
+
+
+def test_opening_happens_at_the_first_span_and_not_at_import(parent: Path) -> None:
+    """Importing paceline has no effect, and the rank's first span finds the box without a call in the script."""
+    with JobFolder("run", str(parent), 1) as folder:
+        script = (
+            "import sys, pathlib; from paceline.core.telemetry.flight_record import read_box; from paceline.core.telemetry.spans import recorder\n"
+            f"path = pathlib.Path({str(path_of(folder.path, 0))!r})\n"
+            "assert read_box(path) is None\n"
+            "with recorder.span('forward'): assert read_box(path).phase == 'forward'\n"
+        )
+        environment = {FOLDER: str(folder.path), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        subprocess.run([sys.executable, "-c", script], env=os.environ | environment, check=True, timeout=300)

@@ -1,0 +1,248 @@
+"""``paceline.get``: every answer on every rank, with and without a mesh, beside torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import paceline
+from paceline import cache_mesh, get
+from paceline.core.processes.rank_lookup import EVERYWHERE, GROUPED
+from paceline.core.processes.world import World
+from paceline.errors import UsageError, WorldError
+from twins import Pools
+
+CPU = torch.device("cpu")
+
+
+def answers(mesh: Any = None) -> tuple[Any, ...]:
+    """ws, rank, grank, lrank, device, and the global ranks of pg."""
+    pg = get("pg", mesh)
+    return (
+        *(get(what, mesh) for what in ("ws", "rank", "grank", "lrank", "device")),
+        dist.get_process_group_ranks(pg),
+    )
+
+
+def refusal(*arguments: Any) -> tuple[type, str]:
+    try:
+        get(*arguments)
+    except UsageError as error:
+        return type(error), str(error)
+    raise AssertionError(f"get{arguments} was not refused")
+
+
+def without_a_mesh(world: World) -> tuple[Any, ...]:
+    assert get("pg") is dist.group.WORLD
+    return answers()
+
+
+def test_without_a_mesh_answers_are_global(pools: Pools) -> None:
+    for rank, seen in enumerate(pools.run(4, without_a_mesh)):
+        assert seen == (4, rank, rank, rank, CPU, [0, 1, 2, 3])
+
+
+def of_one_dimension(world: World) -> tuple[Any, ...]:
+    whole = DeviceMesh("cpu", torch.tensor([0, 1, 2, 3]))
+    # torch takes the group of all ranks for this one, in which they are sorted: rank and pg go together.
+    shuffled = DeviceMesh("cpu", torch.tensor([2, 0, 3, 1]))
+    assert get("rank", shuffled) == dist.get_rank(get("pg", shuffled))
+    return answers(whole)
+
+
+def test_with_a_mesh_of_one_dimension_answers_are_the_meshs(pools: Pools) -> None:
+    for rank, seen in enumerate(pools.run(4, of_one_dimension)):
+        assert seen == (4, rank, rank, rank, CPU, [0, 1, 2, 3])
+
+
+def of_two_dimensions(world: World) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    get.register_mesh(mesh)
+    assert answers("dp") == answers(mesh["dp"])
+    assert answers("tp") == answers(mesh["tp"])
+    assert [get(what, mesh) for what in EVERYWHERE] == [world.rank, world.local_rank, CPU]
+    assert answers() == without_a_mesh(world)
+    # The group is one that can be used: a sum over it is a sum over the ranks along the dimension.
+    total = torch.tensor([10**world.rank])
+    dist.all_reduce(total, group=get("pg", "dp"))
+    return {"dp": answers("dp"), "tp": answers("tp"), "sum over dp": int(total)}
+
+
+def test_with_a_mesh_of_two_dimensions_each_has_its_own_answers(pools: Pools) -> None:
+    seen = pools.run(4, of_two_dimensions)
+    #  ranks   tp 0  tp 1
+    #  dp 0       0     1
+    #  dp 1       2     3
+    assert [one["dp"] for one in seen] == [
+        (2, 0, 0, 0, CPU, [0, 2]),
+        (2, 0, 1, 1, CPU, [1, 3]),
+        (2, 1, 2, 2, CPU, [0, 2]),
+        (2, 1, 3, 3, CPU, [1, 3]),
+    ]
+    assert [one["tp"] for one in seen] == [
+        (2, 0, 0, 0, CPU, [0, 1]),
+        (2, 1, 1, 1, CPU, [0, 1]),
+        (2, 0, 2, 2, CPU, [2, 3]),
+        (2, 1, 3, 3, CPU, [2, 3]),
+    ]
+    assert [one["sum over dp"] for one in seen] == [101, 1010, 101, 1010]
+
+
+def refusals(world: World) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    get.register_mesh(mesh)
+    said = {
+        "several": [refusal(what, mesh) for what in GROUPED],
+        "dimension": refusal("rank", "pp"),
+        "kind": refusal("rank", 0),
+        "word": refusal("world_size"),
+        "unnamed": refusal("ws", DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]))),
+    }
+    part = DeviceMesh("cpu", torch.tensor([0, 2]))
+    said["outside"] = refusal("grank", part) if world.rank in (1, 3) else get("rank", part)
+    return said
+
+
+def test_what_cannot_be_answered_is_refused_with_the_remedy(pools: Pools) -> None:
+    for rank, said in enumerate(pools.run(4, refusals)):
+        for what, (kind, message) in zip(GROUPED, said["several"], strict=True):
+            assert kind is UsageError
+            assert message == (
+                f"get({what!r}) is about one dimension, but the mesh has 2 (dp, tp); give one of them, mesh['dp']"
+            )
+        assert said["dimension"] == (UsageError, "the registered mesh has no dimension 'pp'; it has 'dp', 'tp'")
+        assert said["kind"][1] == "mesh must be a DeviceMesh or the name of a dimension of the registered one, not int"
+        assert said["word"][1] == "get('world_size') is unknown; ask for one of ws, rank, pg, grank, lrank, device"
+        assert "the mesh has 2; give a mesh of one dimension" in said["unnamed"][1]
+        if rank in (1, 3):
+            assert said["outside"] == (
+                WorldError,
+                f"rank {rank} is not part of the mesh, which has ranks [0, 2]; ask on those ranks only",
+            )
+        else:
+            assert said["outside"] == rank // 2
+
+
+@pytest.mark.ranks(2)
+def test_a_registered_mesh_lasts_as_long_as_its_process_group() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    nothing_yet = refusal("ws", "dp")
+    assert nothing_yet[0] is WorldError
+    assert "call paceline.get.register_mesh(mesh) first" in nothing_yet[1]
+    get.register_mesh(mesh)
+    assert get("ws", "dp") == 2
+    dist.destroy_process_group()
+    no_group = WorldError, "there is no process group yet; call paceline.init() first"
+    assert refusal("ws") == refusal("ws", "dp") == no_group
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    assert refusal("ws", "dp") == nothing_yet
+    dist.destroy_process_group()
+
+
+def test_before_init_there_is_nothing_to_get() -> None:
+    for call in (lambda: paceline.get("rank"), lambda: get("ws", "dp"), lambda: get.register_mesh(object())):  # type: ignore[arg-type]
+        with pytest.raises(WorldError, match=r"call paceline\.init\(\) first"):
+            call()
+
+
+def unnamed(world: World) -> str:
+    try:
+        get.register_mesh(DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]])))
+    except UsageError as error:
+        return str(error)
+    raise AssertionError("registered")
+
+
+def registered_without_names(world: World) -> list[Any]:
+    """As the tutorials register it, once, also with a pair of brackets more than it needs."""
+    found = []
+    pair = [world.rank // 2 * 2, world.rank // 2 * 2 + 1]
+    for ranks in ([0, 1, 2, 3], [[0, 1, 2, 3]]):
+        assert get.register_mesh(DeviceMesh("cpu", torch.tensor(ranks))) is get
+        found.append(answers())
+    half = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("dp", "tp"))["tp"]
+    found += [answers(half), refusal("rank", "dp")]
+    own = dist.new_subgroups(2)[0]
+    mesh = DeviceMesh.from_group(own, "cpu")
+    get.register_mesh(mesh)
+    found.append(answers())
+    assert get("pg") is own
+    assert dist.get_process_group_ranks(get("pg")) == pair
+    part = DeviceMesh("cpu", torch.tensor([1, 3]))
+    get.register_mesh(part)
+    found.append([get("grank"), get("rank") if world.rank in (1, 3) else refusal("rank")])
+    get.register_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    assert answers() == without_a_mesh(world)
+    return found
+
+
+def test_a_registered_mesh_of_one_dimension_without_names_is_the_default(pools: Pools) -> None:
+    for rank, (whole, nested, half, named, own, part) in enumerate(pools.run(4, registered_without_names)):
+        assert whole == nested == (4, rank, rank, rank, CPU, [0, 1, 2, 3])
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert half == (2, rank % 2, rank, rank, CPU, pair)
+        assert named == (
+            UsageError,
+            "dimension 'dp' was asked for, but the registered mesh has no names; leave it out",
+        )
+        assert own == (2, rank % 2, rank, rank % 2, CPU, pair)  # lrank, too, is the place in the mesh
+        if rank in (1, 3):
+            assert part == [rank, rank // 2]
+        else:
+            assert part[0] == rank
+            assert part[1][0] is WorldError
+
+
+def test_a_mesh_of_several_dimensions_without_names_is_not_registered(pools: Pools) -> None:
+    assert set(pools.run(4, unnamed)) == {
+        "the mesh has no names to ask for; make it with init_device_mesh('cpu', (2, 2), mesh_dim_names=(…))"
+    }
+
+
+@cache_mesh
+def whole_name(what: str, mesh: DeviceMesh | None = None) -> str:
+    """A docstring."""
+    return f"{what} of {'no mesh' if mesh is None else mesh.size()}"
+
+
+@pytest.mark.ranks(2)
+def test_a_decorated_function_gets_the_registered_mesh_where_it_is_given_none(world: World) -> None:
+    assert whole_name("rank") == "rank of no mesh"
+    assert whole_name.register_mesh(DeviceMesh("cpu", torch.tensor([0, 1]))) is whole_name
+    assert whole_name("rank") == "rank of 2"
+    assert whole_name("rank", DeviceMesh("cpu", torch.tensor([world.rank]))) == "rank of 1"
+    assert whole_name.__doc__ == "A docstring."
+    with pytest.raises(UsageError, match="mesh must be a DeviceMesh"):
+        whole_name.register_mesh([0, 1])  # type: ignore[arg-type]
+    dist.destroy_process_group()
+    assert whole_name("rank") == "rank of no mesh"
+
+
+def the_tutorials_own_helper(world: World) -> list[Any]:
+    """A helper of one's own on the decorator answers as ours does, with torch's own way to make a mesh."""
+
+    @cache_mesh
+    def place(what: str, mesh: DeviceMesh | None = None) -> Any:
+        group = None if mesh is None else mesh.get_group()
+        if what in ("rank", "grank"):
+            return dist.get_rank(group)
+        return dist.get_world_size(group) if what == "ws" else mesh.get_local_rank() if mesh else 0
+
+    mesh = dist.DeviceMesh("cpu", [0, 1])
+    get.register_mesh(mesh)
+    place.register_mesh(mesh)
+    both = [(get(what), place(what)) for what in ("ws", "rank", "grank", "lrank")]  # type: ignore[call-overload]
+    alone = dist.DeviceMesh("cpu", [world.rank])
+    assert get("ws", alone) == place("ws", alone) == 1
+    assert get("pg") is mesh.get_group()
+    return both
+
+
+def test_get_answers_as_a_helper_that_a_course_writes(pools: Pools) -> None:
+    for rank, both in enumerate(pools.run(2, the_tutorials_own_helper)):
+        assert both == [(2, 2), (rank, rank), (rank, rank), (rank, rank)]

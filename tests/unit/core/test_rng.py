@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.processes.world import World
+from paceline.core.state.rng import derive_seed, rng_state, seed_all, set_rng_state, set_seed
+from paceline.errors import UsageError
+from ranks import run_ranks
+
+
+def draw() -> list[float]:
+    import numpy
+
+    return [random.random(), float(numpy.random.random()), *torch.rand(3).tolist()]
+
+
+def test_seeds_are_stable_distinct_and_fit_63_bits() -> None:
+    seeds = [derive_seed(name, number) for name in ("rank", "order") for number in range(50)]
+    assert len(set(seeds)) == 100
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**40])
+def test_seed_all_brings_the_same_stream_again(seed: int) -> None:
+    seed_all(seed)
+    first = draw()
+    seed_all(seed)
+    assert draw() == first
+    seed_all(seed + 1)
+    assert draw() != first
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "7", None, True, -(2**70)])
+def test_a_seed_is_a_whole_number_from_0(seed: Any) -> None:
+    with pytest.raises(UsageError, match="seed must be a whole number >= 0"):
+        set_seed(seed)
+
+
+def streams(world: World, as_context: bool) -> tuple[list[float], list[float]]:
+    if as_context:
+        with set_seed(3):
+            inside = draw()
+        return inside, draw()
+    set_seed(3)
+    return [], draw()
+
+
+def test_ranks_agree_inside_the_block_and_differ_after_it() -> None:
+    results = run_ranks(3, streams, True)
+    assert len({tuple(inside) for inside, _ in results}) == 1
+    assert len({tuple(after) for _, after in results}) == 3
+    assert run_ranks(3, streams, True) == results
+    assert [after for _, after in run_ranks(3, streams, False)] == [after for _, after in results]
+
+
+def test_before_there_is_a_process_group_the_launchers_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every rank had rank 0's streams when set_seed came before init(): the same dropout everywhere.
+    found = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        set_seed(3)
+        found.append(draw())
+    assert found == [after for _, after in run_ranks(2, streams, False)]
+
+
+@pytest.mark.parametrize("rank", ["", "one", "-1", "1.0"])
+def test_a_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(UsageError, match=f"^RANK='{rank}' is not a whole number >= 0"):
+        set_seed(3)
+
+
+def test_how_much_was_drawn_inside_the_block_does_not_matter_after_it() -> None:
+    with set_seed(3):
+        draw()
+    first = draw()
+    with set_seed(3):
+        draw()
+        draw()
+    assert draw() == first
+
+
+def nested(world: World) -> list[list[float]]:
+    found = []
+    with set_seed(3):
+        found.append(draw())
+        with set_seed(4):
+            found.append(draw())
+            with set_seed(5):
+                pass
+            found.append(draw())
+        found.append(draw())
+        set_seed(6)  # a helper's own: it must not make the rest of the block differ
+        found.append(draw())
+    return [*found, draw()]
+
+
+def test_inside_nested_blocks_ranks_agree_and_the_outer_stream_goes_on() -> None:
+    """The inner block's end made the rest of the outer one differ by rank, and with it the initial weights."""
+    first, second = run_ranks(2, nested)
+    assert first[:-1] == second[:-1]
+    assert first[-1] != second[-1]
+    with set_seed(3):
+        plain = [draw(), draw()]
+    assert [first[0], first[3]] == plain
+    with set_seed(4):
+        plain = [draw(), draw()]
+    assert [first[1], first[2]] == plain
+
+
+def test_a_block_that_is_left_by_an_exception_is_closed() -> None:
+    with set_seed(3):
+        expected = [draw(), draw()]
+    with set_seed(3):
+        found = [draw()]
+        with pytest.raises(KeyError), set_seed(4):  # noqa: PT012
+            draw()
+            raise KeyError
+        found.append(draw())
+    assert found == expected
+    set_seed(3)
+    after = draw()
+    with set_seed(3):
+        pass
+    assert draw() == after
+
+
+def test_a_block_that_was_made_before_the_one_around_it_leaves_that_alone() -> None:
+    inner = set_seed(4)
+    with set_seed(3):
+        expected = [draw(), draw()]
+    with set_seed(3):
+        found = [draw()]
+        with inner, inner:
+            draw()
+        found.append(draw())
+    assert found == expected
+
+
+def test_numpys_whole_numbers_and_large_ones_are_seeds() -> None:
+    import numpy
+
+    for seed, same in ((numpy.int64(7), 7), (numpy.uint8(7), 7), (torch.tensor(7), 7)):
+        found = []
+        for one in (seed, same):
+            with set_seed(one):
+                found.append(draw())
+            found.append(draw())
+        assert found[:2] == found[2:]
+    streams = []
+    for large in (2**64 - 1, 2**64, 2**64 + 1, 2**200):
+        with set_seed(large):
+            streams.append(tuple(draw()[2:]))
+    assert len(set(streams)) == 4
+
+
+def test_a_state_brings_every_generator_back() -> None:
+    set_seed(1)
+    random.gauss(0, 1)  # leaves half a pair behind, which is state, too
+    state = rng_state()
+    first = [*draw(), random.gauss(0, 1)]
+    draw()
+    set_rng_state(state)
+    assert [*draw(), random.gauss(0, 1)] == first

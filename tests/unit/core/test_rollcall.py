@@ -1,0 +1,337 @@
+"""Who did not come: constructions and collectives that only some ranks enter end by the timeout and name the others."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline
+from paceline.comm.c10d.process_group import PacelineProcessGroup
+from paceline.core.processes import missing_ranks, store_epochs
+from paceline.core.processes.world import TIMEOUT, World, current, init
+from paceline.core.torch_internals.distributed.c10d import PrefixStore
+from paceline.errors import CommunicationError, PacelineError, UsageError, WorldError
+from paceline.launch.rendezvous.store import LOOPBACK, loopback_store
+from ranks import Ranks, _context, run_ranks
+
+PATIENCE_S = 2.0
+ABSENT = 2
+
+
+def wait_for_marks(present: set[int]) -> None:
+    """Have this rank wait for the marks of the `present` ranks however busy the machine is, and not for others."""
+    look = missing_ranks.missing_from
+
+    def missing_from(store: Any, keys: Sequence[str], seconds: float = 0) -> list[int]:
+        look(store, [key for rank, key in enumerate(keys) if rank in present], 60)
+        return look(store, keys)
+
+    missing_ranks.missing_from = missing_from
+
+
+def impatient() -> dist.ProcessGroup:
+    """A group of all ranks that waits for a moment only; so does the world, for what takes no group."""
+    patience = timedelta(seconds=PATIENCE_S)
+    wait_for_marks(set(range(dist.get_world_size())) - {ABSENT})
+    group: Any = dist.new_group(timeout=patience)
+    world: Any = dist.group.WORLD
+    if isinstance(world, PacelineProcessGroup):
+        world.timeout = world._engine.timeout = patience  # type: ignore[union-attr]
+    else:
+        dist.distributed_c10d._set_pg_timeout(patience, world)
+    return group  # type: ignore[no-any-return]
+
+
+def wrap(group: Any, folder: str) -> Callable[[], Any]:
+    return lambda: paceline.DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+
+
+def train(group: Any, folder: str) -> Callable[[], Any]:
+    model = paceline.DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    return lambda: model(torch.ones(1, 2)).sum().backward()
+
+
+def sync_buffers(group: Any, folder: str) -> Callable[[], Any]:
+    model = paceline.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), process_group=group)
+    return lambda: model(torch.ones(2, 2)).sum().backward()  # rank 0's broadcast may reach rank 1 all the same
+
+
+def normalize(group: Any, folder: str) -> Callable[[], Any]:
+    layer = paceline.SyncBatchNorm(2)
+    layer(torch.ones(2, 2))
+    return lambda: layer(torch.ones(2, 2))
+
+
+def open_folder(group: Any, folder: str) -> Callable[[], Any]:
+    return lambda: paceline.Checkpointer(folder)
+
+
+def save(group: Any, folder: str) -> Callable[[], Any]:
+    checkpointer = paceline.Checkpointer(folder)
+    checkpointer.register("model", nn.Linear(2, 2))
+    return lambda: checkpointer.save(1)
+
+
+def meet(group: Any, folder: str) -> Callable[[], Any]:
+    return current().barrier
+
+
+def gather(group: Any, folder: str) -> Callable[[], Any]:
+    return lambda: paceline.gather_for_metrics(torch.ones(2))
+
+
+def stay_away(world: World, prepare: Callable[..., Callable[[], Any]], folder: str) -> str:
+    """Rank 2 does not come; what the others are told, and it comes in time."""
+    model = paceline.DistributedDataParallel(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()  # imports what is imported late
+    call = prepare(impatient(), folder)
+    dist.barrier()
+    told = [Path(folder, f"told-{rank}") for rank in range(world.size) if rank != ABSENT]
+    if world.rank == ABSENT:
+        deadline = time.monotonic() + PATIENCE_S + 60
+        while not all(file.exists() for file in told) and time.monotonic() < deadline:
+            time.sleep(0.02)  # alive, and elsewhere
+        return ""
+    start = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        call()
+    assert time.monotonic() - start < PATIENCE_S + 50, "the absent rank came back before the timeout"
+    assert caught.value.blamed == (ABSENT,)
+    told[world.rank].touch()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+@pytest.mark.parametrize(
+    ("prepare", "doing"),
+    [
+        (wrap, r"in DistributedDataParallel\(…\), which every rank has to call: rank 2 did not come .* within 2 s"),
+        (train, "all-reduce of gradient bucket 0|shared all_reduce"),
+        (sync_buffers, "broadcast|all.reduce"),
+        (normalize, "SyncBatchNorm|all_gather"),
+        (open_folder, r"in Checkpointer\(…\), which every rank has to call"),
+        (save, r"in Checkpointer\.save\(\), which every rank has to call"),
+        (meet, r"in World\.barrier\(\), which every rank has to call"),
+        (gather, r"in gather_for_metrics\(\), which every rank has to call"),
+    ],
+)
+def test_a_rank_that_does_not_come_is_named_with_what_was_done(
+    backend: str, prepare: Callable[..., Any], doing: str, tmp_path: Path
+) -> None:
+    """Gloo's own errors name nobody: «Timed out waiting 700ms for recv operation to complete»."""
+    told = run_ranks(3, stay_away, prepare, str(tmp_path), backend=backend, timeout=60)
+    for rank in (0, 1):
+        assert told[rank].startswith(f"rank {rank}: ")
+        assert "rank 2" in told[rank]
+        assert "look for that rank's own error" in told[rank]
+        assert re.search(doing, told[rank]), told[rank]
+
+
+def freeze(world: World) -> str:
+    model = nn.Linear(2, 2).requires_grad_(world.rank != 1)
+    group = dist.new_group(timeout=timedelta(seconds=PATIENCE_S))
+    with pytest.raises(PacelineError) as caught:
+        paceline.DistributedDataParallel(model, process_group=group)
+    # Nobody has used the group: once the rank is mended, the next attempt works.
+    model.requires_grad_(True)
+    dist.barrier()
+    wrapped = paceline.DistributedDataParallel(model)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_a_rank_on_which_all_is_frozen_is_missed_by_name(backend: str) -> None:
+    told = run_ranks(2, freeze, backend=backend, timeout=60)
+    assert "no parameter that requires a gradient" in told[1]
+    assert "rank 1 did not come" in told[0]
+
+
+def die(world: World) -> str:
+    model = paceline.DistributedDataParallel(nn.Linear(2, 2))
+    wait_for_marks({0, 2})
+    dist.barrier()
+    if world.rank == 1:
+        os._exit(3)
+    with pytest.raises(
+        CommunicationError, match="the all-reduce of gradient bucket 0 failed, as rank 1 ended"
+    ) as caught:
+        model(torch.ones(1, 2)).sum().backward()
+    assert caught.value.blamed == (1,)
+    return "named"
+
+
+def test_a_rank_that_dies_on_gloo_is_named_by_all_others() -> None:
+    with Ranks(3, 30, "gloo") as ranks:
+        ranks.start(die)
+        for rank in (0, 2):
+            assert ranks.answer(rank, 20) == "named"
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_failure_of_all_ranks_alike_blames_none() -> None:
+    message = r"the sum failed on ranks 0, 1 alike \(Invalid scalar type\)"
+    with pytest.raises(CommunicationError, match=message), missing_ranks.collective("sum"):
+        raise RuntimeError("Invalid scalar type")
+
+
+# -- joining the world -------------------------------------------------------------------------------------------------
+
+
+def join(rank: int, environment: dict[str, str], backend: str, pipe: Any) -> None:
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    pipe.send("here")
+    pipe.recv()
+    try:
+        init(backend)
+    except Exception as error:
+        pipe.send(f"{type(error).__name__} {error}")
+
+
+def told_to(ranks: list[int], size: int, backend: str, served_by: str, patience: str) -> list[str]:
+    """What these ranks of `size` are told when they join alone."""
+    store = loopback_store() if served_by == "launcher" else None
+    with socket.socket() as free:
+        free.bind((LOOPBACK, 0))
+        port = free.getsockname()[1] if store is None else store.port
+    environment = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(store is not None),
+        TIMEOUT: patience,
+    }
+    told, processes = [], []
+    for rank in ranks:
+        ours, theirs = _context.Pipe(duplex=True)
+        processes.append(_context.Process(target=join, args=(rank, environment, backend, theirs)))
+        processes[-1].start()
+        told.append(ours)
+    try:
+        for pipe in told:  # they start together, however busy the machine is
+            assert pipe.recv() == "here"
+        for pipe in told:
+            pipe.send("join")
+        assert all(pipe.poll(60) for pipe in told), "a rank hangs"
+        return [pipe.recv() for pipe in told]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+@pytest.mark.parametrize("served_by", ["launcher", "rank 0"])
+def test_a_rank_that_never_joins_is_named_whoever_serves_the_store(backend: str, served_by: str) -> None:
+    """torch says «2/3 clients joined», or which key is missing. `PACELINE_TIMEOUT` is the patience, here."""
+    told = told_to([0, 1], 3, backend, served_by, patience="3")
+    for rank, said in enumerate(told):
+        assert said.startswith(f"CommunicationError rank {rank}: rank 2 did not come to make the process group"), said
+        assert "within 3 s" in said
+
+
+def test_an_answer_that_comes_when_the_time_is_over_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's time ends a moment later than that of rank 1, which it has counted as answered by then."""
+    monkeypatch.setattr(store_epochs, "GRACE_S", 60)
+    store = dist.HashStore()
+    asked = PrefixStore("meeting/", store)
+    told: list[str] = []
+
+    def ask() -> None:
+        with pytest.raises(CommunicationError) as caught:
+            store_epochs.meet(store, 1, 3, timedelta(milliseconds=1))
+        told.append(str(caught.value))
+
+    rank = threading.Thread(target=ask)
+    rank.start()
+    asked.wait(["asked/1/1"], timedelta(seconds=60))
+    asked.add("answered/1", 1)
+    time.sleep(0.2)  # rank 1's time is over
+    asked.set("answer/1/1", "1 missing 2")
+    rank.join(60)
+    assert [line.partition(" within")[0] for line in told] == ["rank 1: rank 2 did not come to make the process group"]
+
+
+def test_a_store_that_rank_0_does_not_serve_is_said_so() -> None:
+    (told,) = told_to([1], 2, "gloo", "rank 0", patience="0.5")
+    assert "rank 1: the store at 127.0.0.1:" in told
+    assert re.search(r"which rank 0 serves, was not reached after \d+\.\d s; see that address and port", told)
+
+
+def test_a_port_in_use_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        with pytest.raises(CommunicationError, match=f"{port} .MASTER_ADDR, MASTER_PORT. could not be opened .*in use"):
+            missing_ranks.open_store(LOOPBACK, port, 0, 2, timedelta(seconds=60))
+        assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("value", ["", "soon", "0", "-3", "nan", "inf", "1e300"])
+def test_a_bad_timeout_in_the_environment_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT, value)
+    with pytest.raises(UsageError, match=r"PACELINE_TIMEOUT=.* is not a time to wait for a rank"):
+        init()
+
+
+@pytest.mark.parametrize("value", [0, -1.0, True, float("nan"), timedelta(0), "10 minutes"])
+def test_a_bad_timeout_argument_is_refused(value: Any) -> None:
+    with pytest.raises(WorldError, match=r"timeout=.* is not a time to wait for a rank"):
+        init(timeout=value)
+
+
+def test_an_explicit_timeout_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT, "never")
+    with init(timeout=5):
+        assert dist.group.WORLD.timeout == timedelta(seconds=5)  # type: ignore[union-attr]
+    monkeypatch.setenv(TIMEOUT, "7.5")
+    with init():
+        assert dist.group.WORLD.timeout == timedelta(seconds=7.5)  # type: ignore[union-attr]
+
+
+# -- descriptors -------------------------------------------------------------------------------------------------------
+
+
+def with_few(world: World, free: int) -> str:
+    """Rank 1 has only so many descriptors left when a model is wrapped."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if world.rank == 1:
+        # The lowest free numbers count, so that a gap in those in use gives no more.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1 + free, limits[1]))
+    try:
+        paceline.DistributedDataParallel(nn.Linear(2, 2))
+        return "enough"
+    except UsageError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("free", [0, 3, 9, 20])
+def test_too_few_descriptors_are_refused_by_every_rank_at_once(world: World, free: int) -> None:
+    """Otherwise that rank ends somewhere in Gloo or the handshake, and the others wait for it until their timeout."""
+    told = with_few(world, free)
+    assert told.startswith(f"rank {world.rank}: a process group of 2 ranks takes up to 21 file descriptors"), told
+    assert f"but rank 1 has {free} of its" in told
+    assert "raise its limit with 'ulimit -n 1024'" in told
+
+
+@pytest.mark.ranks(2)
+def test_as_many_descriptors_as_the_message_asks_for_are_enough(world: World) -> None:
+    assert with_few(world, 21) == "enough"

@@ -1,0 +1,114 @@
+"""Processes that srun or mpirun started are ranks of one world, or refused; never worlds of one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.core.processes.schedulers import PORTS, adopted
+from paceline.errors import WorldError
+
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "n[07-08,12]-ib,m1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "4",
+    "PMIX_RANK": "1",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (SRUN, "3 5 1 2 1 n07-ib"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0", "SLURM_LOCALID": "3"}, "3 5 3 5 0 127.0.0.1"),
+        (SRUN | {"SLURM_STEP_NODELIST": "gpu3,gpu5"}, "3 5 1 2 1 gpu3"),
+        (SRUN | {"MASTER_ADDR": "10.0.0.1"}, "3 5 1 2 1 10.0.0.1"),
+        (OPEN_MPI, "1 2 1 2 0 127.0.0.1"),
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": "h"},
+            "1 2 0 1 1 h",
+        ),
+        (MPICH, "1 2 1 2 0 127.0.0.1"),
+        ({**SRUN, **MPICH}, "3 5 1 2 1 n07-ib"),  # srun --mpi=pmi2
+        # One process: a batch script, whatever the allocation; a step of one task; torchrun's ranks inside a step.
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}, ""),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, ""),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, ""),
+        (SRUN | {"RANK": "0", "WORLD_SIZE": "2"}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_place_of_a_process_is_taken_from_the_engine(environment: dict[str, str], expected: str) -> None:
+    found = adopted(environment)
+    assert " ".join(found[name] for name in NAMES if name in found) == expected
+    assert not found or int(found["MASTER_PORT"]) in PORTS
+
+
+def test_the_port_is_that_of_the_step_and_one_that_is_set_wins() -> None:
+    ports = {
+        adopted(SRUN | {"SLURM_PROCID": rank, "SLURM_STEP_ID": step})["MASTER_PORT"] for rank in "04" for step in "01"
+    }
+    assert len(ports) == 2
+    assert adopted(SRUN | {"MASTER_PORT": "29500"})["MASTER_PORT"] == "29500"
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"PMIX_RANK": "2"}, "started as one of several .PMIX_RANK=2., but it cannot tell of how many; set RANK"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "does not say where rank 0 is; set MASTER_ADDR"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "cannot be read .SLURM_PROCID='3', .*; set RANK"),
+        (SRUN | {"SLURM_NODEID": "7"}, "cannot be read"),
+    ],
+)
+def test_a_process_that_cannot_tell_its_place_is_refused(environment: dict[str, str], says: str) -> None:
+    with pytest.raises(WorldError, match=says) as refused:
+        adopted(environment)
+    assert "\n" not in str(refused.value)
+
+
+PROGRAM = """
+import torch, torch.distributed as dist, paceline
+with paceline.init() as world:
+    total = torch.tensor([1.0 + world.rank])
+    dist.all_reduce(total)
+    print(world.rank, world.size, world.local_rank, world.local_size, total.item())
+"""
+
+
+@pytest.mark.parametrize("engine", ["srun", "mpirun"])
+def test_two_processes_of_an_engine_are_one_world(engine: str, tmp_path: Path) -> None:
+    # They trained alone, each the whole, and each printed the accuracy.
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI"))}
+    jobs = []
+    for rank in "01":
+        step = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0"}
+        slurm = SRUN | step | {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_TASKS_PER_NODE": "2"}
+        own = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank, "PMIX_NAMESPACE": str(os.getpid())}
+        environment = clean | (slurm if engine == "srun" else OPEN_MPI | own)
+        command = [sys.executable, "-c", PROGRAM]
+        jobs.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=tmp_path))
+    try:
+        outputs = [job.communicate(timeout=120)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    assert outputs == ["0 2 0 2 3.0\n", "1 2 1 2 3.0\n"]

@@ -1,0 +1,1048 @@
+"""Contracts with torch: each private name that Paceline relies on exists, and behaves in the way that is relied on.
+
+A test is called after the name in torch, so that a release that changes one fails by that name. What may be used
+outside ``paceline.core.torch_internals`` is listed below with the reason; everything else is found in the sources.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, SequentialLR
+from torch.utils.data import DataLoader, get_worker_info
+
+import paceline
+from paceline.core.processes.world import World
+from paceline.core.torch_internals import (
+    amp,
+    autograd,
+    compile,
+    data,
+    empty_tensor,
+    fake_tensors,
+    optimizer_hooks,
+    profiler,
+    tensors,
+)
+from paceline.core.torch_internals.distributed import c10d, ddp, dtensor, elastic, nccl, replicas
+from paceline.ddp.agreement.mean_loss_warning import MEAN
+from paceline.ddp.transport.grad_bucket import GradBucket
+from ranks import run_ranks
+
+SOURCES = Path(paceline.__file__).parent
+TIMEOUT = timedelta(seconds=30)
+CONTRACTS: dict[str, Callable[[], None]] = {}
+"""What is relied on, by name in torch; members of objects stand as ``Class._member``."""
+
+
+def contract(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def register(check: Callable[[], None]) -> Callable[[], None]:
+        once = cache(check)  # a check of several names passes for all of them, or fails for each
+        for name in names:
+            assert name not in CONTRACTS
+            CONTRACTS[name] = once
+        return check
+
+    return register
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    yield
+    dist.destroy_process_group()
+
+
+def in_hook(backward: Callable[[torch.Tensor], None], ask: Callable[[Any], object]) -> list[object]:
+    """What `ask` returns for the node of a parameter that a hook of it sees inside `backward`."""
+    parameter = nn.Parameter(torch.ones(2))
+    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    answers: list[object] = []
+    parameter.register_hook(lambda _: answers.append(ask(node)))
+    backward(parameter)
+    return answers
+
+
+def backward(parameter: torch.Tensor) -> None:
+    parameter.sum().backward()
+
+
+# -- autograd ---------------------------------------------------------------------------------------------------------
+
+
+@contract("torch._C._current_graph_task_id")
+def _() -> None:
+    (first,), (second,) = (in_hook(backward, lambda _: autograd.current_task()) for _attempt in range(2))
+    assert autograd.current_task() == -1
+    assert 0 <= cast("int", first) < cast("int", second)
+
+
+@contract("torch.autograd.graph._engine_run_backward")
+def _() -> None:
+    counts: list[int] = []
+
+    @torch.enable_grad()
+    def nested(_: torch.Tensor) -> None:
+        parameter = nn.Parameter(torch.ones(1))
+        parameter.register_hook(lambda _: counts.append(autograd.count_running_calls()))
+        counts.append(autograd.count_running_calls())
+        torch.autograd.grad(parameter.exp(), parameter)
+        parameter.exp().backward()
+
+    outer = nn.Parameter(torch.ones(1))
+    outer.register_hook(nested)
+    outer.exp().backward()
+    assert counts == [1, 2, 2]
+    assert autograd.count_running_calls() == 0
+
+
+@contract("torch._C._will_engine_execute_node")
+def _() -> None:
+    assert in_hook(backward, torch._C._will_engine_execute_node) == [True]
+    other = nn.Parameter(torch.ones(1))
+    elsewhere: Any = other.expand_as(other).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    assert in_hook(backward, lambda _: torch._C._will_engine_execute_node(elsewhere)) == [False]
+
+
+@contract("torch.autograd._is_checkpoint_valid")
+def _() -> None:
+    assert in_hook(backward, lambda _: autograd.is_plain_backward()) == [True]
+    limited = in_hook(lambda p: torch.autograd.backward(p.sum(), inputs=[p]), lambda _: autograd.is_plain_backward())
+    assert limited == [False]
+
+
+@contract("torch.autograd.Variable._execution_engine.queue_callback")
+def _() -> None:
+    order: list[str] = []
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    for parameter in (first, second):
+        parameter.register_hook(lambda _: order.append("hook"))
+    first.register_hook(lambda _: autograd.queue_callback(lambda: order.append("end")))
+    (first * second).sum().backward()
+    assert order == ["hook", "hook", "end"]
+
+
+@contract("torch.autograd.profiler._is_profiler_enabled")
+def _() -> None:
+    assert not profiler.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert profiler.is_profiling()
+
+
+@contract("torch.autograd.profiler.profile._prepare_trace")
+def _() -> None:
+    begun: list[int] = []
+    with profiler.before_profiling(lambda: begun.append(1)):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            assert begun == [1]
+        with torch.autograd.profiler.profile():
+            assert begun == [1, 1]
+
+
+@contract("Node._saved_reduction")
+def _() -> None:
+    values = torch.ones(2, requires_grad=True)
+    mean, total = (nn.functional.mse_loss(values, torch.zeros(2), reduction=kind) for kind in ("mean", "sum"))
+    assert cast("Any", mean.grad_fn)._saved_reduction == MEAN != cast("Any", total.grad_fn)._saved_reduction
+
+
+@contract("Node._saved_self_sym_sizes")
+def _() -> None:
+    assert tuple(cast("Any", torch.ones(3, 2, requires_grad=True).mean().grad_fn)._saved_self_sym_sizes) == (3, 2)
+
+
+@contract("torch._subclasses.fake_tensor.FakeTensorMode")
+def _() -> None:
+    with fake_tensors.without_memory():
+        weight = torch.empty(2**50, requires_grad=True)
+        product = weight * torch.ones(2**50)
+        assert product.untyped_storage().nbytes() == 2**52
+        assert (product.device.type, product.requires_grad) == ("cpu", True)
+        assert torch.empty_like(torch.empty(3, device="meta"), device="cpu").shape == (3,)
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+class Untouchable(torch.Tensor):
+    __torch_function__ = empty_tensor.disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        raise LookupError(str(operation))
+
+
+@contract("torch.Tensor._make_wrapper_subclass", "torch._C._disabled_torch_function_impl")
+def test_a_gradient_without_memory_is_taken_and_refuses_every_operation() -> None:
+    parameter = nn.Parameter(torch.ones(3, 2))
+    parameter.grad = empty_tensor.made_like(Untouchable, parameter)
+    assert (type(parameter.grad), parameter.grad.shape) == (Untouchable, (3, 2))
+    for operation in (torch.Tensor.norm, torch.Tensor.zero_, torch.clone, lambda each: each + 1):
+        with pytest.raises(LookupError, match="aten"):
+            operation(parameter.grad)
+    with pytest.raises(LookupError, match="add_"):
+        parameter.sum().backward()
+    SGD([parameter], lr=0.1).zero_grad()
+    assert parameter.grad is None
+
+
+@contract("torch._C._storage_Use_Count", "UntypedStorage._cdata")
+def _() -> None:
+    tensor = torch.zeros(4)
+    alone = tensors.count_uses(tensor.untyped_storage())
+    views = [tensor[:2], tensor.detach()]
+    assert tensors.count_uses(tensor.untyped_storage()) == alone + len(views)
+    views.clear()
+    assert tensors.count_uses(tensor.untyped_storage()) == alone
+
+
+@contract("torch._debug_has_internal_overlap")
+def _() -> None:
+    assert tensors.has_overlap(torch.ones(1).expand(3))
+    assert not tensors.has_overlap(torch.ones(3))
+
+
+@contract("torch.autograd.grad_mode._unsafe_preserve_version_counter")
+def _() -> None:
+    several = [torch.zeros(1), torch.zeros(1)]
+    with tensors.keep_versions(several):
+        for tensor in several:
+            tensor.add_(1)
+    assert [(tensor.item(), tensor._version) for tensor in several] == [(1, 0), (1, 0)]
+
+
+@contract("torch._foreach_copy_")
+def _() -> None:
+    targets = [torch.zeros(2), torch.zeros(1, dtype=torch.float64)]
+    tensors.copy_each(targets, [torch.ones(2), torch.ones(1)])
+    assert [target.tolist() for target in targets] == [[1, 1], [1]]
+
+
+@contract("torch._foreach_norm")
+def _() -> None:
+    norms = tensors.norm_each([torch.tensor([-3.0, 2.0]), torch.tensor([1.0, float("nan")])])
+    assert norms[0].item() == 3
+    assert norms[1].isnan()
+
+
+@contract("torch._foreach_mul_")
+def _() -> None:
+    targets = [torch.ones(2), torch.ones(1)]
+    tensors.multiply_each(targets, 0.5)
+    assert [target.tolist() for target in targets] == [[0.5, 0.5], [0.5]]
+
+
+@contract("Module._replicate_for_data_parallel")
+def _() -> None:
+    layer = nn.LSTM(2, 3)
+    replica = replicas.bare_replica(layer)
+    assert not replica._parameters
+    assert replica._buffers is not layer._buffers
+    stand_in = layer.weight_ih_l0.clone()
+    replicas.set_tensor(replica, "weight_ih_l0", stand_in)
+    replicas.set_tensor(replica, "none", None)
+    assert replica.weight_ih_l0 is cast(Any, replica)._flat_weights[0] is stand_in
+    assert layer._flat_weights[0] is layer.weight_ih_l0
+
+
+@contract("torch._foreach_zero_")
+def _() -> None:
+    targets = [torch.ones(2), torch.ones(1, dtype=torch.int32)]
+    tensors.zero_each(targets)
+    assert [target.tolist() for target in targets] == [[0, 0], [0]]
+
+
+@contract("Tensor._nnz")
+def _() -> None:
+    assert cast("Any", torch.eye(3).to_sparse())._nnz() == 3
+
+
+# -- DTensor ----------------------------------------------------------------------------------------------------------
+
+
+@contract("DTensor._local_tensor", "DTensor._spec")
+def _() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    local = torch.arange(2.0)
+    sharded = DTensor.from_local(local, init_device_mesh("cpu", (1,)), [Shard(0)])
+    assert dtensor.is_sharded(sharded)
+    assert dtensor.local_of(sharded).data_ptr() == local.data_ptr()
+    again = DTensor(local, sharded._spec, requires_grad=False)
+    assert again.placements == sharded.placements
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def anew(function: Any) -> Any:
+    """A copy with code of its own: marks and compiled graphs are kept by code."""
+    return FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
+
+
+def is_compiled(mark: Callable[[Any], Any]) -> bool:
+    """Whether torch.compile takes a function marked by `mark` into the graph of its caller."""
+    seen: list[bool] = []
+
+    def inner(values: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return values + 1
+
+    marked = mark(anew(inner))
+    outer: Any = torch.compile(anew(lambda values: marked(values * 2) * 3), backend="eager")
+    assert outer(torch.ones(1)).item() == 9
+    return seen[-1]
+
+
+@contract(
+    "torch._C._dynamo.eval_frame._FrameAction",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "function._torchdynamo_disable",
+    "function._torchdynamo_disable_msg",
+)
+def _() -> None:
+    assert is_compiled(lambda function: function)
+    assert not is_compiled(compile.never_compiled)
+    assert not is_compiled(compile.compiled_below)
+
+
+@contract("torch._compile._disable_dynamo")
+def _() -> None:
+    assert not is_compiled(compile.leaves_graph)
+
+
+@contract("torch._dynamo.eval_frame.OptimizedModule", "OptimizedModule._orig_mod")
+def _() -> None:
+    module = nn.Linear(1, 1)
+    compiled = torch.compile(module, backend="eager")
+    assert compile.original_of(cast("nn.Module", compiled)) is module
+    assert compile.original_of(module) is None
+    assert list(cast("nn.Module", compiled).state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
+
+
+@contract("torch._dynamo.compiled_autograd.in_compiled_autograd_region")
+def _() -> None:
+    assert importlib.import_module("torch._dynamo.compiled_autograd").in_compiled_autograd_region is False
+
+
+@contract("torch.nn.parallel.DistributedDataParallel._active_ddp_module")
+def _() -> None:
+    active: list[object] = []
+
+    class Looks(nn.Module):
+        def forward(self) -> None:
+            active.append(nn.parallel.DistributedDataParallel._get_active_ddp_module())
+
+    wrapper: Any = object()
+    compile.call_module(wrapper, Looks(), (), {})
+    compile.call_module(None, Looks(), (), {})
+    assert active == [wrapper, None]
+
+
+# -- process groups and stores ----------------------------------------------------------------------------------------
+
+
+@contract("torch.distributed.distributed_c10d._get_default_group")
+def _() -> None:
+    assert c10d.get_default_group() is dist.group.WORLD
+
+
+@contract("torch.distributed.distributed_c10d._get_default_store")
+def _() -> None:
+    c10d.get_default_store().set("contract", "kept")
+    assert c10d.get_default_store().get("contract") == b"kept"
+
+
+@contract("torch.distributed.distributed_c10d._get_default_timeout")
+def _() -> None:
+    assert c10d.get_default_timeout("gloo") == dist.constants.default_pg_timeout
+
+
+@contract(
+    "torch.distributed.distributed_c10d._new_process_group_helper",
+    "torch.distributed.distributed_c10d._world.pg_map",
+    "torch.distributed.distributed_c10d._world.pg_names",
+    "torch.distributed.distributed_c10d._world.pg_backend_config",
+    "torch.distributed.distributed_c10d._world.tags_to_pg",
+    "torch.distributed.distributed_c10d._world.pg_to_tag",
+    "torch._C._distributed_c10d._unregister_process_group",
+)
+def _() -> None:
+    group = c10d.get_default_group()
+    backend, store = c10d.get_known_groups()[group]
+    assert backend == "gloo"
+    world: Any = dist.distributed_c10d._world
+    for _attempt in range(2):  # the second time, the name is free again
+        before = list(map(len, tables(world)))
+        opened = c10d.open_group(group, [0], "gloo", store, "contract/own", TIMEOUT)
+        assert opened in c10d.get_known_groups()
+        c10d.forget_group(opened, "contract/own")
+        assert list(map(len, tables(world))) == before
+        assert all(opened not in table for table in tables(world))
+        tensor = torch.ones(2)
+        opened.allreduce([tensor]).wait()  # and it still works
+        with pytest.raises(RuntimeError, match="contract/own"):
+            torch._C._distributed_c10d._resolve_process_group("contract/own")  # type: ignore[arg-type]
+
+
+def tables(world: Any) -> list[Any]:
+    tagged = [group for groups in world.tags_to_pg.values() for group in groups]
+    return [world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag, tagged]
+
+
+@contract("torch._C._distributed_c10d._broadcast_coalesced")
+def _() -> None:
+    several = [torch.ones(2), torch.ones(1, dtype=torch.int64)]
+    c10d.broadcast_coalesced(c10d.get_default_group(), several, 2**20, 0)
+    assert [tensor.tolist() for tensor in several] == [[1, 1], [1]]
+
+
+def abort_everything(_: World) -> int:
+    own = c10d.open_group(c10d.get_default_group(), [0], "gloo", c10d.get_default_store(), "contract/abort", TIMEOUT)
+    c10d.forget_group(own, "contract/abort")
+    dist.all_reduce(torch.ones(1), async_op=True)
+    own.abort()
+    nccl.abort_known_groups()
+    return len(c10d.get_known_groups()) + dist.is_initialized()
+
+
+@contract("torch.distributed.distributed_c10d._abort_process_group")
+def _() -> None:
+    assert run_ranks(1, abort_everything, backend="gloo") == [0]
+
+
+@contract("ProcessGroup._set_group_name", "ProcessGroup._set_group_desc")
+def _() -> None:
+    group = nccl.bare_group(c10d.HashStore(), 0, 1)
+    assert nccl.nccl_of(group) is None
+    assert nccl.bound_device(group) is None
+    group._register_backend(
+        torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, c10d.ProcessGroupGloo(c10d.HashStore(), 0, 1, TIMEOUT)
+    )
+    group._set_group_name("contract/bare")
+    assert group.group_name == "contract/bare"
+    assert nccl.nccl_of(group) is None
+    tensor = torch.ones(2)
+    group.allreduce([tensor]).wait()
+
+
+@contract(
+    "ProcessGroupNCCL._group_start",
+    "ProcessGroupNCCL._group_end",
+    "ProcessGroupNCCL._is_initialized",
+    "ProcessGroupNCCL._set_sequence_number_for_group",
+    "Options._timeout",
+)
+def _() -> None:
+    """Names only: without a GPU there is no such backend."""
+    if not dist.is_nccl_available():
+        return
+    backend: Any = dist.ProcessGroupNCCL
+    for name in ("_group_start", "_group_end", "_is_initialized", "_set_sequence_number_for_group"):
+        assert callable(getattr(backend, name))
+    for name in ("eager_connect_single_device", "supports_splitting", "shutdown", "abort"):
+        assert hasattr(backend, name)
+    options: Any = backend.Options(is_high_priority_stream=True)
+    for name in ("_timeout", "split_from", "split_color", "global_ranks_in_group", "group_name"):
+        assert hasattr(options, name)
+
+
+def has_members(kind: str, *members: str) -> Callable[[], None]:
+    def check() -> None:
+        options = getattr(c10d, kind)()
+        assert [member for member in members if not hasattr(options, member)] == []
+
+    return check
+
+
+for kind, members in {
+    "AllgatherOptions": ["asyncOp"],
+    "AllreduceCoalescedOptions": ["reduceOp", "asyncOp"],
+    "AllreduceOptions": ["reduceOp", "asyncOp"],
+    "BarrierOptions": ["asyncOp", "device"],
+    "BroadcastOptions": ["rootRank", "asyncOp"],
+    "ReduceScatterOptions": ["reduceOp", "asyncOp"],
+}.items():
+    contract(f"torch._C._distributed_c10d.{kind}")(has_members(kind, *members))
+
+
+@contract(
+    "torch._C._distributed_c10d.Store",
+    "torch._C._distributed_c10d.HashStore",
+    "torch._C._distributed_c10d.PrefixStore",
+    "Store._underlying_non_prefix_store",
+)
+def _() -> None:
+    inner = c10d.HashStore()
+    outer = cast("Any", c10d.PrefixStore("a/", c10d.PrefixStore("b/", inner)))
+    outer.set("key", "value")
+    assert inner.num_keys() == 1
+    assert isinstance(outer, c10d.Store)
+    base: Any = cast("Any", outer)._underlying_non_prefix_store
+    assert isinstance(base, c10d.HashStore)
+    base.set("found", "value")
+    assert inner.check(["found"])
+
+
+@contract("torch._C._distributed_c10d.TCPStore")
+def _() -> None:
+    server = c10d.TCPStore("127.0.0.1", 0, 1, True, TIMEOUT, wait_for_workers=False, multi_tenant=True)
+    client = c10d.TCPStore("127.0.0.1", server.port, 1, False, TIMEOUT)
+    client.set("key", "value")
+    assert server.check(["key"])
+
+
+@contract("torch._C._distributed_c10d.FileStore")
+def _() -> None:
+    assert issubclass(c10d.FileStore, c10d.Store)
+    assert "file_name: str" in cast("str", c10d.FileStore.__init__.__doc__)
+
+
+@contract(
+    "torch._C._distributed_c10d.ProcessGroup",
+    "torch._C._distributed_c10d.ProcessGroupGloo",
+    "ProcessGroup._register_backend",
+    "ProcessGroup._set_default_backend",
+    "ProcessGroup._get_backend",
+    "ProcessGroupGloo.options._timeout",
+)
+def _() -> None:
+    class Own(dist.ProcessGroup):
+        def __init__(self) -> None:
+            super().__init__(0, 1)  # type: ignore[call-arg]
+            gloo = c10d.ProcessGroupGloo(c10d.HashStore(), 0, 1, TIMEOUT)
+            self._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, gloo)
+            self._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
+
+    backend: Any = Own()._get_backend(torch.device("cpu"))
+    assert isinstance(backend, c10d.ProcessGroupGloo)
+    assert backend.options._timeout == TIMEOUT
+
+
+@contract("ProcessGroup._allgather_base")
+def _() -> None:
+    group: Any = c10d.get_default_group()
+    output = torch.zeros(2)
+    group._allgather_base(output, torch.ones(2), c10d.AllgatherOptions()).wait()
+    assert output.tolist() == [1, 1]
+
+
+@contract("ProcessGroup._get_sequence_number_for_group")
+def _() -> None:
+    group: Any = c10d.get_default_group()
+    before = group._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(1))
+    assert group._get_sequence_number_for_group() == before + 1
+
+
+@contract("ProcessGroup._reduce_scatter_base")
+def _() -> None:
+    group: Any = c10d.get_default_group()
+    output = torch.zeros(2)
+    group._reduce_scatter_base(output, torch.ones(2), c10d.ReduceScatterOptions()).wait()
+    assert output.tolist() == [1, 1]
+
+
+# -- DistributedDataParallel ------------------------------------------------------------------------------------------
+
+
+@contract("torch._C.Future")
+def _() -> None:
+    assert isinstance(torch.futures.Future(), ddp.Future)
+
+
+@contract("torch._C._distributed_c10d.GradBucket")
+def _() -> None:
+    missing = {name for name in vars(ddp.GradBucket) if not name.startswith("_")} - set(vars(GradBucket))
+    assert missing == set()  # torch's own methods would find nothing in a bucket of ours
+    assert isinstance(GradBucket.__new__(GradBucket), cast("Any", dist).GradBucket)
+
+
+@contract("torch._C._distributed_c10d.BuiltinCommHookType")
+def _() -> None:
+    assert ddp.BuiltinCommHookType is cast("Any", dist).BuiltinCommHookType
+    assert set(ddp.BuiltinCommHookType.__members__) == {"ALLREDUCE", "FP16_COMPRESS"}
+
+
+@contract("torch.distributed.algorithms.join._JoinConfig", "Joinable._join_config")
+def _() -> None:
+    wrapper: Any = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    assert ddp.make_disabled_join() == wrapper._join_config
+    with wrapper.join():
+        assert wrapper._join_config.enable
+    assert not ddp.make_disabled_join().enable
+
+
+@contract("Join._join_hooks", "Join._enable")
+def _() -> None:
+    joining: Any = Join([nn.parallel.DistributedDataParallel(nn.Linear(1, 1))], enable=False)
+    assert (len(joining._join_hooks), joining._enable) == (1, False)
+
+
+@contract("torch.nn.parallel.distributed._BufferCommHookLocation")
+def _() -> None:
+    wrapper: Any = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(1))
+    for location in (ddp.BufferHookLocation.PRE_FORWARD, ddp.BufferHookLocation.POST_FORWARD):
+        wrapper._register_buffer_comm_hook("state", print, location)
+        hook = wrapper.buffer_hook
+        assert (hook.buffer_comm_hook, hook.buffer_comm_hook_state) == (print, "state")
+        assert hook.buffer_comm_hook_location == location
+
+
+@contract("torch.nn.parallel.distributed._MixedPrecision")
+def _() -> None:
+    policy = ddp.MixedPrecision(param_dtype=torch.bfloat16)
+    assert (policy.param_dtype, policy.reduce_dtype, policy.buffer_dtype) == (torch.bfloat16, None, None)
+
+
+@contract("torch.distributed.utils._cast_forward_inputs")
+def _() -> None:
+    (number, (inner,)), keywords = ddp.cast_inputs(
+        torch.bfloat16, [torch.ones(1), [torch.ones(1, dtype=torch.int64)]], {"a": torch.ones(1)}
+    )
+    assert (number.dtype, inner.dtype, keywords["a"].dtype) == (torch.bfloat16, torch.int64, torch.bfloat16)
+
+
+@contract("torch.distributed.utils._to_kwargs")
+def _() -> None:
+    inputs, keywords = ddp.move_inputs((torch.ones(1), "text"), {"a": [torch.ones(2)]}, torch.device("cpu"))
+    assert (inputs[0].item(), inputs[1], keywords["a"][0].tolist()) == (1, "text", [1, 1])
+
+
+@contract("torch.nn.utils.stateless._reparametrize_module")
+def _() -> None:
+    first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    second.weight = first.weight
+    module, before = nn.Sequential(first, second), first.weight
+    with ddp.replace_parameters(module, {"0.weight": torch.full((1, 1), 3.0)}):
+        assert module(torch.ones(1)).item() == 9  # the tied one as well
+    assert first.weight is before is second.weight
+
+
+@contract("torch.nn.modules.batchnorm._BatchNorm")
+def _() -> None:
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+        assert issubclass(kind, ddp.AnyBatchNorm)
+    assert nn.BatchNorm1d.forward is ddp.AnyBatchNorm.forward
+
+
+@contract(
+    "torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._hook_then_optimizer",
+    "torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._OptimizerHookState",
+)
+def _() -> None:
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    bucket = SimpleNamespace(
+        buffer=lambda: torch.ones(2),
+        parameters=lambda: [first, second],
+        gradients=lambda: [torch.ones(1), torch.ones(1)],
+    )
+    stepped: list[object] = []
+    functional = SimpleNamespace(step_param=lambda parameter, _: stepped.append(parameter))
+
+    def reduce(_state: object, _bucket: object) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(torch.ones(2))
+        return future
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it loads TorchScript, which is deprecated
+        hook = ddp.fuse_optimizer(reduce, functional, [first])
+    assert hook(None, bucket).wait().tolist() == [1, 1]
+    assert [parameter is first for parameter in stepped] == [True]
+
+
+@contract("Parameter._in_backward_optimizers")
+def _() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it loads TorchScript, which is deprecated
+        from torch.distributed.optim import apply_optimizer_in_backward as module
+    parameter: Any = nn.Parameter(torch.ones(1))
+    module._apply_optimizer_in_backward(SGD, [parameter], {"lr": 1.0})
+    (optimizer,) = parameter._in_backward_optimizers
+    assert isinstance(optimizer, SGD)
+    for handle in module.param_to_optim_hook_handle_map[parameter]:
+        handle.remove()
+    backward(parameter)
+    assert parameter.item() == 1  # no optimizer stepped
+
+
+@contract("Module._ddp_params_and_buffers_to_ignore")
+def _() -> None:
+    module: Any = nn.Linear(1, 1)
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
+    assert list(module._ddp_params_and_buffers_to_ignore) == ["bias"]
+
+
+# -- optimizers, modules, data ----------------------------------------------------------------------------------------
+
+
+@contract("torch.utils.data.dataloader._BaseDataLoaderIter")
+def _() -> None:
+    iterator = iter(DataLoader([1, 2]))
+    assert isinstance(iterator, data.BatchIterator)
+    assert type(iterator).__next__ is data.BatchIterator.__next__
+
+
+@contract(
+    "Optimizer._optimizer_state_dict_pre_hooks",
+    "Optimizer._optimizer_state_dict_post_hooks",
+    "Optimizer._optimizer_load_state_dict_pre_hooks",
+    "Optimizer._optimizer_load_state_dict_post_hooks",
+)
+def _() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    hooks = optimizer_hooks.hooks_of(optimizer)
+    for kind in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
+        getattr(optimizer, f"register_{kind}_hook")(print)
+    for kind in ("load_state_dict_pre", "load_state_dict_post"):
+        getattr(optimizer, f"register_{kind}_hook")(print)
+    assert len(hooks) == 6
+    assert all(list(each.values()) == [print] for each in hooks.values())
+    optimizer_hooks.drop_hooks(optimizer)
+    assert not any(optimizer_hooks.hooks_of(optimizer).values())
+
+
+@contract("GradScaler._per_optimizer_states")
+def _() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(parameter.sum()).backward()
+    assert not amp.have_unscaled()
+    scaler.unscale_(optimizer)
+    assert amp.have_unscaled()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not amp.have_unscaled()
+
+
+@contract("LRScheduler._last_lr", "Optimizer.step._wrapped_by_lr_sched")
+def _() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+    assert not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    scheduler: Any = LambdaLR(optimizer, lambda _: 0.5)
+    assert scheduler._last_lr == scheduler.get_last_lr() == [0.25]
+    assert hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+@contract("SequentialLR._schedulers")
+def _() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.5)
+    parts = [ConstantLR(optimizer), ConstantLR(optimizer)]
+    assert list(cast("Any", SequentialLR(optimizer, list(parts), [1]))._schedulers) == parts
+    assert list(cast("Any", ChainedScheduler(list(parts)))._schedulers) == parts
+
+
+@contract("state_dict._metadata")
+def _() -> None:
+    state: Any = nn.BatchNorm1d(1).state_dict()
+    assert state._metadata == {"": {"version": 2}}
+    old: Any = {name: value for name, value in state.items() if name != "num_batches_tracked"}
+    old = type(state)(old)
+    old._metadata = {"": {"version": 1}}
+    nn.BatchNorm1d(1).load_state_dict(old)  # which only the metadata allows
+
+
+@contract("torch.utils.data._utils.worker._worker_info")
+def _() -> None:
+    worker: Any = torch.utils.data._utils.worker
+    worker._worker_info = "a worker"
+    try:
+        with data.hide_worker_info():
+            assert get_worker_info() is None
+        assert cast("object", get_worker_info()) == "a worker"
+    finally:
+        worker._worker_info = None
+
+
+@contract("DataLoader.__iter__._workers", "DataLoader.__iter__._shutdown_workers")
+def _() -> None:
+    iterator: Any = iter(DataLoader(cast("Any", range(2)), num_workers=1))
+    (worker,) = iterator._workers
+    assert next(iterator).item() == 0
+    assert worker.is_alive()
+    iterator._shutdown_workers()
+    assert not worker.is_alive()
+    alone: Any = iter(DataLoader(cast("Any", range(2))))
+    assert not hasattr(alone, "_workers")
+
+
+# -- torchelastic -----------------------------------------------------------------------------------------------------
+
+
+def is_called_with(member: str, *parameters: str) -> Callable[[], None]:
+    def check() -> None:
+        assert list(inspect.signature(getattr(LocalElasticAgent, member)).parameters) == ["self", *parameters]
+
+    return check
+
+
+for member, parameters in {
+    "_start_workers": ["worker_group"],
+    "_monitor_workers": ["worker_group"],
+    "_set_local_rank_env": ["worker_env", "local_rank", "spec"],
+    "_shutdown": ["death_sig", "timeout"],
+}.items():
+    contract(f"LocalElasticAgent.{member}")(is_called_with(member, *parameters))
+
+
+@contract("LocalElasticAgent._construct_event")
+def _() -> None:
+    first, second = list(inspect.signature(LocalElasticAgent._construct_event).parameters)[1:3]
+    assert (first, second) == ("state", "source")
+
+
+@contract("LocalElasticAgent._pcontext", "LocalElasticAgent._remaining_restarts")
+def _() -> None:
+    handler: Any = SimpleNamespace()
+    spec = WorkerSpec(role="ranks", local_world_size=1, rdzv_handler=handler, entrypoint="true", max_restarts=3)
+    agent: Any = LocalElasticAgent(spec, cast("Any", SimpleNamespace()))
+    assert (agent._pcontext, agent._remaining_restarts) == (None, 3)
+
+
+@contract("DefaultLogsSpecs._root_log_dir", "DefaultLogsSpecs._tee", "DefaultLogsSpecs._local_ranks_filter")
+def _() -> None:
+    specs: Any = DefaultLogsSpecs("/", Std.NONE, Std.ERR, {1})
+    assert (str(specs._root_log_dir), specs._tee, specs._local_ranks_filter) == ("/", Std.ERR, {1})
+
+
+@contract(
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler._popen",
+    "SubprocessHandler._stdout",
+    "SubprocessHandler._stderr",
+)
+def _() -> None:
+    started: list[Any] = []
+
+    def start(command: Any, environment: Any, out: Any, err: Any) -> str:
+        started.append((command, environment["RANK"], out.name, err))
+        out.close()
+        return "a process"
+
+    with elastic.starting_ranks_with(start):
+        handler: Any = SubprocessHandler("python", ("-u",), {"RANK": "7"}, os.devnull, "", 0, None)
+    assert started == [(("python", "-u"), "7", os.devnull, None)]
+    assert handler.proc == "a process"
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_torch_keeps(name: str, world: None) -> None:
+    CONTRACTS[name]()
+
+
+# -- the sources ------------------------------------------------------------------------------------------------------
+
+ELSEWHERE: dict[str, str] = {}
+"""Private names that are used outside ``torch_internals``, with the reason."""
+NOT_OF_TORCH = {
+    "_asdict": "namedtuple",
+    "_fields": "namedtuple",
+    "_replace": "namedtuple",
+    "_exit": "os",
+    "_config": "multiprocessing",
+    "_getframe": "sys",
+    "_current_frames": "sys",
+    "_native_id": "threading",
+    "_action_groups": "argparse",
+    "_group_actions": "argparse",
+    "_option_string_actions": "argparse",
+    "_optionals": "argparse",
+    "_positionals": "argparse",
+    "_fingerprint": "data sets of Hugging Face",
+    **dict.fromkeys(("_capture", "_capture_fixture", "_global_capturing", "_fixtureinfo", "_setupstate"), "pytest"),
+    "_fixture_defs": "pytest",
+    "_hypothesis_internal_use_settings": "hypothesis",
+    **dict.fromkeys(("_tmp_path_factory", "_excinfo", "_remove_plugin", "_request"), "pytest"),
+    "_warn_no_data": "coverage",
+    "_warn_preimported_source": "coverage",
+    "_warn_unimported_source": "coverage",
+    "_get_exc_info": "IPython",
+    "_C": "a part of names of torch, which are looked at as a whole",
+    "_utils": "a part of names of torch, which are looked at as a whole",
+    "_world": "a part of names of torch, which are looked at as a whole",
+    "_execution_engine": "a part of names of torch, which are looked at as a whole",
+}
+"""Private members of objects that no class of ours has, and whose they are."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+class Names(ast.NodeVisitor):
+    """Finds the private names of torch in one file, by their whole names, and private members of any object."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, str] = {}
+        self.torch: set[str] = set()
+        self.members: set[str] = set()
+        self.defined: set[str] = set()
+
+    def _note(self, name: str) -> None:
+        if any(map(is_private, name.split("."))):
+            self.torch.add(name)
+
+    def _whole(self, node: ast.expr) -> str | None:
+        if isinstance(node, ast.Name):
+            return self.known.get(node.id)
+        base = self._whole(node.value) if isinstance(node, ast.Attribute) else None
+        return f"{base}.{cast('ast.Attribute', node).attr}" if base else None
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if alias.name.split(".")[0] == "torch":
+                self.known[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                self._note(alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                self.known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                self._note(f"{node.module}.{alias.name}")
+
+    def _bind(self, target: ast.expr, value: ast.expr | None) -> None:
+        if value is not None and isinstance(target, ast.Name) and (whole := self._whole(value)):
+            self.known[target.id] = whole
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            self._bind(target, node.value)
+            if isinstance(target, ast.Name):
+                self.defined.add(target.id)
+        self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self._bind(node.target, node.value)
+        if isinstance(node.target, ast.Name):
+            self.defined.add(node.target.id)
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if whole := self._whole(node):
+            self._note(whole)
+            return
+        if is_private(node.attr):
+            own = isinstance(node.value, ast.Name) and node.value.id == "self" and isinstance(node.ctx, ast.Store)
+            (self.defined if own else self.members).add(node.attr)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr", "delattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str) and is_private(name.value):
+                self.members.add(name.value)
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str) and re.fullmatch(r"torch(\.\w+)+", node.value):
+            self._note(node.value)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.defined.add(node.name)
+        self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.defined.add(node.name)
+        self.generic_visit(node)
+
+
+def names_in(source: str) -> Names:
+    names = Names()
+    names.visit(ast.parse(source))
+    return names
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Names]:
+    paths = SOURCES.rglob("*.py")
+    return {path.relative_to(SOURCES).as_posix(): names_in(path.read_text()) for path in paths}
+
+
+def covers(name: str, used: str) -> bool:
+    return used == name or used.startswith(f"{name}.") or name.startswith(f"{used}.")
+
+
+def test_private_names_of_torch_are_used_in_torch_internals_alone(found: dict[str, Names]) -> None:
+    wrong = [
+        f"{path} uses {name}"
+        for path, names in sorted(found.items())
+        if not path.startswith("torch_internals/")
+        for name in sorted(names.torch - ELSEWHERE.keys())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_private_name_of_torch_has_a_contract(found: dict[str, Names]) -> None:
+    used = set[str]().union(*(names.torch for names in found.values()))
+    assert sorted(name for name in used if not any(covers(kept, name) for kept in CONTRACTS)) == []
+
+
+def test_every_private_member_of_an_object_of_torch_has_a_contract(found: dict[str, Names]) -> None:
+    own = set[str]().union(*(names.defined for names in found.values()))
+    kept = {name.rpartition(".")[2] for name in CONTRACTS}
+    wrong = [
+        f"{path} uses {name}"
+        for path, names in sorted(found.items())
+        for name in sorted(names.members - own - kept - NOT_OF_TORCH.keys())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_private_method_of_torch_that_a_class_overrides_has_a_contract() -> None:
+    kept = {name.rpartition(".")[2] for name in CONTRACTS}
+    overridden: dict[str, set[str]] = defaultdict(set)
+    for module in pkgutil.walk_packages([str(SOURCES)], "paceline."):
+        if module.name.endswith(("__main__", "sitecustomize")):
+            continue
+        for kind in vars(importlib.import_module(module.name)).values():
+            if not inspect.isclass(kind) or not kind.__module__.startswith("paceline."):
+                continue
+            of_torch = [base for base in kind.__mro__ if base.__module__.split(".")[0] == "torch"]
+            theirs = set[str]().union(*(vars(base) for base in of_torch))
+            for name in filter(is_private, vars(kind)):
+                if inspect.isfunction(vars(kind)[name]) and name in theirs - kept:
+                    overridden[kind.__qualname__].add(name)
+    overridden.pop("DistributedDataParallel", None)  # see docs/drop-in.md and the test that compares its members
+    assert overridden == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from torch._C import Future", "torch._C.Future"),
+        ("import torch\ntorch._foreach_copy_([], [])", "torch._foreach_copy_"),
+        ("import torch.distributed as dist\ndist.distributed_c10d._world", "torch.distributed.distributed_c10d._world"),
+        ("from torch import nn\nK = nn.parallel\nK._x", "torch.nn.parallel._x"),
+        ("import sys\nsys.modules.get('torch._dynamo.config')", "torch._dynamo.config"),
+        ("def f():\n    import torch._dynamo", "torch._dynamo"),
+    ],
+)
+def test_a_private_name_of_torch_is_found_however_it_is_written(source: str, name: str) -> None:
+    assert names_in(source).torch == {name}

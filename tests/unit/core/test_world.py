@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+
+from forked import call
+from paceline.core.processes import world
+from paceline.core.processes.world import World, current, init
+from paceline.errors import UsageError, WorldError
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+COMPLETE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a process of its own that has of the launcher's environment only what is given."""
+    clean = {name: value for name, value in os.environ.items() if name not in NAMES}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "0"}, "the environment has RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({**COMPLETE, "RANK": "x"}, "RANK='x' is not a whole number"),
+        ({**COMPLETE, "LOCAL_RANK": "y"}, "LOCAL_RANK='y' is not a whole number"),
+        ({**COMPLETE, "RANK": "1"}, "RANK=1 is not in 0..0 (WORLD_SIZE=1)"),
+        ({**COMPLETE, "RANK": "-1"}, "RANK=-1 is not in 0..0"),
+    ],
+)
+def test_a_wrong_environment_is_named(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WorldError) as caught:
+        init()
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(("has_gpu", "shown"), [(False, "cpu:paceline"), (True, "cpu:paceline,cuda:paceline")])
+def test_backends_are_named_for_devices_that_are_there(
+    has_gpu: bool, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A notebook without a GPU had ranks «cpu, cpu:paceline,cuda:paceline».
+    monkeypatch.setattr(world.dist, "get_backend_config", lambda: "cpu:paceline,cuda:paceline")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert world.usable_backends() == shown
+
+
+def test_before_init_there_is_no_world() -> None:
+    with pytest.raises(WorldError, match=r"call paceline\.init\(\) first"):
+        current()
+
+
+def test_without_an_environment_the_world_is_one_rank() -> None:
+    code = """
+import torch.distributed as dist
+import paceline
+with paceline.init(timeout=30) as world:
+    assert paceline.init() == world
+    world.print(world.rank, world.size, world.local_rank, world.local_size, world.node, world.device, world.is_main)
+    world.barrier()
+    with world.main_first() as is_main:
+        assert is_main
+assert not dist.is_initialized()
+world.close()
+"""
+    done = python(code)
+    assert (done.returncode, done.stdout) == (0, "0 1 0 1 0 cpu True\n"), done.stderr
+
+
+def refused(backend: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        init(backend)
+    return str(caught.value)
+
+
+def test_an_unknown_backend_is_a_world_error() -> None:
+    assert call(refused, "carrier-pigeon").startswith("backend 'carrier-pigeon' ")
+
+
+@pytest.mark.ranks(2)
+def test_every_rank_knows_its_place_and_a_second_init_uses_what_is_there(world: World) -> None:
+    with pytest.raises(WorldError, match="but 'mpi' was asked for"):
+        init("mpi")
+    assert init("paceline") == init(timeout=timedelta(seconds=5)) == world
+    rank = int(os.environ["RANK"])
+    assert world == World(rank, 2, rank, 2, 0, torch.device("cpu"))
+    assert world.is_main == (rank == 0)
+
+
+@pytest.mark.ranks(2)
+def test_a_group_made_without_torchruns_local_names_is_taken_as_one_host(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    assert current().local_rank == world.rank

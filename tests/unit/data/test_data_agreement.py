@@ -1,0 +1,270 @@
+"""Ranks that train on other data, or the same in another order, are told so by name before the first step.
+
+Each rank takes its slice of what it believes to be the global batch: with another order, seed or shard some samples
+came twice and others never, and nothing was amiss to be seen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader as TorchLoader
+
+from paceline.core.processes.world import World
+from paceline.core.state.digests import outline_digest
+from paceline.core.state.rng import set_seed
+from paceline.data import DataLoader, DistributedSampler, GlobalBatchSampler, GlobalBatchStream
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import DesyncError, UsageError
+from paceline.train import Evaluation, TrainConfig, Trainer
+from twins import Pools
+
+SAMPLES = 16
+
+
+class Files(Dataset[Any]):
+    """A list of names, as data sets of files have it."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.cache: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Any:
+        self.cache[index] = self.names[index]
+        return torch.tensor([float(self.names[index].rpartition("/")[2])])
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, rank: int) -> None:
+        self.fingerprint = f"shard {rank}"
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(8.0).view(-1, 1))
+
+
+def points(size: int = SAMPLES) -> TensorDataset:
+    return TensorDataset(torch.arange(float(size)).view(-1, 1))
+
+
+def weighted(rank: int, **options: Any) -> DataLoader:
+    weights = torch.ones(SAMPLES)
+    sampler = GlobalBatchSampler(
+        points(),
+        4,
+        order=lambda epoch: list(WeightedRandomSampler(weights.tolist(), SAMPLES, replacement=False, **options)),
+    )
+    return DataLoader(points(), batch_sampler=sampler)
+
+
+def own_generator(rank: int) -> DataLoader:
+    return weighted(rank, generator=torch.Generator().manual_seed(rank))
+
+
+DISAGREEMENTS: dict[str, tuple[Callable[[int], DataLoader], str]] = {
+    "seed": (lambda rank: DataLoader(points(), 4, True, seed=rank), r"rank 0 has 0, rank 1 has 1 as the loader's seed"),
+    "order": (own_generator, r"as the digest of the epoch's order; as a rule order= draws from a generator"),
+    "length": (lambda rank: DataLoader(points(SAMPLES + rank), 4), r"rank 0 has 16, rank 1 has 17 samples in the data"),
+    "batch size": (lambda rank: DataLoader(points(), 4 + rank), "as the global batch size"),
+    "shuffle": (lambda rank: DataLoader(points(), 4, bool(rank)), "digest of the epoch's order"),
+    "drop_last": (lambda rank: DataLoader(points(), 4, drop_last=bool(rank)), "as drop_last"),
+    "shard of tensors": (
+        lambda rank: DataLoader(TensorDataset(torch.arange(32.0).view(-1, 1)[rank::2]), 4),
+        "as the digest of the data set; as a rule the script has split it by rank",
+    ),
+    "subset": (lambda rank: DataLoader(Subset(points(32), range(rank, 32, 2)), 4), "as the digest of the data set"),
+    "concatenation": (
+        lambda rank: DataLoader(ConcatDataset([points(), Subset(points(32), range(rank, 32, 2))]), 4),
+        "as the digest of the data set",
+    ),
+    "files": (
+        lambda rank: DataLoader(Files([f"/data/{index}" for index in range(rank, 32, 2)]), 4),
+        "as the digest of the data set",
+    ),
+    "stream": (lambda rank: DataLoader(GlobalBatchStream(Stream(rank), 4)), "as the digest of the data set"),
+    "epoch": (lambda rank: moved(DataLoader(points(), 4), rank), "as the loader's epoch"),
+}
+
+
+def moved(loader: DataLoader, epoch: int) -> DataLoader:
+    loader.sampler.set_epoch(epoch)
+    return loader
+
+
+def train(loader: DataLoader, epochs: int = 1) -> list[float]:
+    """A plain loop; returns this rank's samples."""
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    seen: list[float] = []
+    for _ in range(epochs):
+        for batch in loader:
+            x = batch[0] if isinstance(batch, list | tuple) else batch
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            seen += x.flatten().tolist()
+    return seen
+
+
+def error_of(function: Callable[..., Any], *arguments: Any) -> str:
+    try:
+        function(*arguments)
+    except (DesyncError, UsageError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def disagree(world: World, kind: str) -> str:
+    return error_of(train, DISAGREEMENTS[kind][0](world.rank))
+
+
+@pytest.mark.parametrize("kind", DISAGREEMENTS)
+def test_ranks_that_disagree_on_their_data_are_all_told_in_the_first_step(pools: Pools, kind: str) -> None:
+    errors = pools.run(2, disagree, kind)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("DesyncError: ranks differ in their data: rank 0 has ")
+    assert re.search(DISAGREEMENTS[kind][1], errors[0])
+
+
+def foreign(world: World, kind: str) -> str:
+    """torch's DataLoader over our samplers."""
+    if kind == "sampler":
+        sampler = GlobalBatchSampler(points(), 4, seed=world.rank)
+        return error_of(train, TorchLoader(points(), batch_sampler=sampler))
+    return error_of(train, TorchLoader(points(), 2, sampler=DistributedSampler(points(), seed=world.rank)))
+
+
+@pytest.mark.parametrize("kind", ["sampler", "distributed sampler"])
+def test_samplers_in_torchs_dataloader_are_compared_too(pools: Pools, kind: str) -> None:
+    for error in pools.run(2, foreign, kind):
+        assert "rank 0 has 0, rank 1 has 1 as the loader's seed" in error
+
+
+def train_weighted(world: World) -> list[float]:
+    set_seed(3)  # generators differ by rank from here
+    return train(weighted(world.rank), 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_order_drawn_from_the_global_generators_is_the_same_on_every_rank(pools: Pools, size: int) -> None:
+    """``order=lambda epoch: list(WeightedRandomSampler(…))``, which a refusal recommends, visited 12 of 16 samples."""
+    seen = [sample for samples in pools.run(size, train_weighted) for sample in samples]
+    assert sorted(seen) == sorted([float(index) for index in range(SAMPLES)] * 2)
+
+
+def train_two(world: World, bad: int) -> str:
+    """Two loaders in a zip, of which one differs."""
+    loaders = [DataLoader(points(), 4, True, seed=world.rank if number == bad else 0) for number in range(2)]
+    model = DistributedDataParallel(nn.Linear(1, 1))
+
+    def loop() -> None:
+        for (one,), (other,) in zip(*loaders, strict=True):
+            model(one + other).sum().backward()
+
+    return error_of(loop)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_each_of_two_loaders_is_compared(pools: Pools, bad: int) -> None:
+    for error in pools.run(2, train_two, bad):
+        assert "as the loader's seed" in error
+
+
+def look_on_rank_0(world: World, workers: int) -> tuple[list[float], int]:
+    loader = DataLoader(points(), 4, True, seed=5, num_workers=workers)
+    others = DataLoader(points(), 4, seed=world.rank)  # used on rank 0 alone
+    if world.rank == 0:
+        next(iter(loader))
+        next(iter(others))
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    seen: list[float] = []
+    for epoch in range(2):
+        for number, (x,) in enumerate(loader):
+            model(x).sum().backward()
+            seen += x.flatten().tolist()
+            if world.rank == 0 and number == epoch:
+                next(iter(others))
+    return seen, loader.progress.epoch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_looking_on_one_rank_alone_harms_nobody(pools: Pools, workers: int) -> None:
+    """It neither waits for other ranks nor moves this one's position; nor is a loader of one rank alone compared."""
+    results = pools.run(2, look_on_rank_0, workers)
+    assert sorted(sample for seen, _ in results for sample in seen) == sorted([*range(SAMPLES)] * 2)
+    assert [epoch for _, epoch in results] == [2, 2]
+
+
+def stray(world: World) -> str:
+    loader = DataLoader(points(), 4)
+    if world.rank == 0:
+        loader.sampler.set_position(1)
+    return error_of(train, loader)
+
+
+def test_a_rank_that_is_a_batch_ahead_is_named(pools: Pools) -> None:
+    for error in pools.run(2, stray):
+        assert "rank 0 has 2, rank 1 has 1 batches taken from the loader; consume the same" in error
+
+
+def summed(model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
+    return model(batch[0]).sum(), len(batch[0])
+
+
+def measured(module: nn.Module, batch: Any) -> tuple[dict[str, torch.Tensor], int]:
+    return {"mean": batch[0].sum()}, len(batch[0])
+
+
+def through_trainer(world: World, where: str) -> str:
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    shard = TensorDataset(torch.arange(32.0).view(-1, 1)[world.rank :: 2])
+    loader = DataLoader(shard if where == "training" else points(), 4)
+    evaluation = Evaluation(DataLoader(shard, 4), measured, ("mean",))
+    config = TrainConfig(epochs=1, show_progress=False)
+    return error_of(lambda: Trainer(model, optimizer, summed, loader, config, evaluation).fit())
+
+
+@pytest.mark.parametrize("where", ["training", "evaluation"])
+def test_the_trainer_compares_both_of_its_data_sets(pools: Pools, where: str) -> None:
+    """An evaluation has no backward in which ranks would tell each other."""
+    for error in pools.run(2, through_trainer, where):
+        assert "as the digest of the data set" in error
+
+
+def trained_after_a_look(world: World) -> tuple[int, int]:
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(points(24), 4)
+    if world.rank == 0:
+        next(iter(loader))
+    result = Trainer(model, optimizer, summed, loader, TrainConfig(epochs=1, show_progress=False)).fit()
+    return result.steps, result.samples
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_trainer_takes_every_step_after_a_look(pools: Pools, size: int) -> None:
+    for outcome in pools.run(size, trained_after_a_look):
+        assert outcome == (6, 24)
+
+
+def test_the_digest_sees_what_shards_differ_in_and_not_what_ranks_may() -> None:
+    names = [f"/here/{index}" for index in range(8)]
+    moved_folder = Files([name.replace("here", "there") for name in names])
+    assert outline_digest(Files(names)) == outline_digest(moved_folder)
+    filled = Files(names)
+    for index in (0, 1):
+        filled[index]
+    assert outline_digest(Files(names)) == outline_digest(filled)
+    assert outline_digest(Files(names)) != outline_digest(Files(names[::-1]))
+    pairs = [[(f"{index}.png", index % classes) for index in range(8)] for classes in (2, 3)]
+    assert outline_digest(pairs[0]) != outline_digest(pairs[1])
+    assert outline_digest(points()) != outline_digest(TensorDataset(torch.arange(16).view(-1, 1)))

@@ -1,0 +1,494 @@
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from forked import call
+from paceline.core.state.rng import rng_state
+from paceline.data import DataLoader, GlobalBatchSampler
+from paceline.errors import DataError, UsageError
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Samples with noise from all three generators."""
+
+    def __init__(self, size: int = 23) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+        return torch.tensor([float(index), *noise], dtype=torch.float64)
+
+
+class Broken(Augmented):
+    def __init__(self, bad: int, kill: bool = False) -> None:
+        super().__init__()
+        self.bad = bad
+        self.kill = kill
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.bad:
+            if self.kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError("truncated file")
+        return super().__getitem__(index)
+
+
+class Together(Augmented):
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[index] + 100 for index in indices]
+
+
+def noisy_collate(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples) + torch.rand(())
+
+
+def loader_of(
+    dataset: Any = None, rank: int = 0, world_size: int = 1, batch_size: int = 4, **options: Any
+) -> DataLoader:
+    dataset = Augmented() if dataset is None else dataset
+    sampler = GlobalBatchSampler(dataset, batch_size, seed=3, rank=rank, world_size=world_size)
+    return DataLoader(dataset, batch_sampler=sampler, **options)
+
+
+def equal(ours: list[Any], theirs: list[Any]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_two_workers_give_the_same_tensors_as_none(persistent: bool) -> None:
+    plain = loader_of(collate_fn=noisy_collate)
+    worked = loader_of(collate_fn=noisy_collate, num_workers=2, prefetch_factor=4, persistent_workers=persistent)
+    for _epoch in range(2):
+        assert equal(list(plain), list(worked))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("consumed", [1, 3, 5, 6])
+def test_a_resumed_pass_gives_the_very_same_tensors(workers: int, consumed: int) -> None:
+    whole = loader_of()
+    expected = [*whole, *whole]
+    first = loader_of(num_workers=workers, prefetch_factor=4 if workers else None)
+    seen = []
+    for batch in first:
+        seen.append(batch)
+        if len(seen) == consumed:
+            break
+    resumed = loader_of(num_workers=workers)
+    resumed.load_state_dict(first.state_dict())
+    torch.manual_seed(99)
+    seen += list(resumed)
+    if consumed < 6:
+        seen += list(resumed)
+    assert equal(seen, expected)
+
+
+def test_position_counts_what_was_handed_over_and_not_what_workers_fetched() -> None:
+    loader = loader_of(num_workers=2, prefetch_factor=4)
+    for number, _ in enumerate(loader, 1):
+        assert loader.state_dict()["position"] == number
+        assert loader.state_dict()["epoch"] == 0
+        assert loader.at_last == (number == len(loader) == 6)
+    assert not loader.at_last
+    assert (loader.progress.epoch, loader.progress.position) == (1, 0)
+
+
+def step() -> None:
+    """An optimizer step, whatever it trains."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
+
+
+def test_iterating_again_after_a_break_continues_and_restart_begins_anew() -> None:
+    expected = list(loader_of())
+    loader = loader_of()
+    first = []
+    for batch in loader:
+        first.append(batch)
+        step()
+        break
+    assert equal([*first, *loader], expected)
+    loader.progress.set_epoch(0)
+    loader.progress.set_position(1)
+    loader.progress.restart()
+    assert equal(list(loader), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("looks", [1, 2, 5])
+def test_looking_at_batches_uses_none_up(workers: int, looks: int) -> None:
+    """``next(iter(loader))`` before training cost the first batch, so that a Trainer took 5 of 6 steps."""
+    loader, expected = loader_of(num_workers=workers), list(loader_of())
+    for _ in range(2):
+        assert equal(list(itertools.islice(loader, looks)), expected[:looks])
+    seen = []
+    for batch in loader:
+        seen.append(batch)
+        step()
+    assert equal(seen, expected)
+    next(iter(loader))
+    assert loader.progress.epoch == 1
+    loader.sampler.set_epoch(1)
+    assert len(list(loader)) == 6
+
+
+def test_a_look_while_its_iterator_is_kept_uses_nothing_up_either() -> None:
+    loader, expected = loader_of(), list(loader_of())
+    kept = iter(loader)
+    next(kept)
+    assert equal(list(loader), expected)
+    with pytest.raises(UsageError, match="another pass over the same loader"):
+        next(kept)
+
+
+def test_a_look_in_mid_epoch_leaves_the_epochs_rest_as_it_was() -> None:
+    loader, expected = loader_of(), list(loader_of())
+    for _ in zip(loader, range(2), strict=False):  # takes a third in vain
+        step()
+    next(iter(loader))
+    assert loader.state_dict()["position"] == 2
+    assert equal(list(loader), expected[2:])
+
+
+def test_the_batch_that_zip_takes_in_vain_comes_again() -> None:
+    """The longer of two loaders gave a batch that nobody got, which was gone for that epoch."""
+    long, short = loader_of(), loader_of(Augmented(15))
+    seen = []
+    for _ in range(2):
+        for batch, _other in zip(long, short, strict=False):
+            seen.append(batch)
+            step()
+    assert equal(seen, list(loader_of()))
+    assert short.progress.epoch == 1
+
+
+def test_one_loader_twice_in_a_zip_is_refused_by_name() -> None:
+    loader = loader_of()
+    with pytest.raises(UsageError, match=r"another pass over the same loader or sampler has begun .*a loader for each"):
+        list(zip(loader, loader, strict=True))
+
+
+def test_a_loop_over_parts_of_an_epoch_goes_through_all_of_it() -> None:
+    loader = loader_of()
+    seen = []
+    for _ in range(3):
+        for batch in itertools.islice(loader, 2):
+            seen.append(batch)
+            step()
+    assert equal(seen, list(loader_of()))
+    next(iter(loader))
+    assert (loader.progress.epoch, loader.progress.position) == (1, 1)
+
+
+def test_an_evaluation_on_the_first_batches_takes_the_same_every_time() -> None:
+    """Steps between the passes are the training's, and none of theirs."""
+    evaluated, trained = loader_of(), loader_of()
+    passes = []
+    for _batch in trained:
+        step()
+        passes.append(list(itertools.islice(evaluated, 2)))
+    assert all(equal(one, passes[0]) for one in passes)
+
+
+def test_a_state_saved_before_the_step_has_the_batch_still_to_come() -> None:
+    """Loops that look at the clock, save and leave, do it with a batch in hand."""
+    loader = loader_of()
+    for number, _batch in enumerate(loader):
+        if number == 3:
+            state = loader.state_dict()
+            break
+        step()
+    assert state["position"] == 3
+    resumed = loader_of()
+    resumed.load_state_dict(state)
+    assert equal(list(resumed), list(loader_of())[3:])
+
+
+def test_leaving_in_the_middle_of_a_window_is_refused_until_the_script_says_where_to_go_on() -> None:
+    loader = loader_of()
+    for number, _batch in enumerate(loader, 1):
+        if number == 3:
+            break
+        if number == 2:
+            step()
+    with pytest.raises(UsageError, match=r"left after batch 3 of epoch 0, 1 after the last optimizer step.*rewind"):
+        next(iter(loader))
+    loader.sampler.rewind()
+    assert len(list(loader)) == 4
+    again = loader_of()
+    for number, _batch in enumerate(again, 1):
+        if number == 5:
+            break
+        if number == 2:
+            step()
+    again.sampler.set_position(5)
+    assert len(list(again)) == 1
+
+
+def test_leaving_the_loop_at_the_last_batch_starts_the_next_epoch() -> None:
+    loader = loader_of()
+    for _ in loader:
+        if loader.at_last:
+            break
+    assert (loader.progress.epoch, loader.progress.position) == (0, 6)
+    assert len(list(loader)) == 6
+    assert loader.progress.epoch == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("drawn", [0, 1, 2])
+def test_the_ranks_own_random_streams_are_left_alone(workers: int, drawn: int) -> None:
+    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+    numpy.random.randn(drawn)  # an odd number leaves the second one of a pair behind
+    before = rng_state()
+    list(loader_of(num_workers=workers))
+    after = rng_state()
+    assert torch.equal(before["torch"], after["torch"])
+    assert before["python"] == after["python"]
+    assert torch.equal(before["numpy"].pop("keys"), after["numpy"].pop("keys"))
+    assert before["numpy"] == after["numpy"]
+
+
+def test_another_generator_in_numpys_global_place_is_left_alone_too() -> None:
+    own, other = numpy.random.get_bit_generator(), numpy.random.MT19937(5)
+    try:
+        numpy.random.set_bit_generator(other)
+        before = numpy.random.get_state()[1].copy()
+        list(loader_of())
+        assert numpy.random.get_bit_generator() is other
+        assert (numpy.random.get_state()[1] == before).all()
+    finally:
+        numpy.random.set_bit_generator(own)
+
+
+def test_augmentation_differs_by_batch_epoch_and_rank() -> None:
+    loader = loader_of()
+    noise = torch.cat([*loader, *loader, *loader_of(rank=1, world_size=2)])[:, 1:]
+    assert len(noise.unique(dim=0)) == len(noise)
+    assert all(len(noise[:, source].unique()) == len(noise) for source in range(3))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_empty_slice_is_none_and_nothing_of_the_users_runs(workers: int) -> None:
+    def refuse(samples: list[Any]) -> Any:
+        raise AssertionError("collate of an empty slice")
+
+    loader = loader_of(TensorDataset(torch.arange(2)), rank=3, world_size=4, collate_fn=refuse, num_workers=workers)
+    assert list(loader) == [None]
+
+
+def test_a_data_sets_own_getitems_is_used() -> None:
+    values = torch.cat(list(loader_of(Together())))[:, 0]
+    assert values.sort().values.tolist() == [100.0 + index for index in range(23)]
+
+
+def test_tensors_need_no_seeding_and_come_out_right() -> None:
+    loader = loader_of(TensorDataset(torch.arange(23)))
+    assert torch.cat([batch[0] for batch in loader]).sort().values.tolist() == list(range(23))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_corrupt_sample_is_named_with_rank_and_worker(workers: int) -> None:
+    bad = 20
+    sampler = GlobalBatchSampler(23, 23, shuffle=False, rank=1, world_size=2)
+    loader = DataLoader(Broken(bad), batch_sampler=sampler, num_workers=workers)
+    where = "rank 1, worker 0" if workers else "rank 1"
+    with pytest.raises(DataError, match=rf"{where}: sample {bad} of batch 0 of epoch 0 .*OSError: truncated") as caught:
+        list(loader)
+    assert "truncated file" in str(caught.value.__cause__)
+    assert loader.progress.position == 0
+    # While the traceback keeps the iterator: the garbage collector would end them through pipes that it has closed.
+    assert not [child for child in multiprocessing.active_children() if child.daemon]
+
+
+def test_an_error_in_collate_names_the_samples() -> None:
+    def refuse(samples: list[Any]) -> Any:
+        raise RuntimeError("ragged")
+
+    sampler = GlobalBatchSampler(23, 3, shuffle=False, rank=0, world_size=1)
+    with pytest.raises(DataError, match=r"rank 0: samples 0, 1, 2 \(batch 0 of epoch 0\) .*ragged"):
+        list(DataLoader(Augmented(), batch_sampler=sampler, collate_fn=refuse))
+
+
+# Killed workers leave something behind, such as a queue that is closed under its feeder thread; so each of these runs
+# in a process of its own.
+
+
+def lost_to_itself() -> str:
+    sampler = GlobalBatchSampler(23, 4, shuffle=False, rank=0, world_size=1)
+    with pytest.raises(DataError) as caught:
+        list(DataLoader(Broken(5, kill=True), batch_sampler=sampler, num_workers=2))
+    return str(caught.value)
+
+
+def test_a_killed_worker_is_named_with_rank_and_batch() -> None:
+    said = call(lost_to_itself)
+    assert re.match(
+        r"rank 0: lost DataLoader worker 1 \(pid \d+, killed by SIGKILL\) before batch [01] of epoch 0", said
+    )
+
+
+def lost_to_a_signal(ending: int, elsewhere: bool) -> str:
+    def train() -> None:
+        for number, _ in enumerate(loader_of(num_workers=2, batch_size=2)):
+            if number == 1:
+                os.kill(multiprocessing.active_children()[0].pid or 0, ending)
+                until = time.monotonic() + 20
+                while elsewhere and time.monotonic() < until:
+                    time.sleep(0.01)
+
+    with pytest.raises(DataError) as caught:
+        train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ending", "said", "cause"),
+    [
+        (signal.SIGKILL, "killed by SIGKILL", "memory ran out"),
+        (signal.SIGBUS, "killed by SIGBUS", "shared memory ran out; enlarge /dev/shm"),
+        (signal.SIGSEGV, "killed by SIGSEGV", "num_workers=0"),
+    ],
+)
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_worker_killed_at_any_time_is_named(ending: signal.Signals, said: str, cause: str, elsewhere: bool) -> None:
+    """torch raises where the main thread happens to be, in the step or in the loader, or a batch cannot be opened."""
+    message = call(lost_to_a_signal, ending, elsewhere)
+    assert re.match(rf"rank 0: lost DataLoader worker \d \(pid \d+, {said}\) .*{cause}", message)
+
+
+def lost_by_another_loader() -> str:
+    list(loader_of(num_workers=1))  # our handler is there
+    loader: Any = torch.utils.data.DataLoader(Broken(0, kill=True), num_workers=1)
+    with pytest.raises(RuntimeError) as caught:
+        list(loader)
+    assert not isinstance(caught.value, DataError)
+    return str(caught.value)
+
+
+def test_an_error_of_a_worker_that_is_not_ours_stays_torchs() -> None:
+    assert "DataLoader worker" in call(lost_by_another_loader)
+
+
+def test_batch_size_makes_a_sampler_of_global_batches() -> None:
+    loader = DataLoader(Augmented(), batch_size=10, shuffle=True, seed=4, drop_last=True)
+    assert isinstance(loader.progress, GlobalBatchSampler)
+    assert len(loader) == 2
+    assert equal(list(loader), list(DataLoader(Augmented(), 10, True, seed=4, drop_last=True)))
+
+
+def test_it_is_a_torch_dataloader_with_the_users_data_set() -> None:
+    loader = loader_of(num_workers=2, collate_fn=noisy_collate)
+    assert isinstance(loader, torch.utils.data.DataLoader)
+    assert isinstance(loader.dataset, Augmented)
+    assert loader.batch_sampler is loader.progress
+    assert (loader.collate_fn, loader.num_workers) == (noisy_collate, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_scripts_may_set_the_epoch_on_its_sampler_and_read_the_batch_size(workers: int) -> None:
+    """``loader.sampler.set_epoch(epoch)`` is in every tutorial; torch shows a sampler there that nothing uses."""
+    plain = DataLoader(torch.arange(20), batch_size=8, shuffle=True, drop_last=True, num_workers=workers)
+    told = DataLoader(torch.arange(20), batch_size=8, shuffle=True, drop_last=True, num_workers=workers)
+    assert (told.batch_size, told.drop_last) == (8, True)
+    for epoch in range(3):
+        told.sampler.set_epoch(epoch)
+        assert equal(list(told), list(plain))
+    told.sampler.set_epoch(0)
+    again = DataLoader(torch.arange(20), batch_size=8, shuffle=True, drop_last=True)
+    assert equal(list(told), list(again))
+    given = DataLoader(torch.arange(20), batch_sampler=GlobalBatchSampler(20, 5, rank=1, world_size=2))
+    assert given.batch_size == 5
+    assert given.sampler is given.batch_sampler
+    with pytest.raises(ValueError, match="batch_size"):
+        given.batch_size = 3
+
+
+def test_a_streams_loader_has_an_epoch_and_a_batch_size_too() -> None:
+    class Numbers(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(10))
+
+    loader = DataLoader(Numbers(), batch_size=4)
+    assert loader.batch_size == 4
+    loader.sampler.set_epoch(3)
+    assert [len(batch) for batch in loader] == [4, 4, 2]
+    assert loader.sampler.epoch == 4
+
+
+def test_moving_the_position_inside_the_loop_is_refused() -> None:
+    loader = loader_of()
+    batches = iter(loader)
+    next(batches)
+    loader.progress.advance()
+    with pytest.raises(UsageError, match="moved from epoch 0, batch 1 to epoch 0, batch 2 during a pass"):
+        next(batches)
+
+
+def test_set_epoch_inside_the_loop_at_its_last_batch_wins() -> None:
+    loader = loader_of()
+    for _ in loader:
+        if loader.at_last:
+            loader.progress.set_epoch(7)
+    assert (loader.progress.epoch, loader.progress.position) == (7, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "batch_sampler must be a GlobalBatchSampler, not nothing"),
+        ({"batch_sampler": [[0]]}, "not a list"),
+        ({"batch_size": 2, "sampler": [0]}, "takes no sampler="),
+        ({"batch_size": 2, "generator": None}, "takes no generator="),
+        ({"shuffle": True}, "go with batch_size"),
+        ({"batch_size": 2, "batch_sampler": GlobalBatchSampler(23, 2, rank=0, world_size=1)}, "it there only"),
+        ({"batch_sampler": GlobalBatchSampler(9, 2, rank=0, world_size=1)}, "for 9 samples but the data set has 23"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        DataLoader(Augmented(), **options)
+
+
+def test_numpy_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numpy")
+    loader = loader_of(TensorDataset(torch.arange(8)), collate_fn=len)
+    assert list(loader) == [4, 4]
+
+
+ALIVE_AT_EXIT = """
+import torch
+from paceline.data import DataLoader
+data = torch.utils.data.TensorDataset(torch.arange(10.))
+"""
+LIVE = {
+    "no workers": "it = iter(DataLoader(data, batch_size=2)); next(it)",
+    "workers": "it = iter(DataLoader(data, batch_size=2, num_workers=2)); next(it)",
+    "in a generator": "it = (row for row in DataLoader(data, batch_size=2, num_workers=2)); next(it)",
+    "kept": "loader = DataLoader(data, batch_size=2, num_workers=2, persistent_workers=True); list(loader)",
+    "error": "it = iter(DataLoader(data, batch_size=2, num_workers=2)); next(it); raise SystemExit(3)",
+}
+
+
+@pytest.mark.parametrize(
+    "live", ["workers", *(pytest.param(name, marks=pytest.mark.slow) for name in LIVE if name != "workers")]
+)
+def test_an_iterator_that_lives_at_exit_says_nothing_and_keeps_nobody(live: str) -> None:
+    command = [sys.executable, "-c", ALIVE_AT_EXIT + LIVE[live]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (3 if live == "error" else 0, "", "")

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+from paceline.core.processes.world import World
+from paceline.data import DistributedSampler, GlobalBatchSampler
+from paceline.errors import CheckpointMismatch, UsageError
+
+
+def alone(size: int = 10, batch_size: int = 3, **options: Any) -> GlobalBatchSampler:
+    return GlobalBatchSampler(size, batch_size, rank=0, world_size=1, **options)
+
+
+def foreign(sampler: GlobalBatchSampler, **options: Any) -> TorchLoader:  # type: ignore[type-arg]
+    return TorchLoader(torch.arange(sampler.size), batch_sampler=sampler, **options)  # type: ignore[arg-type]
+
+
+def test_length_is_the_whole_epochs_and_remaining_what_is_left() -> None:
+    sampler = alone()
+    sampler.advance(3)
+    assert (len(sampler), sampler.remaining, sampler.position) == (4, 1, 3)
+
+
+def test_iterating_alone_consumes_nothing_until_the_end() -> None:
+    sampler = alone()
+    fetched = iter(sampler)
+    next(fetched)
+    assert sampler.position == 0
+    list(fetched)
+    assert (sampler.epoch, sampler.position) == (1, 0)
+
+
+def test_epochs_differ_and_are_the_same_in_the_next_run() -> None:
+    def run() -> list[list[list[int]]]:
+        sampler = alone(50, 50)
+        return [list(sampler) for _ in range(3)]
+
+    first = run()
+    assert first == run()
+    assert first[0] != first[1] != first[2]
+
+
+def test_seeds_differ_in_order() -> None:
+    assert list(alone(50, 50, seed=1)) != list(alone(50, 50, seed=2))
+
+
+def test_set_epoch_wins_over_the_epoch_that_advanced() -> None:
+    sampler = alone()
+    first = list(sampler)
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+def test_set_epoch_to_the_current_epoch_keeps_the_position_and_another_resets_it() -> None:
+    sampler = alone()
+    sampler.advance(2)
+    sampler.set_epoch(0)
+    assert sampler.position == 2
+    sampler.set_epoch(5)
+    assert (sampler.epoch, sampler.position) == (5, 0)
+
+
+def test_a_finished_epoch_continues_with_the_next_one() -> None:
+    sampler = alone()
+    sampler.advance(4)
+    resumed = alone()
+    resumed.load_state_dict(sampler.state_dict())
+    assert (resumed.epoch, resumed.position) == (0, 4)
+    other = alone()
+    other.set_epoch(1)
+    assert list(resumed) == list(other)
+    assert resumed.epoch == 2
+
+
+def test_set_epoch_on_a_finished_epoch_leaves_nothing_of_it_so_a_script_does_not_train_it_twice() -> None:
+    sampler = alone()
+    sampler.load_state_dict({**sampler.state_dict(), "position": 4})
+    counts = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        counts.append(len(list(sampler)))
+    assert counts == [0, 4, 4]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torch_dataloader_sees_every_batch_and_the_epoch_advances(workers: int) -> None:
+    sampler = alone()
+    loader = foreign(sampler, num_workers=workers, persistent_workers=workers > 0)
+    first = torch.cat(list(loader))
+    second = torch.cat(list(loader))
+    assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(10))
+    assert first.tolist() != second.tolist()
+    assert (sampler.epoch, sampler.position) == (2, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_consumed_batches_of_torch_dataloader_are_counted_from_the_start_of_the_pass(workers: int) -> None:
+    sampler = alone()
+    sampler.set_position(1)
+    for consumed, _ in enumerate(foreign(sampler, num_workers=workers, persistent_workers=workers > 0), 1):
+        state = sampler.state_dict(consumed=consumed)
+        assert (state["epoch"], state["position"]) == (0, 1 + consumed)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_reported_to_advance_count_although_workers_fetched_to_the_end(workers: int) -> None:
+    sampler = alone()
+    loader = foreign(sampler, num_workers=workers, prefetch_factor=4 if workers else None)
+    for epoch in range(2):
+        for number, _ in enumerate(loader, 1):
+            sampler.advance()
+            assert (sampler.epoch, sampler.position) == (epoch, number)
+
+
+def test_state_of_a_pass_that_nobody_reports_is_refused() -> None:
+    sampler = alone()
+    for _ in foreign(sampler):
+        with pytest.raises(UsageError, match=r"reports none as consumed; use paceline.data.DataLoader"):
+            sampler.state_dict()
+        break
+    sampler.set_epoch(1)
+    assert sampler.state_dict()["epoch"] == 1
+
+
+def test_advancing_beyond_the_epoch_is_refused() -> None:
+    sampler = alone()
+    with pytest.raises(UsageError, match="has 4 global batches, but 5 were reported"):
+        sampler.advance(5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": 4}, "batch_size was 3 when the checkpoint was written but is 4 now; .* so use batch_size=3"),
+        ({"seed": 9}, "seed was 0 .* but is 9 now; another seed is another order, so use seed=0"),
+        ({"size": 12}, "size was 10 .* but is 12 now; the data has changed"),
+        ({"drop_last": True}, "drop_last was False"),
+        ({"shuffle": False}, "shuffle was True"),
+    ],
+)
+def test_a_position_of_other_batches_is_refused_with_both_values(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointMismatch, match=message):
+        alone(**change).load_state_dict(alone().state_dict())
+
+
+def test_a_position_in_another_order_is_refused() -> None:
+    first = alone(order=list(range(10)))
+    first.advance(1)
+    saved = first.state_dict()
+    alone(order=torch.arange(10)).load_state_dict(saved)
+    for other in (alone(order=[0, 1, 2]), alone()):
+        with pytest.raises(CheckpointMismatch, match="is not the one of the checkpoint"):
+            other.load_state_dict(saved)
+        assert (other.epoch, other.position) == (0, 0)
+
+
+@pytest.mark.parametrize("state", [{}, {"epoch": 0}, {"epoch": 0, "position": -1}, {"epoch": 0, "position": 99}])
+def test_a_damaged_state_is_refused(state: dict[str, Any]) -> None:
+    sampler = alone()
+    whole = {key: value for key, value in sampler.state_dict().items() if key not in ("epoch", "position")}
+    with pytest.raises(CheckpointMismatch):
+        sampler.load_state_dict({**whole, **state})
+
+
+def test_order_is_asked_once_an_epoch_and_may_change_in_length() -> None:
+    asked = []
+
+    def order(epoch: int) -> list[int]:
+        asked.append(epoch)
+        return [epoch] * (epoch + 1)
+
+    sampler = alone(size=3, batch_size=1, order=order)
+    assert [list(sampler) for _ in range(3)] == [[[0]], [[1], [1]], [[2], [2], [2]]]
+    assert asked == [0, 1, 2]
+
+
+def test_no_order_is_asked_for_beyond_the_last_epoch() -> None:
+    orders = [[0, 1], [1, 0]]
+    sampler = alone(size=2, batch_size=1, order=orders.__getitem__)
+    assert [*sampler, *sampler] == [[0], [1], [1], [0]]
+    alone(size=2, batch_size=1, order=orders.__getitem__).load_state_dict(sampler.state_dict())
+
+
+def test_more_ranks_than_samples_gives_empty_slices_to_the_last() -> None:
+    slices = [list(GlobalBatchSampler(2, 8, shuffle=False, rank=rank, world_size=4)) for rank in range(4)]
+    assert slices == [[[0]], [[1]], [[]], [[]]]
+
+
+def test_sampling_leaves_the_global_generators_alone() -> None:
+    before = torch.get_rng_state()
+    list(alone())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class NoLength:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be a whole number >= 1, not 0"),
+        ({"batch_size": 2.5}, "batch_size must be"),
+        ({"size": 0}, "number of samples must be"),
+        ({"size": []}, "list has no samples"),
+        ({"size": NoLength()}, "NoLength has no length; for an IterableDataset use paceline.data.GlobalBatchStream"),
+        ({"rank": 3}, "rank 3 is not below world_size 2"),
+        ({"rank": -1}, "rank must be"),
+        ({"seed": -1}, "seed must be"),
+        ({"size": 2, "drop_last": True}, "drop_last leaves no batch"),
+        ({"order": [0, 10]}, "has index 10, but the data set has 10 samples"),
+        ({"order": [-1]}, "has index -1"),
+        ({"order": []}, "is empty"),
+        ({"order": [0.5]}, "give whole numbers"),
+        ({"order": iter([1])}, "order must be a sequence"),
+    ],
+)
+def test_a_value_out_of_range_is_a_usage_error(arguments: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"size": 10, "batch_size": 3, "rank": 0, "world_size": 2, **arguments}
+    with pytest.raises(UsageError, match=message):
+        GlobalBatchSampler(options.pop("size"), **options)
+
+
+def test_several_ranks_without_a_process_group_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match=r"WORLD_SIZE=4 but there is no process group yet"):
+        GlobalBatchSampler(10, 3)
+
+
+@pytest.mark.ranks(2)
+def test_rank_and_size_come_from_the_process_group(world: World) -> None:
+    assert list(GlobalBatchSampler(5, 5, shuffle=False)) == [[[0, 1, 2]], [[3, 4]]][world.rank]
+    assert list(DistributedSampler(range(5), shuffle=False)) == [[0, 2, 4], [1, 3, 0]][world.rank]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_distributed_sampler_gives_torchs_indices_and_its_epoch_advances(shuffle: bool, drop_last: bool) -> None:
+    data = range(11)
+    ours = DistributedSampler(data, 3, 1, shuffle, 7, drop_last)
+    theirs = torch.utils.data.distributed.DistributedSampler(data, 3, 1, shuffle, 7, drop_last)  # type: ignore[arg-type, var-annotated]
+    for epoch in range(3):
+        theirs.set_epoch(epoch)
+        assert list(ours) == list(theirs)
+    ours.set_epoch(0)
+    theirs.set_epoch(0)
+    assert list(ours) == list(theirs)
+
+
+def test_distributed_sampler_resumes_within_an_epoch_with_as_many_ranks() -> None:
+    sampler = DistributedSampler(range(11), 2, 0)
+    whole = list(sampler)
+    state = sampler.state_dict(consumed=4)
+    resumed = DistributedSampler(range(11), 2, 0)
+    resumed.load_state_dict(state)
+    resumed.set_epoch(0)
+    assert list(resumed) == whole[4:]
+    assert resumed.epoch == 1
+    with pytest.raises(CheckpointMismatch, match=r"num_replicas was 2 .* but is 3 now"):
+        DistributedSampler(range(11), 3, 0).load_state_dict(state)
+    DistributedSampler(range(11), 3, 0).load_state_dict(sampler.state_dict())

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from paceline.core.processes.world import World
+from paceline.core.state.rng import rng_state
+from paceline.data import DataLoader, GlobalBatchStream
+from paceline.errors import CheckpointMismatch, DataError, UsageError
+
+
+class Shuffled(IterableDataset[torch.Tensor]):
+    """A stream in random order with noise, which splits itself by worker if it can see one."""
+
+    def __init__(self, size: int = 11, bad: int | None = None) -> None:
+        self.size = size
+        self.bad = bad
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        order = random.sample(range(self.size), self.size)
+        worker = get_worker_info()
+        for place, index in enumerate(order if worker is None else order[worker.id :: worker.num_workers]):
+            if place == self.bad:
+                raise OSError("truncated file")
+            yield torch.tensor([float(index), float(torch.rand(()))])
+
+
+def loader_of(
+    dataset: Any = None,
+    rank: int = 0,
+    world_size: int = 1,
+    batch_size: int = 3,
+    drop_last: bool = False,
+    **options: Any,
+) -> DataLoader:
+    dataset = Shuffled() if dataset is None else dataset
+    stream = GlobalBatchStream(dataset, batch_size, drop_last=drop_last, rank=rank, world_size=world_size)
+    return DataLoader(stream, **options)
+
+
+def equal(ours: list[Any], theirs: list[Any]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_two_workers_give_the_same_batches_as_none_in_every_epoch(persistent: bool) -> None:
+    plain, worked = loader_of(), loader_of(num_workers=2, prefetch_factor=3, persistent_workers=persistent)
+    epochs = []
+    for _ in range(3):
+        ours = list(worked)
+        assert equal(ours, list(plain))
+        epochs.append(torch.cat(ours)[:, 0].tolist())
+    assert all(sorted(seen) == list(range(11)) for seen in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_ranks_read_the_same_stream_although_their_own_generators_differ() -> None:
+    per_rank = []
+    for rank in range(4):
+        random.seed(rank), torch.manual_seed(rank)
+        per_rank.append(list(loader_of(rank=rank, world_size=4)))
+    together = [torch.cat([share for share in shares if share is not None]) for shares in zip(*per_rank, strict=True)]
+    assert equal(together, list(loader_of()))
+    assert per_rank[3][-1] is None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("consumed", [1, 3, 4])
+def test_a_resumed_stream_gives_the_very_same_batches(workers: int, consumed: int) -> None:
+    whole = loader_of()
+    expected = [*whole, *whole]
+    first, seen = loader_of(num_workers=workers), []
+    for batch in first:
+        seen.append(batch)
+        assert first.at_last == (len(seen) == 4)
+        if len(seen) == consumed:
+            break
+    resumed = loader_of(num_workers=workers)
+    resumed.load_state_dict(first.state_dict())
+    seen += list(resumed)
+    if consumed < 4:
+        seen += list(resumed)
+    assert equal(seen, expected)
+    assert resumed.progress.epoch == 2
+
+
+def test_the_ranks_own_random_streams_are_left_alone() -> None:
+    before = rng_state()
+    list(loader_of())
+    assert torch.equal(before["torch"], rng_state()["torch"])
+    assert before["python"] == rng_state()["python"]
+
+
+def test_drop_last_leaves_out_the_short_batch() -> None:
+    assert [len(batch) for batch in loader_of(drop_last=True)] == [3, 3, 3]
+
+
+def test_the_last_batch_is_known_when_the_stream_ends_with_a_full_one() -> None:
+    loader = loader_of(Shuffled(6))
+    assert [(len(batch), loader.at_last) for batch in loader] == [(3, False), (3, True)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_corrupt_sample_is_named_with_rank_and_worker(workers: int) -> None:
+    loader = loader_of(Shuffled(bad=7), rank=1, world_size=2, num_workers=workers)
+    where = "rank 1, worker 0" if workers else "rank 1"
+    with pytest.raises(DataError, match=rf"{where}: sample 7 of the stream \(batch 2 of epoch 0 was due\)"):
+        list(loader)
+
+
+def test_a_stream_that_ended_before_the_position_is_refused() -> None:
+    loader = loader_of()
+    loader.progress.set_position(9)
+    with pytest.raises(CheckpointMismatch, match="Shuffled ended before batch 9 of epoch 0"):
+        list(loader)
+
+
+def test_an_empty_stream_is_refused() -> None:
+    with pytest.raises(UsageError, match="Shuffled gave no batch in epoch 0"):
+        list(loader_of(Shuffled(0)))
+
+
+def test_what_can_be_read_only_once_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="generator is an iterator, which can be read only once"):
+        GlobalBatchStream((i for i in range(3)), 2, rank=0, world_size=1)
+    with pytest.raises(UsageError, match="int cannot be iterated"):
+        GlobalBatchStream(3, 2, rank=0, world_size=1)  # type: ignore[arg-type]
+
+
+def test_a_stream_has_no_length() -> None:
+    with pytest.raises(TypeError, match="a stream has no length"):
+        len(loader_of())
+
+
+def test_one_rank_may_read_a_bare_iterable_data_set() -> None:
+    assert equal(list(DataLoader(Shuffled(), batch_size=3)), list(loader_of()))
+    with pytest.raises(UsageError, match="no order to shuffle"):
+        DataLoader(Shuffled(), batch_size=3, shuffle=True)
+    with pytest.raises(UsageError, match=r"give GlobalBatchStream\(dataset, batch_size\)"):
+        DataLoader(Shuffled())
+
+
+@pytest.mark.ranks(2)
+def test_several_ranks_may_not(world: World) -> None:
+    message = f"rank {world.rank}: Shuffled is an IterableDataset that nobody splits among 2 ranks"
+    with pytest.raises(UsageError, match=message):
+        DataLoader(Shuffled(), batch_size=3)

@@ -1,0 +1,147 @@
+"""The channel's collectives, each against the sum or the rows that one process would compute."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.comm.topology import SPLIT
+from paceline.core.processes.world import World
+from paceline.ddp.agreement.late_reading import APART
+from paceline.ddp.transport.opening import open_channel, open_host_group
+from paceline.errors import CommunicationError
+from ranks import run_ranks
+
+LENGTH = 24  # a multiple of every number of ranks here
+
+
+def values(rank: int) -> torch.Tensor:
+    return torch.arange(LENGTH, dtype=torch.float32) * (rank + 1) + 10 * rank
+
+
+def collectives(world: World) -> tuple[list[float], list[float], list[list[int]], str]:
+    channel = open_channel(dist.group.WORLD, torch.device("cpu"))
+    flat = channel.allocate(LENGTH, torch.float32)
+    flat.copy_(values(world.rank))
+    channel.wait(channel.reduce_scatter(flat), "reduce-scatter")
+    shard = channel.shard(flat).tolist()
+    channel.wait(channel.all_gather(flat), "all-gather")
+    table, launched = channel.gather_rows(torch.tensor([world.rank, 2**53 + world.rank]))
+    channel.wait(launched, "gathering of rows")
+    with pytest.raises(ValueError, match="5 elements cannot be cut into"):
+        channel.reduce_scatter(torch.zeros(5))
+    return shard, flat.tolist(), table.tolist(), str(channel.all_gather_object("x" * world.rank))
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shards_and_rows_are_those_of_one_process(ranks: int, backend: str) -> None:
+    total = sum((values(rank) for rank in range(ranks)), torch.zeros(LENGTH)).tolist()
+    length = LENGTH // ranks
+    for rank, (shard, gathered, rows, objects) in enumerate(run_ranks(ranks, collectives, backend=backend)):
+        assert shard == total[rank * length : (rank + 1) * length]
+        assert gathered == total
+        assert rows == [[other, 2**53 + other] for other in range(ranks)]
+        assert objects == str(["x" * other for other in range(ranks)])
+
+
+def host_channel(world: World, hosts: int) -> tuple[str, list[list[int]], list[list[float]], list[str]]:
+    """What the channel beside gradients on a device makes of rows, and of sums that are under way together."""
+    os.environ.update({APART: "1", SPLIT: str(hosts)})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        channel = open_channel(dist.group.WORLD, torch.device("cpu"))
+    table, launched = channel.gather_rows(torch.tensor([world.rank, 2**53 + world.rank]))
+    channel.wait(launched, "gathering of rows")
+    sums = [values(world.rank).double() * turn for turn in range(5)]
+    for work in [channel.host.all_reduce(vector) for vector in sums]:
+        channel.wait(work, "sum")
+    assert channel.all_gather_object("x" * world.rank) == ["x" * rank for rank in range(world.size)]
+    made = type(channel.host).__name__
+    channel.close()
+    return made, table.tolist(), [vector.tolist() for vector in sums], [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "kind"), [(2, 1, "HostChannel"), (4, 2, "Channel"), (2, 2, "Channel"), (3, 2, "Channel")]
+)
+def test_host_data_beside_gradients_on_a_device_has_a_channel_of_its_own(
+    ranks: int, hosts: int, kind: str, backend: str
+) -> None:
+    """Through shared memory on one host, shared memory and Gloo on several, and Gloo alone where these differ."""
+    total = sum((values(rank).double() for rank in range(ranks)), torch.zeros(LENGTH, dtype=torch.float64))
+    for made, rows, sums, warned in run_ranks(ranks, host_channel, hosts, backend=backend):
+        assert made == kind
+        assert rows == [[other, 2**53 + other] for other in range(ranks)]
+        assert sums == [(total * turn).tolist() for turn in range(5)]
+        assert not [text for text in warned if "uses Gloo" in text and backend == "gloo"]  # it is no news
+
+
+@pytest.mark.ranks(2)
+def test_gloo_s_threads_let_go_of_tensors_while_collectives_are_launched() -> None:
+    """They need the interpreter's lock, which a collective that ``super()`` launched held: both waited for good."""
+    os.environ[SPLIT] = "2"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        group = dist.new_group(backend="paceline")
+    for _ in range(400):
+        dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    last = torch.ones(1)
+    dist.all_reduce(last, group=group)
+    assert last == 2
+
+
+def beside_a_gpu(world: World) -> tuple[str, list[float], list[float], int]:
+    """What the channel of a model on a GPU does with tensors that are not there."""
+    channel = open_channel(dist.group.WORLD, torch.device("cuda"))
+    vector = channel.allocate(LENGTH, torch.float32)
+    vector.copy_(values(world.rank))
+    channel.wait(channel.all_reduce(vector), "sum of what is on the CPU")
+    buffers = [values(world.rank), torch.tensor([world.rank])]
+    channel.broadcast(buffers, 1)
+    channel.free(vector)
+    channel.progress()
+    made = type(channel).__name__
+    channel.close()
+    return made, vector.tolist(), buffers[0].tolist(), int(buffers[1])
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_what_a_model_on_a_gpu_has_on_the_cpu_goes_through_the_host_channel(backend: str) -> None:
+    total = (values(0) + values(1)).tolist()
+    assert run_ranks(2, beside_a_gpu, backend=backend) == [("DeviceChannel", total, values(1).tolist(), 1)] * 2
+
+
+@pytest.mark.ranks(2)
+def test_a_control_block_is_read_though_the_others_have_only_launched_theirs(world: World) -> None:
+    """Between backward and the optimizer a rank may wait in a collective of the user's, and then helps nobody."""
+    os.environ[APART] = "1"
+    channel = open_channel(dist.group.WORLD, torch.device("cpu"))
+    vector = values(world.rank).double()
+    launched = channel.host.all_reduce(vector)
+    if world.rank == 0:
+        channel.wait(launched, "sum")
+        dist.send(torch.ones(1), 1)
+    else:
+        dist.recv(torch.ones(1), 0)  # comes only after rank 0 has read
+        channel.wait(launched, "sum")
+    assert vector.tolist() == (values(0).double() + values(1).double()).tolist()
+
+
+@pytest.mark.ranks(2)
+def test_hosts_that_cannot_reach_each_other_beside_nccl_are_said_at_once_and_by_name() -> None:
+    """A world that was initialized with NCCL alone has made no connection between CPUs; the wrapper is the first to."""
+    os.environ.update({APART: "1", "GLOO_SOCKET_IFNAME": "nowhere0"})
+    group = dist.group.WORLD
+    with pytest.raises(CommunicationError) as caught:
+        open_host_group(group, timedelta(seconds=5))
+    message = str(caught.value)
+    assert "ranks exchange control blocks between their CPUs" in message
+    assert "initialized with NCCL alone" in message
+    assert "GLOO_SOCKET_IFNAME" in message

@@ -1,0 +1,446 @@
+"""What once gave silently wrong gradients: each is exact now, or refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.utils.checkpoint import checkpoint
+
+from models import chain
+from paceline.core.processes.world import World
+from paceline.ddp import DistributedDataParallel, clip_grad_norm_
+from paceline.errors import NonFiniteGradient, ReplicaMismatch, UsageError
+from ranks import Ranks
+from twins import Pools
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param, timeout=40) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, timeout=40) as pool:
+        yield pool
+
+
+def net() -> nn.Module:
+    return chain(3, 4, 2, dtype=torch.float64)
+
+
+def sample(world: World, count: int = 4) -> Tensor:
+    return torch.randn(count, 3, generator=torch.Generator().manual_seed(world.rank), dtype=torch.float64)
+
+
+def everything(world: World) -> Tensor:
+    return torch.cat([sample(World(rank, *[world.size, 0, 1, 0], world.device)) for rank in range(world.size)])
+
+
+def expect_mean(model: nn.Module, world: World) -> None:
+    twin = net()
+    twin(everything(world)).sum(1).mean().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def weighted_in_eval_mode(world: World) -> None:
+    model = DistributedDataParallel(net()).eval()
+    with model.weight(4):
+        model(sample(world)).sum().backward()
+    expect_mean(model, world)
+
+
+def test_a_weight_counts_in_eval_mode(ranks: Ranks) -> None:
+    """Fine-tuning with frozen BatchNorm trains in eval mode."""
+    ranks.run(weighted_in_eval_mode)
+
+
+def weighted_with_inputs(world: World) -> None:
+    model = DistributedDataParallel(net())
+    with model.weight(4):
+        model(sample(world)).sum().backward(inputs=list(model.parameters()))
+    expect_mean(model, world)
+
+
+def test_a_weight_counts_where_backward_names_its_inputs(ranks: Ranks) -> None:
+    ranks.run(weighted_with_inputs)
+
+
+def weighted_past_the_wrapper(world: World) -> str:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError) as caught, model.weight(4):  # noqa: PT012
+        if world.size == 1:
+            model.module(sample(world)).sum().backward()
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_step_with_a_weight_that_was_not_used_is_refused(ranks: Ranks) -> None:
+    for message in ranks.run(weighted_past_the_wrapper):
+        assert "not divided by the weights" in message
+
+
+def two_backwards_in_a_block(world: World) -> str:
+    model = DistributedDataParallel(net())
+    x = sample(world)
+    with pytest.raises(UsageError) as caught, model.weight(4):  # noqa: PT012
+        model(x).sum().backward()
+        model(x).sum().backward()
+    with model.weight(4):
+        with model.no_sync():
+            (model(x) / 2).sum().backward()
+        model.zero_grad()
+        model(x).sum().backward()
+    expect_mean(model, world)
+    return str(caught.value)
+
+
+def test_a_second_synchronized_backward_in_a_weight_block_is_refused(ranks: Ranks) -> None:
+    for message in ranks.run(two_backwards_in_a_block):
+        assert "whose weight the first has used up" in message
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.body(x)
+        return out[:, 0], out[:, 1]
+
+
+def backward_after_its_block(world: World) -> None:
+    model = DistributedDataParallel(TwoOutputs())
+    for halves in sample(world).chunk(2):
+        with model.weight(2):
+            left, right = model(halves)
+            loss = left.sum() + right.sum()
+        with model.no_sync():
+            loss.backward()
+    model.sync_gradients()
+    expect_mean(model, world)
+
+
+def test_a_backward_after_its_weight_block_counts_once_with_several_outputs(ranks: Ranks) -> None:
+    ranks.run(backward_after_its_block)
+
+
+def accumulated_and_dropped(world: World) -> None:
+    model = DistributedDataParallel(net())
+    with model.no_sync(), model.weight(2):
+        model(sample(world)).sum().backward()
+    model.zero_grad()
+    with model.weight(4):
+        model(sample(world)).sum().backward()
+    expect_mean(model, world)
+
+
+def test_what_zero_grad_drops_does_not_weigh(ranks: Ranks) -> None:
+    ranks.run(accumulated_and_dropped)
+
+
+def unweighted_and_dropped(world: World) -> None:
+    """The discriminator in a generator's step: its own gradients are thrown away."""
+    model = DistributedDataParallel(net())
+    for _ in range(3):
+        with model.no_sync():
+            model(sample(world)).sum().backward()
+        model.zero_grad()
+        with model.weight(4):
+            model(sample(world)).sum().backward()
+        expect_mean(model, world)
+        model.zero_grad()
+
+
+def test_an_unweighted_backward_that_zero_grad_drops_does_not_count(ranks: Ranks) -> None:
+    ranks.run(unweighted_and_dropped)
+
+
+def accumulated_in_windows(world: World) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        for half, sync in zip(sample(world).chunk(2), (False, True), strict=True):
+            model.require_backward_grad_sync = sync
+            (model(half).sum() / 4).backward()
+        if world.size == 1:
+            expect_mean(model, world)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_window_without_weights_may_step(ranks: Ranks) -> None:
+    ranks.run(accumulated_in_windows)
+
+
+# -- eval mode ---------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        return (self.left if left else self.right)(x)
+
+
+def branches_in_eval_mode(world: World) -> None:
+    model = DistributedDataParallel(Branches(), unused_parameters="allow").eval()
+    for step in range(6):
+        model.zero_grad()
+        model(sample(world), (world.rank + step) % 2 == 0).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_unused_branches_hang_nobody_in_eval_mode(two: Ranks) -> None:
+    two.run(branches_in_eval_mode)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=True)
+        return x
+
+
+def reentrant_in_eval_mode(world: World) -> None:
+    model = DistributedDataParallel(Checkpointed()).eval()
+    for _ in range(3):
+        model.zero_grad()
+        with model.weight(4):
+            model(sample(world).requires_grad_()).sum().backward()
+        expect_mean(model, world)
+
+
+def test_reentrant_checkpoints_synchronize_once_in_eval_mode(two: Ranks) -> None:
+    two.run(reentrant_in_eval_mode)
+
+
+# -- the guard ---------------------------------------------------------------------------------------------------------
+
+
+def local_after_synchronized(world: World) -> str:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(sample(world)).sum().backward()
+    with model.no_sync():
+        model(sample(world)).sum().backward()
+    with pytest.raises(UsageError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_step_after_a_local_backward_is_refused(two: Ranks) -> None:
+    for message in two.run(local_after_synchronized):
+        assert "ran under no_sync()" in message
+
+
+def skipped_step_with_a_frozen_first_layer(world: World) -> str:
+    module = net()
+    module[0].requires_grad_(False)
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(sample(world)).sum().backward()
+    if world.rank == 0:
+        optimizer.step()
+    with pytest.raises(Exception) as caught:
+        model(sample(world)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_skipped_step_is_noticed_with_a_frozen_first_layer(two: Ranks) -> None:
+    for message in two.run(skipped_step_with_a_frozen_first_layer):
+        assert "rank 0 has 1, rank 1 has 0 optimizer steps" in message
+
+
+def state_before_the_first_step(world: World) -> int:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.Adam(model.parameters())
+    return len(get_optimizer_state_dict(model, optimizer)["state"])
+
+
+def test_torch_may_make_an_optimizers_state_before_the_first_step(ranks: Ranks) -> None:
+    """DCP sets zero gradients and steps with a learning rate of 0."""
+    assert set(ranks.run(state_before_the_first_step)) == {4}
+
+
+def layout_after_an_exception(world: World) -> None:
+    model = DistributedDataParallel(net(), bucket_cap_mb=1e-4)
+    model(sample(world)).sum().backward()
+    layout = model.bucket_layout()
+    out = model(sample(world))
+    out.register_hook(_raise)
+    with pytest.raises(ZeroDivisionError):
+        out.sum().backward()
+    model.load_bucket_layout(layout[::-1])
+    model.zero_grad()
+    with model.weight(4):
+        model(sample(world)).sum().backward()
+    expect_mean(model, world)
+
+
+def _raise(_gradient: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_layout_may_be_loaded_after_an_exception_in_backward(two: Ranks) -> None:
+    two.run(layout_after_an_exception)
+
+
+def refused_again_and_again(world: World) -> int:
+    before = 0
+    for turn in range(4):
+        module = net() if world.rank == 0 else nn.Linear(1, 1)
+        with pytest.raises(ReplicaMismatch):
+            DistributedDataParallel(module)
+        gc.collect()
+        open_now = len(os.listdir("/proc/self/fd"))
+        before = before or open_now
+        assert open_now <= before, turn
+    return before
+
+
+def test_a_refused_wrapper_leaves_no_descriptors(two: Ranks) -> None:
+    two.run(refused_again_and_again)
+
+
+# -- numbers that are not finite, or nearly so -------------------------------------------------------------------------
+
+
+def late_nan(world: World) -> str:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3).double()
+    model = DistributedDataParallel(_Twice(layer), check_finite=True)
+    for step in range(4):
+        model.zero_grad()
+        out = model(sample(world).requires_grad_(), bad=step == 3 and world.rank == 1)
+        if step < 3:
+            out.sum().backward()
+    with pytest.raises(NonFiniteGradient) as caught:
+        out.sum().backward()
+    return str(caught.value)
+
+
+class _Twice(nn.Module):
+    """The layer's gradient comes twice, from two reentrant checkpoints; the later one may be NaN."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, bad: bool) -> Tensor:
+        first = checkpoint(self.layer, x, use_reentrant=True)
+        if bad:
+            first = first * float("nan")
+        return checkpoint(self.layer, first, use_reentrant=True)
+
+
+def test_a_late_gradient_that_is_not_finite_is_noticed(two: Ranks) -> None:
+    for message in two.run(late_nan):
+        assert "rank 1" in message
+
+
+def large_halves(world: World) -> float:
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False).half())
+    model(torch.full((1, 1), 40000.0).half()).sum().backward()
+    return float(model.module.weight.grad)
+
+
+def test_the_mean_of_large_fp16_gradients_does_not_overflow(two: Ranks) -> None:
+    assert two.run(large_halves) == [40000.0, 40000.0]
+
+
+# -- letting go --------------------------------------------------------------------------------------------------------
+
+
+def let_go(world: World) -> bool:
+    module = net()
+    model = DistributedDataParallel(module)
+    model(sample(world)).sum().backward()
+    module.zero_grad()
+    reducer: Any = weakref.ref(model._engine)
+    gc.disable()
+    try:
+        del model
+        return reducer() is None
+    finally:
+        gc.enable()
+
+
+def test_a_deleted_wrapper_frees_its_buckets_without_a_collection(two: Ranks) -> None:
+    assert two.run(let_go) == [True, True]
+
+
+def compiled_inside(world: World) -> list[list[str]]:
+    plain = DistributedDataParallel(net())
+    compiled = DistributedDataParallel(torch.compile(net(), backend="eager"))
+    compiled.load_state_dict(plain.module.state_dict())
+    compiled.load_state_dict(compiled.state_dict())
+    return [sorted(name for names in model.bucket_layout() for name in names) for model in (plain, compiled)]
+
+
+def test_names_are_the_users_own_with_a_compiled_module_inside(two: Ranks) -> None:
+    for plain, compiled in two.run(compiled_inside):
+        assert plain == compiled
+
+
+def clip_after_a_local_backward(world: World) -> str:
+    model = DistributedDataParallel(net())
+    with model.no_sync():
+        model(sample(world)).sum().backward()
+    with pytest.raises(UsageError) as caught:
+        clip_grad_norm_(model, 1.0)
+    model.sync_gradients()
+    clip_grad_norm_(model, 1.0)
+    return str(caught.value)
+
+
+def test_clipping_local_gradients_is_refused(two: Ranks) -> None:
+    """Each rank would clip by a norm of its own."""
+    for message in two.run(clip_after_a_local_backward):
+        assert "clip_grad_norm_() found gradients that the wrapper has not averaged" in message
+
+
+class Conjugated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0 + 2.0j, 3.0 - 1.0j]))
+
+    def forward(self, scale: float) -> Tensor:
+        return scale * torch.view_as_real(self.weight.conj().resolve_conj()).sum()
+
+
+def conjugated(world: World) -> list[complex]:
+    model = DistributedDataParallel(Conjugated(), check_finite=True)
+    model(1.0).backward()
+    values: list[complex] = model.module.weight.grad.tolist()
+    model.zero_grad()
+    with pytest.raises(NonFiniteGradient):
+        model(float("nan")).backward()
+    return values
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_that_autograd_leaves_conjugated_is_looked_at(pools: Pools, ranks: int) -> None:
+    for values in pools.run(ranks, conjugated):
+        assert values == [1 - 1j, 1 - 1j]

@@ -1,0 +1,189 @@
+"""Where two features of the wrapper meet."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.checkpoint import checkpoint
+
+from models import chain
+from paceline.core.processes.world import World
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from twins import Pools
+
+
+def net() -> nn.Module:
+    return chain(4, 6, 3)
+
+
+def batch(world: World, step: int = 0) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + world.rank))
+
+
+def train_unevenly(model: DistributedDataParallel, world: World) -> None:
+    """Take one step more on rank 1 than on rank 0, inside ``join``."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with model.join():
+        for step in range(1 + world.rank):
+            optimizer.zero_grad()
+            model(batch(world, step)).square().mean().backward()
+            optimizer.step()
+
+
+def hook_in_join(world: World) -> None:
+    model, alone = DistributedDataParallel(net()), net()
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    with model.join(divide_by_initial_world_size=False):
+        if world.rank == 0:
+            model(batch(world)).square().mean().backward()
+            alone(batch(world)).square().mean().backward()
+            for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_a_hooks_mean_leaves_out_ranks_that_are_not_counted(pools: Pools) -> None:
+    pools.run(2, hook_in_join)
+
+
+def copy_in_join(world: World) -> float:
+    model = copy.deepcopy(DistributedDataParallel(net()))
+    train_unevenly(model, world)
+    return float(sum(p.detach().sum() for p in model.parameters()))
+
+
+def test_a_copy_that_never_trained_may_join(pools: Pools) -> None:
+    first, second = pools.run(2, copy_in_join)
+    assert first == second
+
+
+def sharded_in_join(world: World) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))
+    module = net()
+    parallelize_module(module, mesh["model"], {"0": ColwiseParallel()})
+    model = DistributedDataParallel(module, device_mesh=mesh["data"])
+    train_unevenly(model, world)
+    weight: Any = module[0].weight
+    values = [torch.empty_like(weight.to_local()) for _ in range(2)]
+    dist.all_gather(values, weight.to_local().detach())
+    assert torch.equal(*values)
+
+
+def test_sharded_parameters_end_a_join_equal(pools: Pools) -> None:
+    pools.run(2, sharded_in_join)
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 3, sparse=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.head(self.table(rows))
+
+
+def nothing_retained(world: World) -> None:
+    made: list[Any] = []
+
+    def hook(_: object, bucket: Any) -> Any:
+        mean = bucket.buffer().clone()
+        dist.all_reduce(mean)
+        made.append(weakref.ref(mean))
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(mean.div_(world.size))
+        return future
+
+    model = DistributedDataParallel(Lookup())
+    model.register_comm_hook(None, hook)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.tensor([1, 2])).square().sum().backward()
+    sparse = weakref.ref(model.module.table.weight.grad)
+    model.zero_grad()
+    gc.collect()
+    assert sparse() is None
+    assert all(one() is None for one in made)
+
+
+def test_between_steps_neither_sparse_gradients_nor_a_hooks_results_are_kept(pools: Pools) -> None:
+    pools.run(2, nothing_retained)
+
+
+def fused_over_sparse(_: World) -> None:
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of TorchScript
+    model = DistributedDataParallel(Lookup())
+    with pytest.raises(UsageError, match=r"'table\.weight' has sparse gradients"):
+        model._register_fused_optim(torch.optim.SGD, 0.1)
+    model._register_fused_optim(torch.optim.SGD, 0.1, optim_params=model.module.head.parameters())
+
+
+def test_a_fused_optimizer_refuses_sparse_gradients_which_it_would_not_see(pools: Pools) -> None:
+    pools.run(2, fused_over_sparse)
+
+
+def stepped_in_backward(world: World) -> tuple[int, float]:
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model = copy.deepcopy(DistributedDataParallel(net()))
+    _apply_optimizer_in_backward(torch.optim.SGD, model.module.parameters(), {"lr": 0.1})
+    for step in range(2):
+        model(batch(world, step)).square().mean().backward()
+    total = sum(p.detach().double().sum() for p in model.parameters())
+    return model._replica.ledger.status.optimizer_steps, float(total)
+
+
+def test_optimizers_in_backward_of_a_copy_step_on_averages_and_count_as_one(pools: Pools) -> None:
+    (steps, total), other = pools.run(2, stepped_in_backward)
+    assert steps == 2
+    assert (steps, total) == other
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Backward goes through the later one first: a small gradient is launched, and a large one comes late.
+        large = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+        return large + checkpoint(self.layer, 0.01 * x, use_reentrant=True)
+
+
+def large_and_late(_: World) -> float:
+    model = DistributedDataParallel(Twice(), reduce_dtype=torch.float16)
+    model(torch.full((1, 1), 40000.0)).sum().backward()
+    model.zero_grad()
+    model(torch.full((1, 1), 40000.0)).sum().backward()
+    return float(model.module.layer.weight.grad)
+
+
+def test_late_gradients_in_half_precision_do_not_overflow_in_the_sum(pools: Pools) -> None:
+    assert pools.run(2, large_and_late) == pytest.approx([40400.0] * 2, rel=1e-3)
+
+
+def refused_together(world: World) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2), algorithm="ring")
+    with pytest.raises(UsageError, match="takes the place of algorithm='ring'"):
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    for options in ({"reduce_dtype": torch.bfloat16}, {"check_replicas_every": 1}):
+        model = DistributedDataParallel(nn.Linear(2, 2), **options)
+        with pytest.raises(UsageError, match="leave these out"):
+            model._register_fused_optim(torch.optim.SGD, lr=0.1)
+
+
+def test_what_would_be_dropped_without_a_word_is_refused(pools: Pools) -> None:
+    pools.run(2, refused_together)

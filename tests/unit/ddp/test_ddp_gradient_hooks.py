@@ -1,0 +1,144 @@
+"""Users' hooks on gradients run as with torch DDP, whenever they are registered: on every gradient, before its average.
+
+Our own hook of a parameter launches a bucket, after which ``p.grad`` is None. A hook that came later, for instance to
+clip each gradient, skipped the one parameter of every bucket that has our hook, without a word.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from deep import TINY, Deep, data
+from paceline.core.processes.world import World
+from paceline.ddp import DistributedDataParallel
+from twins import Pools
+
+STEPS, REMOVED = 7, 6
+Log = list[tuple[str, Tensor | None]]
+
+
+def accumulated(log: Log, name: str, change: Callable[[Tensor], Tensor], parameter: Tensor) -> None:
+    log.append((name, None if parameter.grad is None else parameter.grad.clone()))
+    if parameter.grad is not None:
+        parameter.grad = change(parameter.grad)
+
+
+def on_each(net: nn.Module, log: Log, change: Callable[[Tensor], Tensor], label: str = "") -> list[Any]:
+    return [
+        parameter.register_post_accumulate_grad_hook(partial(accumulated, log, label + name, change))
+        for name, parameter in net.named_parameters()
+    ]
+
+
+def clipping(net: nn.Module, log: Log) -> list[Any]:
+    return on_each(net, log, lambda gradient: gradient.clamp_(-0.1, 0.1))
+
+
+def replacing(net: nn.Module, log: Log) -> list[Any]:
+    return on_each(net, log, lambda gradient: gradient / 2)
+
+
+def two_of_them(net: nn.Module, log: Log) -> list[Any]:
+    return [
+        *on_each(net, log, lambda gradient: gradient.add_(1), "first "),
+        *on_each(net, log, lambda gradient: gradient.mul_(2), "second "),
+    ]
+
+
+def on_tensors(net: nn.Module, log: Log) -> list[Any]:
+    def arrived(name: str, gradient: Tensor) -> Tensor:
+        log.append((name, gradient.clone()))
+        return gradient * 3
+
+    return [parameter.register_hook(partial(arrived, name)) for name, parameter in net.named_parameters()]
+
+
+def on_all_together(net: nn.Module, log: Log) -> list[Any]:
+    def arrived(gradients: Any) -> None:
+        log.extend((f"all {place}", gradient.clone()) for place, gradient in enumerate(gradients))
+
+    return [register_multi_grad_hook(list(net.parameters()), arrived)]
+
+
+def from_within_backward(net: nn.Module, log: Log, *, prepend: bool = False) -> list[Any]:
+    """The hooks come when the last layer's outputs have their gradients, and go in every step."""
+    handles: list[Any] = []
+
+    def begins(*_: Any) -> None:
+        while handles:
+            handles.pop().remove()
+        handles.extend(clipping(net, log))
+
+    hook = net.layers[-1].register_full_backward_pre_hook(begins, prepend=prepend)  # type: ignore[index,union-attr]
+    return [hook, *handles]
+
+
+def from_another_hook(net: nn.Module, log: Log) -> list[Any]:
+    """The last layer's gradient brings hooks of all layers before."""
+    layers: Any = net.layers
+    return [layers[-1].weight.register_post_accumulate_grad_hook(lambda _: clipping(layers[:3], log) and None)]
+
+
+CASES = [
+    clipping,
+    replacing,
+    two_of_them,
+    on_tensors,
+    on_all_together,
+    from_within_backward,
+    partial(from_within_backward, prepend=True),
+    from_another_hook,
+]
+
+
+def trained(model: Any, rank: int, install: Callable[[nn.Module, Log], list[Any]], between: bool) -> tuple[Log, Any]:
+    """Return what hooks have seen and the gradients of every step; they come in step 2, maybe between micro-batches."""
+    net, log, handles, gradients = model.module, [], [], []
+    for step in range(STEPS):
+        batches = 3 if between and step == 2 else 1
+        for batch in range(batches):
+            if (step, batch) == (2, int(between)):
+                handles = install(net, log)
+            log.append((f"step {step}, batch {batch}", None))
+            with nullcontext() if batch == batches - 1 else model.no_sync():
+                model(data(rank, 10 * step + batch)).sin().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in net.parameters()])
+        model.zero_grad(set_to_none=step != 3)
+        if step == REMOVED - 1:
+            for handle in handles:
+                handle.remove()
+    return log, gradients
+
+
+def compare(where: str, ours: tuple[Log, Any], theirs: tuple[Log, Any]) -> None:
+    assert [name for name, _ in ours[0]] == [name for name, _ in theirs[0]], where
+    for (name, mine), (_, other) in zip(ours[0], theirs[0], strict=True):
+        assert (mine is None) == (other is None), f"{where} {name}"
+        torch.testing.assert_close(mine, other, msg=lambda text, name=name: f"{where} {name}: {text}")
+    torch.testing.assert_close(ours[1], theirs[1], msg=lambda text: f"{where}: {text}")
+
+
+def beside_torch(world: World) -> None:
+    for case in CASES:
+        for between, megabytes in ((False, TINY), (False, 25), (True, TINY)):
+            torch.manual_seed(0)
+            net = Deep()
+            theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=megabytes)
+            ours = DistributedDataParallel(net, bucket_cap_mb=megabytes)
+            compare(
+                f"{case}, between={between}, {megabytes} MB:",
+                trained(ours, world.rank, case, between),
+                trained(theirs, world.rank, case, between),
+            )
+
+
+def test_hooks_on_gradients_run_as_with_torch_ddp_whenever_they_come(pools: Pools) -> None:
+    pools.run(2, beside_torch)

@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.ddp.agreement.ledger import Ledger
+from paceline.ddp.agreement.step_guard import StepGuard
+from paceline.ddp.agreement.weighting import UNWEIGHTED, WEIGHTED
+from paceline.ddp.engine.backward.pending_forwards import tensors_in
+from paceline.ddp.options.config import capacities
+from paceline.errors import UsageError
+
+
+def test_weights_add_up_until_synchronized() -> None:
+    ledger = Ledger()
+    for weight in (2, 3.5, 0):
+        with ledger.weigh(weight):
+            ledger.backward_began()
+    assert (ledger.status.weight, ledger.status.weighting) == (5.5, WEIGHTED)
+    ledger.synchronized()
+    assert (ledger.status.weight, ledger.status.weighting) == (0, 0)
+
+
+def test_backward_after_the_block_belongs_to_it() -> None:
+    ledger = Ledger()
+    with ledger.weigh(2):
+        pass
+    ledger.backward_began()
+    assert ledger.status.weighting == WEIGHTED
+
+
+def test_two_backwards_inside_one_block_belong_to_it() -> None:
+    ledger = Ledger()
+    with ledger.weigh(2):
+        ledger.backward_began()
+        ledger.backward_began()
+    assert ledger.status.weighting == WEIGHTED
+
+
+def test_a_backward_without_a_block_is_noticed() -> None:
+    ledger = Ledger()
+    with ledger.weigh(2):
+        ledger.backward_began()
+    ledger.backward_began()
+    assert ledger.status.weighting == WEIGHTED | UNWEIGHTED
+
+
+def test_a_block_that_raises_does_not_count() -> None:
+    ledger = Ledger()
+    with ledger.weigh(2):
+        ledger.backward_began()
+    with pytest.raises(ZeroDivisionError), ledger.weigh(5):
+        raise ZeroDivisionError
+    assert ledger.status.weight == 2
+
+
+def test_a_block_that_raises_after_synchronization_takes_nothing_back() -> None:
+    ledger = Ledger()
+
+    def synchronize_and_raise() -> None:
+        ledger.backward_began()
+        ledger.synchronized()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), ledger.weigh(5):
+        synchronize_and_raise()
+    assert ledger.status.weight == 0
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
+def test_a_weight_is_a_finite_number_not_below_zero(weight: float) -> None:
+    with pytest.raises(UsageError, match=r"model\.weight\(\) takes a finite number >= 0"), Ledger().weigh(weight):
+        pass
+
+
+def test_a_forward_is_taken_back_once() -> None:
+    ledger = Ledger()
+    ledger.forward(broadcasts=False)
+    ledger.forward(broadcasts=False)
+    take_back = ledger.take_back_forward()
+    take_back()
+    take_back()
+    assert ledger.forwards_since_sync == 1
+
+
+def test_a_forward_taken_back_after_synchronization_does_not_go_below_zero() -> None:
+    ledger = Ledger()
+    ledger.forward(broadcasts=False)
+    take_back = ledger.take_back_forward()
+    ledger.synchronized()
+    take_back()
+    assert ledger.forwards_since_sync == 0
+
+
+def test_only_optimizers_of_the_model_count() -> None:
+    ledger, ours, other = Ledger(), torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    guard = StepGuard([ours], ledger, lambda: None)
+    for parameters in (
+        [ours],
+        [other],
+        [{"params": [other]}, {"params": [ours]}],
+        [{"params": []}, {"params": [ours]}],
+    ):
+        torch.optim.SGD(parameters, lr=0.1).step()
+    assert ledger.status.optimizer_steps == 3
+    del guard
+
+
+def test_each_optimizer_of_a_model_may_step_once_a_synchronization() -> None:
+    ledger, ours = Ledger(), torch.zeros(1, requires_grad=True)
+    guard = StepGuard([ours], ledger, lambda: "weight")
+    first, second = torch.optim.SGD([ours], lr=0.1), torch.optim.SGD([ours], lr=0.1)
+    ledger.synchronized()
+    first.step()
+    second.step()
+    with pytest.raises(UsageError, match="'weight' that the wrapper has not averaged"):
+        first.step()
+    del guard
+    gc.collect()
+    first.step()
+
+
+def test_a_guard_may_go_in_the_middle_of_a_step() -> None:
+    """torch goes through its hooks for optimizers while one of them, or a collection, drops another wrapper."""
+    ours = torch.zeros(1, requires_grad=True)
+    guards = [StepGuard([ours], Ledger(), lambda: None) for _ in range(3)]
+    ledger = Ledger()
+
+    class Dropping(StepGuard):
+        def after(self, optimizer: torch.optim.Optimizer) -> None:
+            guards.clear()
+            gc.collect()
+            super().after(optimizer)
+
+    last = Dropping([ours], ledger, lambda: None)
+    torch.optim.SGD([ours], lr=0.1).step()
+    assert ledger.status.optimizer_steps == 1
+    del last
+
+
+def test_the_watched_sampler_is_reported_as_it_is_now() -> None:
+    ledger = Ledger()
+    assert (ledger.report(2).epoch, ledger.report(2).position) == (-1, -1)
+    ledger.sampler = SimpleNamespace(epoch=2, position=5)
+    assert (ledger.report(2).epoch, ledger.report(2).position) == (2, 5)
+    ledger.sampler.position = 6
+    assert ledger.report(2, aborted=True).position == 6
+    assert ledger.report(2, aborted=True).aborted
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Output:
+    loss: Any
+    rest: Any = None
+
+
+class Plain:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+ONE, TWO = torch.ones(1), torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (ONE, [ONE]),
+        ((ONE, [TWO]), [ONE, TWO]),
+        ({"a": ONE, "b": {"c": (TWO,)}}, [ONE, TWO]),
+        (OrderedDict(a=ONE), [ONE]),
+        (Pair(ONE, TWO), [ONE, TWO]),
+        (Output(ONE, [Output(TWO)]), [ONE, TWO]),
+        (Plain({"x": ONE}), [ONE]),
+        ({frozenset([1]): {ONE}}, [ONE]),
+        ((None, 3, "text", torch.float32, Output), []),
+        (torch.nn.Linear(1, 1), []),
+    ],
+)
+def test_tensors_are_found_in_every_kind_of_output(output: Any, expected: list[torch.Tensor]) -> None:
+    assert sorted(map(id, tensors_in(output))) == sorted(map(id, expected))
+
+
+def test_an_object_that_contains_itself_is_searched_once() -> None:
+    output = Plain(None)
+    output.value = [output, ONE]
+    assert list(map(id, tensors_in(output))) == [id(ONE)]
+    output.value = None
+    gc.collect()
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("cap", "caps", "expected"),
+    [
+        (None, None,          (MIB, 25 * MIB)),
+        (5,    None,          (MIB, 5 * MIB)),
+        (0.5,  None,          (MIB // 2, MIB // 2)),
+        (1e-9, None,          (1, 1)),
+        (None, [1, 2.5],      (MIB, 5 * MIB // 2)),
+        (None, [],            (MIB, 25 * MIB)),
+    ],
+)  # fmt: skip
+def test_capacities(cap: Any, caps: Any, expected: tuple[int, ...]) -> None:
+    assert capacities(cap, caps) == expected
+
+
+@pytest.mark.parametrize(("cap", "caps"), [(0, None), (-1, None), (float("nan"), None), (float("inf"), None)])
+def test_a_capacity_is_a_number_above_zero(cap: Any, caps: Any) -> None:
+    with pytest.raises(UsageError, match=rf"a bucket's capacity must be a number of MiB > 0, not {cap!r}"):
+        capacities(cap, caps)
+
+
+def test_the_list_of_capacities_wins_as_in_torch() -> None:
+    assert capacities(7, [1, 2]) == capacities(None, [1, 2])
+
+
+# -- weights on a GPU -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Takes tensors for ones on a GPU; holds the numbers that the host has waited for."""
+    numbers: list[float] = []
+
+    def read_later(number: torch.Tensor) -> Callable[[], float]:
+        def read() -> float:
+            numbers.append(float(number))
+            return numbers[-1]
+
+        return read
+
+    monkeypatch.setattr("paceline.ddp.agreement.ledger.is_queued", lambda _: True)
+    monkeypatch.setattr("paceline.ddp.agreement.ledger.read_later", read_later)
+    return numbers
+
+
+def test_a_weight_on_a_gpu_is_waited_for_when_the_rank_reports_and_not_before(asked: list[float]) -> None:
+    """The host would stop at ``model.weight(count)`` until the GPU has done all that is queued before the count."""
+    ledger = Ledger()
+    ledger._mistaken_means._looks = 0  # which looks at the first weights
+    for weight in (torch.tensor(2), torch.tensor([3.5]), 1):
+        with ledger.weigh(weight):
+            ledger.forward_in_block()
+            ledger.backward_began()
+        assert ledger.is_weight_pending
+    assert asked == []
+    assert ledger.report(1).weight == 6.5
+    assert asked == [2, 3.5]
+    ledger.synchronized()
+    assert ledger.report(1).weight == 0
+
+
+def test_weights_on_a_gpu_that_do_not_count_are_left_out(asked: list[float]) -> None:
+    ledger = Ledger()
+    with ledger.weigh(torch.tensor(2.0)):
+        pass
+    with pytest.raises(ZeroDivisionError), ledger.weigh(torch.tensor(4.0)):
+        raise ZeroDivisionError
+    assert ledger.report(1).weight == 2
+    with ledger.weigh(torch.tensor(8.0)):
+        pass
+    ledger.contributes_nothing(counted=True)
+    assert ledger.report(1).weight == 0
+    ledger.local_backwards = 1
+    with ledger.weigh(torch.tensor(16.0)):
+        pass
+    with ledger.weigh(torch.tensor(32.0)):
+        ledger.backward_began()
+        ledger.forget_dropped([], in_backward=True)
+    assert ledger.report(1).weight == 32
+
+
+def test_a_wrong_weight_on_a_gpu_is_refused_when_the_rank_reports(asked: list[float]) -> None:
+    ledger = Ledger()
+    with ledger.weigh(torch.tensor(float("nan"))):
+        pass
+    with pytest.raises(UsageError, match="finite number >= 0"):
+        ledger.report(1)
+
+
+def test_the_mean_over_a_weight_on_a_gpu_multiplies_by_it(asked: list[float]) -> None:
+    ledger = Ledger()
+    parameter = torch.ones(1, requires_grad=True)
+    factors: list[float] = []
+    parameter.register_hook(lambda _: factors.append(ledger.factor(is_common=False)))
+    with ledger.weigh(torch.tensor(3.0), is_mean=True):
+        ledger.forward_in_block()
+        parameter.exp().backward()
+    assert factors == [3.0]

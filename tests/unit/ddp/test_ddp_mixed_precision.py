@@ -1,0 +1,85 @@
+"""``mixed_precision``: low precision inside, full precision outside."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from paceline.core.processes.world import World
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+
+
+class Seen(nn.Module):
+    """Tied layers and a buffer; remembers in what precision it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.register_buffer("shift", torch.ones(4))
+        self.dtypes: tuple[torch.dtype, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.first.weight is self.second.weight
+        self.dtypes = (x.dtype, self.first.weight.dtype, self.shift.dtype)
+        return self.second(self.first(x).tanh() + self.shift)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        _MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16),
+        _MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16),
+        _MixedPrecision(reduce_dtype=torch.bfloat16),
+    ],
+    ids=["bf16 summed in fp32", "bf16", "summed in bf16"],
+)
+def test_low_precision_inside_full_precision_outside(world: World, policy: _MixedPrecision) -> None:
+    torch.manual_seed(0)
+    module = Seen()
+    twin = copy.deepcopy(module)
+    twin.shift.data = twin.shift.to(policy.buffer_dtype or torch.float32)
+    model = DistributedDataParallel(module, mixed_precision=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(3, 6, 4)
+    for batch in data:
+        parts = batch.chunk(world.size)
+        out = model(parts[world.rank])
+        low = policy.param_dtype or torch.float32
+        assert module.dtypes == (low, low, policy.buffer_dtype or torch.float32)
+        out.float().square().mean().backward()
+        # The twin computes every rank's part in the low precision by itself, and sums in full.
+        expected = [torch.zeros_like(parameter) for parameter in twin.parameters()]
+        for part in parts:
+            cast = {name: parameter.to(low) for name, parameter in twin.named_parameters()}
+            loss = torch.func.functional_call(twin, cast, (part.to(low),)).float().square().mean()
+            for total, gradient in zip(expected, torch.autograd.grad(loss, list(twin.parameters())), strict=True):
+                total += gradient / world.size
+        for parameter, mirrored, gradient in zip(module.parameters(), twin.parameters(), expected, strict=True):
+            assert parameter.dtype == parameter.grad.dtype == torch.float32
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0.02, atol=0.02)
+            mirrored.data -= 0.1 * parameter.grad
+        optimizer.step()
+        optimizer.zero_grad()
+    kind = policy.reduce_dtype or policy.param_dtype or torch.float32
+    assert {bucket.flat.dtype for bucket in model._engine.storage.buckets} == {kind}
+    model.eval()
+    with torch.no_grad():
+        assert model(data[0]).dtype == (policy.param_dtype or torch.float32)
+    assert {value.dtype for name, value in model.state_dict().items() if "shift" not in name} == {torch.float32}
+
+
+@pytest.mark.ranks(2)
+def test_another_policy_is_refused(world: World) -> None:
+    with pytest.raises(UsageError, match="_MixedPrecision; for autocast"):
+        DistributedDataParallel(Seen(), mixed_precision=object())
+    with pytest.raises(UsageError, match="not to both"):
+        DistributedDataParallel(
+            Seen(), mixed_precision=_MixedPrecision(reduce_dtype=torch.bfloat16), reduce_dtype=torch.float32
+        )

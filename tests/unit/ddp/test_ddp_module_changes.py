@@ -1,0 +1,524 @@
+"""Parameters added or replaced after wrapping are averaged from their first backward on, or every rank refuses by name.
+
+torch DDP leaves them out without a word: they train on each rank's own data, and replicas drift apart.
+
+
+Such a parameter has no hook and no place in a bucket, and nothing that is done to a module tells its wrapper.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.nn.utils import weight_norm as old_weight_norm
+
+from paceline.core.processes.world import World
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import DesyncError, NonFiniteGradient, ReplicaMismatch, UsageError
+from twins import Pools, same_gradients, same_weights
+
+SIZE = 2
+
+
+class Lora(nn.Module):
+    """A frozen layer beside which a product of two small matrices is trained."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(rank, base.out_features, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Net(nn.Module):
+    """A body and a head, with statistics in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = self.embed((x[:, 0].abs() * 2).long().clamp(max=4))
+        return self.head(self.body(x.to(self.embed.weight.dtype)) + words) * self.scale
+
+
+def frozen_body() -> nn.Module:
+    net = Net()
+    net.body.requires_grad_(False)
+    return net
+
+
+# -- what users do to a module; each is given the ranks' module and the twin -----------------------------------------
+
+
+def new_head(net: Any) -> None:
+    net.head = nn.Linear(4, 2).double()
+
+
+def wider_head(net: Any) -> None:
+    """As HF's resize does: other shapes under the same names."""
+    net.head = nn.Linear(4, 7).double()
+
+
+def lora(net: Any) -> None:
+    """All that trained is frozen, all that trains is new."""
+    net.requires_grad_(False)
+    net.body[0], net.body[2] = Lora(net.body[0]), Lora(net.body[2])
+
+
+def second_adapter(net: Any) -> None:
+    lora(net)
+    net.body[0] = Lora(net.body[0].base)
+
+
+def unfreeze(net: Any) -> None:
+    net.requires_grad_(True)
+
+
+def unfreeze_one(net: Any) -> None:
+    net.body[2].bias.requires_grad_(True)
+
+
+def tie(net: Any) -> None:
+    net.body[2].weight = net.body[0].weight = nn.Parameter(torch.randn(4, 4).double())
+    net.body[0] = nn.Sequential(nn.ConstantPad1d((0, 1), 1.0), net.body[0])
+
+
+def assign(net: Any) -> None:
+    state = {name: value.clone() + 1 for name, value in net.state_dict().items()}
+    net.load_state_dict(state, assign=True)
+
+
+def to_single(net: Any) -> None:
+    net.float()
+
+
+def to_single_in_part(net: Any) -> None:
+    net.scale.data = net.scale.data.float()
+
+
+class TwiceScaled(Net):
+    """The second scale is in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Parameter(torch.ones((), dtype=torch.half))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.second
+
+
+def to_bfloat16_in_part(net: Any) -> None:
+    """One parameter, which has as many bytes as before."""
+    net.second.data = net.second.data.bfloat16()
+
+
+def to_single_overwriting(net: Any) -> None:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        net.float()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def equal_scalar(net: Any) -> None:
+    """A new parameter that is equal to the old one by ``==``."""
+    net.scale = nn.Parameter(net.scale.detach().clone())
+
+
+def in_the_dict(net: Any) -> None:
+    net.head._parameters["weight"] = nn.Parameter(net.head.weight.detach() * 2)
+
+
+def sparse_embedding(net: Any) -> None:
+    net.embed = nn.Embedding(5, 4, sparse=True).double()
+
+
+def with_statistics(net: Any) -> None:
+    net.head = nn.Sequential(nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2)).double().eval()
+
+
+def weight_norm(net: Any) -> None:
+    parametrizations.weight_norm(net.head)
+
+
+def weight_norm_of_old(net: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        old_weight_norm(net.head)
+
+
+def spectral_norm(net: Any) -> None:
+    parametrizations.spectral_norm(net.head).double()
+
+
+def spectral_norm_of_old(net: Any) -> None:
+    old_spectral_norm(net.head).double()
+
+
+def orthogonal(net: Any) -> None:
+    parametrizations.orthogonal(net.head)
+
+
+def pruned(net: Any) -> None:
+    prune.l1_unstructured(net.head, "weight", 0.5)
+
+
+def removed(net: Any) -> None:
+    net.head = nn.Identity()
+
+
+def average_inside(net: Any) -> None:
+    net.ema = copy.deepcopy(net.body)
+
+
+CHANGES: list[tuple[Callable[[Any], None], Callable[[], nn.Module]]] = [
+    *((change, Net) for change in (new_head, wider_head, lora, second_adapter, tie, assign, to_single)),
+    *((change, Net) for change in (to_single_in_part, to_single_overwriting, equal_scalar)),
+    *((change, Net) for change in (in_the_dict, sparse_embedding, with_statistics, weight_norm)),
+    *((change, Net) for change in (weight_norm_of_old, spectral_norm, spectral_norm_of_old, orthogonal)),
+    *((change, Net) for change in (pruned, removed, average_inside)),
+    *((change, frozen_body) for change in (unfreeze, unfreeze_one, new_head)),
+    (to_bfloat16_in_part, TwiceScaled),
+]
+
+
+def batch(step: int, size: int) -> Tensor:
+    return torch.randn(4 * size, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def train(
+    world: World,
+    build: Callable[[], nn.Module],
+    change: Callable[[Any], None],
+    options: dict[str, Any],
+    micros: int = 1,
+) -> list[str]:
+    """Steps beside a twin in one process, with the change after the second; returns the names in buckets."""
+    torch.manual_seed(0)
+    net: Any = build()
+    model = DistributedDataParallel(net, unused_parameters="allow", **options)
+    twin: Any = copy.deepcopy(net)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, twin)]
+    for step in range(6):
+        if step == 2:
+            for one in (net, twin):
+                torch.manual_seed(1)
+                change(one)
+            optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, twin)]
+        x = batch(step, world.size)
+        mine = x[4 * world.rank : 4 * world.rank + 4]
+        for at, part in enumerate(mine.chunk(micros)):
+            model.require_backward_grad_sync = at == micros - 1
+            (model(part).sin().sum() / 4).backward()
+        (twin(x).sin().sum() / len(x)).backward()
+        rtol = {8: 1e-9, 4: 1e-4, 2: 0.2}[min(one.itemsize for one in net.parameters())]
+        if net.embed.sparse:
+            assert step < 2 or net.embed.weight.grad.is_sparse
+            for one in (net, twin):
+                one.embed.weight.grad = one.embed.weight.grad.to_dense()
+        same_gradients(net, twin, rtol, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same_weights(net, twin, rtol, f"step {step}")
+    return sorted(name for names in model.bucket_layout() for name in names)
+
+
+@pytest.mark.parametrize(("change", "build"), CHANGES, ids=lambda one: one.__name__)
+def test_a_changed_module_trains_as_in_one_process(pools: Pools, change: Any, build: Any) -> None:
+    layouts = pools.run(SIZE, train, build, change, {})
+    assert layouts[0] == layouts[1]
+
+
+@pytest.mark.parametrize("change", [new_head, lora, to_single], ids=lambda one: one.__name__)
+def test_a_changed_module_is_taken_in_with_small_buckets_and_local_backwards(pools: Pools, change: Any) -> None:
+    pools.run(SIZE, train, Net, change, {"bucket_cap_mb": 1e-4}, 2)
+
+
+# -- not alike on all ranks: every rank raises the same in the same step -----------------------------------------------
+
+
+def on_one_rank(net: Any, rank: int) -> None:
+    if rank == 1:
+        new_head(net)
+
+
+def other_shapes(net: Any, rank: int) -> None:
+    net.head = nn.Linear(4, 2 + rank).double()
+
+
+def other_values(net: Any, rank: int) -> None:
+    torch.manual_seed(rank)
+    new_head(net)
+
+
+def adapter_on_one_rank(net: Any, rank: int) -> None:
+    """On that rank nothing that trained before trains any more."""
+    if rank == 0:
+        lora(net)
+
+
+def dtype_on_one_rank(net: Any, rank: int) -> None:
+    if rank == 0:
+        net.float()
+
+
+def thawed_on_one_rank(net: Any, rank: int) -> None:
+    if rank == 1:
+        net.requires_grad_(True)
+
+
+def refused(world: World, build: Callable[[], nn.Module], change: Any, hook: bool = False) -> list[str]:
+    """What is raised in two steps after the change, and after the module is wrapped again."""
+    net: Any = build()
+    model = DistributedDataParallel(net, unused_parameters="allow")
+    if hook:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    model(batch(0, 1)).sum().backward()
+    net.zero_grad()
+    change(net, world.rank)
+    said = []
+    for step in range(2):
+        with pytest.raises(UsageError) as caught:
+            model(batch(step, 1)).sum().backward()
+        said.append(str(caught.value))
+    if change in (on_one_rank, other_values, thawed_on_one_rank, same_new_head):  # the same names and shapes everywhere
+        del model
+        net.zero_grad()
+        net.requires_grad_(True)
+        train(world, lambda: net, lambda net: None, {})
+    return said
+
+
+REFUSED = [
+    (on_one_rank, Net, "not alike on all ranks: 'head.weight' has shape (2, 4), torch.float64, new on rank 1 but"),
+    (other_shapes, Net, "'head.weight' has shape (3, 4), torch.float64, new on rank 1 but shape (2, 4)"),
+    (other_values, Net, "'head.weight' has other values on rank 1 than on rank 0; wrap the module again"),
+    (adapter_on_one_rank, Net, "'body.0.down.weight' is in the model of rank 0 but not on rank 1"),
+    (dtype_on_one_rank, Net, "torch.float64 on rank 1 but shape (), torch.float32, new on rank 0"),
+    (thawed_on_one_rank, frozen_body, "'body.0.weight' is in the model of rank 1 but not on rank 0"),
+]
+
+
+@pytest.mark.parametrize(("change", "build", "said"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
+def test_what_is_not_alike_on_all_ranks_is_refused_on_all(pools: Pools, change: Any, build: Any, said: str) -> None:
+    """Also on those that changed nothing, in the same step: nobody waits for a rank that refused alone."""
+    for first, second in pools.run(SIZE, refused, build, change):
+        assert first == second
+        assert "parameters of the module were added or replaced after it was wrapped" in first
+        assert said in first, first
+
+
+def test_new_parameters_beside_a_communication_hook_are_refused(pools: Pools) -> None:
+    """A hook's state may be made for the parameters that were there, as PowerSGD's is."""
+    for first, _ in pools.run(SIZE, refused, Net, same_new_head, True):
+        assert "such as 'head.weight', of which the communication hook" in first
+
+
+def same_new_head(net: Any, _rank: int) -> None:
+    torch.manual_seed(1)
+    new_head(net)
+
+
+# -- around the change -------------------------------------------------------------------------------------------------
+
+
+def compare(world: World, model: nn.Module, twin: nn.Module, steps: range = range(3)) -> None:
+    """Gradients of several steps beside those of the twin in one process."""
+    for step in steps:
+        x = batch(step, world.size)
+        model(x[4 * world.rank : 4 * world.rank + 4]).sin().mean().backward()
+        twin(x).sin().mean().backward()
+        same_gradients(getattr(model, "module", model), twin, where=f"step {step}")
+        model.zero_grad()
+        twin.zero_grad()
+
+
+def wrapped() -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    net = Net()
+    return DistributedDataParallel(net), net, copy.deepcopy(net)
+
+
+def change_both(change: Callable[[Any], None], *nets: Any) -> None:
+    for net in nets:
+        torch.manual_seed(1)
+        change(net)
+
+
+def between_forward_and_backward(world: World) -> None:
+    model, net, twin = wrapped()
+    x = batch(0, world.size)
+    mine, whole = model(x[4 * world.rank : 4 * world.rank + 4]).mean(), twin(x).mean()
+    old = net.head.weight, twin.head.weight
+    change_both(new_head, net, twin)
+    mine.backward()
+    whole.backward()
+    torch.testing.assert_close(old[0].grad, old[1].grad)
+    model.zero_grad()
+    twin.zero_grad()
+    compare(world, model, twin)
+
+
+def in_a_copy_of_the_wrapper(world: World) -> None:
+    model, _, twin = wrapped()
+    copied = copy.deepcopy(model)
+    change_both(lora, copied.module, twin)
+    compare(world, copied, twin)
+    change_both(new_head, copied.module, twin)
+    compare(world, copied, twin)
+
+
+def another_module(world: World) -> None:
+    model, _, _ = wrapped()
+    torch.manual_seed(1)
+    model.module = frozen_body()
+    compare(world, model, copy.deepcopy(model.module))
+
+
+def average_on_one_rank(world: World) -> None:
+    """Never used in a forward, so it has no gradient: as with torch DDP it may be there on one rank alone."""
+    model, net, twin = wrapped()
+    if world.rank == 0:
+        net.body[3].average = copy.deepcopy(net.body)
+    for step in range(2):
+        x = batch(step, world.size)
+        model(x[4 * world.rank : 4 * world.rank + 4]).mean().backward()
+        twin(x).mean().backward()
+        torch.testing.assert_close(net.head.weight.grad, twin.head.weight.grad)
+        model.zero_grad()
+        twin.zero_grad()
+
+
+def after_an_exception(world: World) -> None:
+    model, net, twin = wrapped()
+    change_both(new_head, net, twin)
+    out = model(batch(0, 1))
+    if world.rank == 1:
+        out.register_hook(lambda _: 1 / 0)
+    with pytest.raises((ZeroDivisionError, DesyncError)):
+        out.sum().backward()
+    model.zero_grad()
+    compare(world, model, twin)
+
+
+def a_rank_without_data(world: World) -> None:
+    model, net, twin = wrapped()
+    change_both(new_head, net, twin)
+    if world.rank == 0:
+        model(batch(0, 1)).mean().backward()
+    else:
+        model.sync_gradients()
+    (twin(batch(0, 1)).mean() / world.size).backward()
+    same_gradients(net, twin)
+
+
+def two_forwards_in_a_step(world: World) -> None:
+    """Outputs whose forward came before the parameters were taken in have a backward that comes after it."""
+    model, net, twin = wrapped()
+    change_both(lora, net, twin)
+    x = batch(0, world.size)
+    mine = x[4 * world.rank : 4 * world.rank + 4]
+    first, second = model(mine).sin().mean(), model(mine).cos().mean()
+    first.backward()
+    second.backward()
+    (twin(x).sin().mean() + twin(x).cos().mean()).backward()
+    same_gradients(net, twin)
+
+
+def weighed(world: World) -> None:
+    model, net, twin = wrapped()
+    change_both(new_head, net, twin)
+    for _ in range(2):
+        rows = [batch(0, world.size)[4 * rank : 4 * rank + rank + 1] for rank in range(world.size)]
+        with model.weight(world.rank + 1):
+            model(rows[world.rank]).sum().backward()
+        whole = torch.cat(rows)
+        (twin(whole).sum() / len(whole)).backward()
+        same_gradients(net, twin)
+        model.zero_grad()
+        twin.zero_grad()
+
+
+AROUND = [between_forward_and_backward, in_a_copy_of_the_wrapper, another_module, average_on_one_rank]
+AROUND += [after_an_exception, a_rank_without_data, two_forwards_in_a_step, weighed]
+
+
+@pytest.mark.parametrize("case", AROUND, ids=lambda one: one.__name__)
+def test_gradients_around_a_change_are_those_of_one_process(pools: Pools, case: Callable[[World], None]) -> None:
+    pools.run(SIZE, case)
+
+
+@pytest.mark.parametrize("case", [in_a_copy_of_the_wrapper, another_module, weighed], ids=lambda one: one.__name__)
+def test_a_world_of_one_takes_changes_in(pools: Pools, case: Callable[[World], None]) -> None:
+    pools.run(1, case)
+
+
+def step_over_new_parameters(world: World) -> None:
+    model, net, _ = wrapped()
+    change_both(lora, net)
+    optimizer = torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr=0.1)
+    with model.no_sync():
+        model(batch(world.rank, 1)).mean().backward()
+    with pytest.raises(UsageError, match="not averaged over the ranks, as the last backward ran under no_sync"):
+        optimizer.step()
+
+
+def test_a_step_over_local_gradients_of_new_parameters_is_refused(pools: Pools) -> None:
+    pools.run(SIZE, step_over_new_parameters)
+
+
+def drift_of_new(world: World) -> str:
+    torch.manual_seed(0)
+    net = Net()
+    model = DistributedDataParallel(net, check_replicas_every=1)
+    torch.manual_seed(1)
+    new_head(net)
+    optimizer = torch.optim.Adam(net.parameters())
+    for step in range(4):
+        if step == 2 and world.rank == 1:
+            net.head.weight.data[0, 0] += 1
+        optimizer.zero_grad()
+        try:
+            model(batch(step, 1)).mean().backward()
+        except ReplicaMismatch as error:
+            return str(error)
+        optimizer.step()
+    return ""
+
+
+def test_the_replica_check_looks_at_the_module_as_it_is_now(pools: Pools) -> None:
+    for message in pools.run(SIZE, drift_of_new):
+        assert "'parameter head.weight'" in message
+
+
+def nan_in_new(world: World) -> str:
+    torch.manual_seed(0)
+    net = Net()
+    model = DistributedDataParallel(net, check_finite=True)
+    change_both(new_head, net)
+    with pytest.raises(NonFiniteGradient) as caught:
+        (model(batch(0, 1)) * (float("nan") if world.rank == 1 else 1.0)).sum().backward()
+    return str(caught.value)
+
+
+def test_new_gradients_that_are_not_finite_are_noticed(pools: Pools) -> None:
+    for message in pools.run(SIZE, nan_in_new):
+        assert "NaN or Inf on rank 1" in message

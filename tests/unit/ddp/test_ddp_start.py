@@ -1,0 +1,495 @@
+"""Construction: what is refused, what is compared, what is made equal, and what is given back at the end."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from paceline.core.processes.world import World
+from paceline.core.state.digests import weights_sha256
+from paceline.core.state.unwrapping import HasBucketLayout, unwrap
+from paceline.core.telemetry.spans import Recorder
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import CheckpointMismatch, ReplicaMismatch, UsageError, WorldError
+from twins import Pools
+
+TINY = 1e-4
+
+
+class Net(nn.Module):
+    def __init__(self, hidden: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, hidden)
+        self.norm = nn.BatchNorm1d(hidden)
+        self.last = nn.Linear(hidden, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)).tanh())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    model(torch.randn(4, 5)).sum().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def caught(make: Any, *arguments: Any, **options: Any) -> tuple[str, str]:
+    """Type and message of the error that `make` raises."""
+    try:
+        make(*arguments, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+# -- equal replicas ----------------------------------------------------------------------------------------------------
+
+
+def made_with(world: World, init_sync: Any, alike: bool) -> tuple[str, str, str, str]:
+    torch.manual_seed(0 if alike else world.rank)
+    net = Net()
+    if not alike:
+        net.norm.running_mean.fill_(world.rank)
+    before = weights_sha256(net)
+    kind, message = caught(DistributedDataParallel, net, init_sync=init_sync)
+    return before, weights_sha256(net), kind, message
+
+
+def test_init_sync_broadcasts_rank_0s_parameters_and_buffers(pools: Pools) -> None:
+    results = pools.run(3, made_with, True, False)
+    before, after, kinds, _ = zip(*results, strict=True)
+    assert len(set(before)) == 3
+    assert set(after) == {before[0]}
+    assert set(kinds) == {"nothing"}
+
+
+def test_init_sync_false_leaves_all_as_it_is(pools: Pools) -> None:
+    for before, after, kind, _ in pools.run(2, made_with, False, False):
+        assert before == after
+        assert kind == "nothing"
+
+
+def test_verify_accepts_equal_replicas_and_refuses_others_by_name_and_rank(pools: Pools) -> None:
+    assert {kind for _, _, kind, _ in pools.run(2, made_with, "verify", True)} == {"nothing"}
+    for before, after, kind, message in pools.run(3, made_with, "verify", False):
+        assert kind == "ReplicaMismatch"
+        assert message.startswith("'first.weight' has other values on rank 1 than on rank 0; ")
+        assert before == after
+    assert issubclass(ReplicaMismatch, ValueError)
+
+
+def test_init_sync_takes_only_the_three(pools: Pools) -> None:
+    for _, _, kind, message in pools.run(2, made_with, "yes", True):
+        assert (kind, message) == ("UsageError", "init_sync must be True, False or 'verify', not 'yes'")
+
+
+class Reordered(nn.Module):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.zeros(2)))
+
+
+def differing(world: World, kind: str) -> tuple[str, str]:
+    odd = world.rank == 1
+    net: nn.Module = Net(7 if odd and kind == "shape" else 6)
+    if odd and kind == "dtype":
+        net.last.double()
+    if odd and kind == "missing":
+        net.last.register_parameter("bias", None)
+    if odd and kind == "extra":
+        net.extra = nn.Parameter(torch.zeros(1))
+    if odd and kind == "gradient":
+        net.first.weight.requires_grad_(False)
+    if odd and kind == "strides":
+        net.first.weight = nn.Parameter(net.first.weight.detach().t().contiguous().t())
+    if odd and kind == "buffer":
+        net.register_buffer("more", torch.zeros(1))
+    if kind == "order":
+        net = Reordered(["b", "a"] if odd else ["a", "b"])
+    return caught(DistributedDataParallel, net)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            "shape",
+            "'first.weight' has shape (7, 5), torch.float32 on rank 1 but shape (6, 5), torch.float32 on rank 0",
+        ),
+        ("dtype", "'last.weight' has shape (3, 6), torch.float64 on rank 1 but shape (3, 6), torch.float32 on rank 0"),
+        ("missing", "'last.bias' is in the model of rank 0 but not on rank 1"),
+        ("extra", "'extra' is in the model of rank 1 but not on rank 0"),
+        ("gradient", "'first.weight' has shape (6, 5), torch.float32, no gradient on rank 1 but shape (6, 5)"),
+        ("strides", "'first.weight' has shape (6, 5), torch.float32, strides (1, 6) on rank 1 but shape (6, 5)"),
+        ("buffer", "'more' is in the model of rank 1 but not on rank 0"),
+        ("order", "parameter 0 is 'b' on rank 1 but 'a' on rank 0, so the order differs"),
+    ],
+)
+def test_models_that_differ_are_refused_on_every_rank(pools: Pools, kind: str, said: str) -> None:
+    for error, message in pools.run(3, differing, kind):
+        assert error == "ReplicaMismatch"
+        assert message.startswith(said)
+        assert message.endswith("build the same model on every rank")
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def refusals(world: World) -> dict[str, tuple[str, str]]:
+    found = {}
+    options: dict[str, dict[str, Any]] = {
+        "mixed_precision": {"mixed_precision": object()},
+        "param_to_hook_all_reduce": {"param_to_hook_all_reduce": 1},
+        "bucket_cap_mb": {"bucket_cap_mb": 0},
+        "output_device": {"output_device": 0},
+        "device_ids": {"device_ids": [0]},
+        "both groups": {"process_group": torch.distributed.group.WORLD, "device_mesh": object()},
+    }
+    for name, given in options.items():
+        found[name] = caught(DistributedDataParallel, Net(), **given)
+    frozen = Net().requires_grad_(False)
+    found["frozen"] = caught(DistributedDataParallel, frozen)
+    model = DistributedDataParallel(Net())
+    found["weight"] = caught(lambda: model.weight(-1).__enter__())
+    return found
+
+
+def test_what_is_refused_says_why(pools: Pools) -> None:
+    for found in pools.run(2, refusals):
+        assert {kind for kind, _ in found.values()} == {"UsageError", "WrapError"}
+        assert "DistributedDataParallel(mixed_precision=" in found["mixed_precision"][1]
+        assert "give both" in found["param_to_hook_all_reduce"][1]
+        assert "not 0" in found["bucket_cap_mb"][1]
+        assert "no parameter that requires a gradient" in found["frozen"][1]
+        assert "device_ids=[0]" in found["device_ids"][1]
+
+
+def torchs_arguments(world: World) -> bool:
+    model = DistributedDataParallel(
+        Net(),
+        find_unused_parameters=True,
+        gradient_as_bucket_view=True,
+        static_graph=True,
+        check_reduction=True,
+        batched_grad_copy=True,
+        process_group=torch.distributed.group.WORLD,
+    )
+    step(model)
+    return isinstance(model, nn.parallel.DistributedDataParallel) and isinstance(model, HasBucketLayout)
+
+
+def test_torchs_other_arguments_are_taken_and_the_class_is_torchs(pools: Pools) -> None:
+    assert pools.run(2, torchs_arguments) == [True, True]
+
+
+def test_without_a_process_group_the_remedy_is_named() -> None:
+    with pytest.raises(WorldError, match=r"call paceline\.init\(\)"):
+        DistributedDataParallel(Net())
+
+
+def ignored_parameters(world: World) -> tuple[bool, list[float]]:
+    torch.manual_seed(world.rank)
+    net = Net()
+    net._ddp_params_and_buffers_to_ignore = ["first.weight", "norm.running_mean"]
+    net.norm.running_mean.fill_(world.rank)
+    model = DistributedDataParallel(net, broadcast_buffers=True)
+    named = "first.weight" in chain(*model.bucket_layout())
+    return named, net.norm.running_mean.tolist()
+
+
+def test_ignored_parameters_and_buffers_stay_local(pools: Pools) -> None:
+    assert pools.run(2, ignored_parameters) == [(False, [0.0] * 6), (False, [1.0] * 6)]
+
+
+def _csr() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a beta feature
+        return torch.eye(3).to_sparse_csr()
+
+
+def _quantized() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        return torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.qint8)
+
+
+UNFIT: dict[str, Callable[[], Tensor]] = {
+    "expanded, of dtype torch.float32": lambda: torch.zeros(1, 3).expand(2, 3),
+    "of dtype torch.float8_e4m3fn": lambda: torch.zeros(4, dtype=torch.float8_e4m3fn),
+    "of dtype torch.uint16": lambda: torch.zeros(4, dtype=torch.uint16),
+    "sparse, of layout torch.sparse_coo and dtype torch.float32": lambda: torch.eye(3).to_sparse(),
+    "sparse, of layout torch.sparse_csr and dtype torch.float32": _csr,
+    "quantized, of dtype torch.qint8": _quantized,
+    "on the meta device, of dtype torch.float32": lambda: torch.zeros(2, device="meta"),
+}
+
+
+def unfit(world: World) -> None:
+    for said, make in UNFIT.items():
+        for as_parameter, options in ((True, {}), (False, {}), (False, {"init_sync": False})):
+            net = nn.Linear(1, 1)
+            if as_parameter:
+                net.odd = nn.Parameter(make(), requires_grad=False)
+            else:
+                net.register_buffer("odd", make())
+            with pytest.raises(UsageError) as caught:
+                DistributedDataParallel(net, **options)
+            assert str(caught.value).startswith(f"'odd' is {said}"), caught.value
+
+
+def test_a_tensor_that_cannot_be_broadcast_is_named_with_its_dtype(pools: Pools) -> None:
+    """It was "most likely because one of them ended", from inside the broadcast."""
+    pools.run(2, unfit)
+
+
+def unfit_but_ignored(world: World) -> None:
+    net = nn.Linear(1, 1)
+    net.register_buffer("odd", torch.zeros(4, dtype=torch.uint16))
+    net._ddp_params_and_buffers_to_ignore = ["odd"]
+    model = DistributedDataParallel(net)
+    model(torch.ones(1, 1)).sum().backward()
+
+
+def test_a_tensor_that_cannot_be_broadcast_may_be_ignored(pools: Pools) -> None:
+    pools.run(2, unfit_but_ignored)
+
+
+def trained_unfit(world: World) -> None:
+    for odd in (torch.eye(3).to_sparse(), torch.zeros(4).to(torch.float8_e5m2)):
+        net = nn.Linear(1, 1)
+        net.odd = nn.Parameter(odd)
+        with pytest.raises(UsageError, match=rf"'odd' is .*{net.odd.dtype}, whose gradient cannot be"):
+            DistributedDataParallel(net)
+
+
+def test_a_parameter_whose_gradient_cannot_be_averaged_is_named_with_its_dtype(pools: Pools) -> None:
+    pools.run(2, trained_unfit)
+
+
+def lazy(world: World) -> None:
+    for net in (nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)), nn.Sequential(nn.LazyBatchNorm1d(affine=False))):
+        with pytest.raises(RuntimeError, match=r"is not initialized, .* run a dummy forward"):
+            DistributedDataParallel(net)
+    net = nn.Sequential(nn.LazyLinear(3))
+    net(torch.ones(1, 2))
+    model = DistributedDataParallel(net)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_lazy_layer_asks_for_a_dummy_forward(pools: Pools, size: int) -> None:
+    pools.run(size, lazy)
+
+
+def bad_layouts(world: World) -> list[tuple[str, str]]:
+    model = DistributedDataParallel(Net(), bucket_cap_mb=TINY)
+    layout = model.bucket_layout()
+    bad = [layout[:-1], [*layout, layout[0]], [["nobody"]]]
+    results = [caught(model.load_bucket_layout, one) for one in bad]
+    model.load_bucket_layout([])
+    assert model.bucket_layout() == layout
+    step(model)
+    return results
+
+
+def test_a_layout_of_another_model_is_refused(pools: Pools) -> None:
+    for missing, twice, foreign in pools.run(2, bad_layouts):
+        assert missing[0] == twice[0] == CheckpointMismatch.__name__
+        assert foreign[0] == CheckpointMismatch.__name__
+        assert "'nobody'" in foreign[1]
+
+
+# -- state dicts -------------------------------------------------------------------------------------------------------
+
+
+def loading(world: World) -> None:
+    model = DistributedDataParallel(Net())
+    bare = {key: value.clone() + 1 for key, value in unwrap(model).state_dict().items()}
+    assert list(model.state_dict()) == [f"module.{key}" for key in bare]
+    for state in (bare, {f"module.{key}": value + 1 for key, value in bare.items()}):
+        model.load_state_dict(state)
+        for loaded, given in zip(model.state_dict().values(), state.values(), strict=True):
+            assert torch.equal(loaded, given)
+    outer = nn.ModuleDict({"net": model})
+    outer.load_state_dict({f"net.{key}": value for key, value in bare.items()})
+    outer.load_state_dict({f"net.module.{key}": value for key, value in bare.items()})
+    result = model.load_state_dict({"first.weight": bare["first.weight"], "more": bare["last.bias"]}, strict=False)
+    assert "module.last.bias" in result.missing_keys
+    assert result.unexpected_keys == ["more"]
+
+
+def test_state_dict_has_torchs_prefix_and_loading_takes_both(pools: Pools) -> None:
+    pools.run(2, loading)
+
+
+class Nested(nn.Module):
+    """A part of this model is itself called `module`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
+def loading_nested(world: World) -> None:
+    model = DistributedDataParallel(Nested())
+    assert list(model.state_dict()) == ["module.module.weight", "module.module.bias"]
+    model.load_state_dict(model.state_dict())
+    model.load_state_dict(unwrap(model).state_dict())
+
+
+def test_a_part_called_module_loads_both_ways(pools: Pools) -> None:
+    pools.run(2, loading_nested)
+
+
+def through_dcp(world: World) -> None:
+    torch.manual_seed(0)
+    ours = DistributedDataParallel(Net())
+    theirs = nn.parallel.DistributedDataParallel(copy.deepcopy(unwrap(ours)))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (ours, theirs)]
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        for seed in range(2):
+            step(model, optimizer, seed)
+    for options in (StateDictOptions(), StateDictOptions(full_state_dict=True, cpu_offload=True)):
+        mine, reference = get_model_state_dict(ours, options=options), get_model_state_dict(theirs, options=options)
+        same(mine, reference)
+        if mine:  # full state dicts exist on rank 0 alone
+            assert next(iter(mine)) == "first.weight"
+        same(
+            get_state_dict(ours, optimizers[0], options=options), get_state_dict(theirs, optimizers[1], options=options)
+        )
+    saved, saved_optimizer = copy.deepcopy(get_state_dict(ours, optimizers[0]))
+    digest = weights_sha256(ours)
+    step(ours, optimizers[0], 5)
+    assert weights_sha256(ours) != digest
+    set_state_dict(ours, optimizers[0], model_state_dict=copy.copy(saved), optim_state_dict=saved_optimizer)
+    assert weights_sha256(ours) == digest
+    same(get_state_dict(ours, optimizers[0])[1], saved_optimizer)
+    step(ours, optimizers[0], 5)
+    set_model_state_dict(ours, saved)
+    assert weights_sha256(ours) == digest
+
+
+def same(mine: Any, other: Any) -> None:
+    if isinstance(mine, torch.Tensor):
+        torch.testing.assert_close(mine, other)
+    elif isinstance(mine, dict):
+        assert list(mine) == list(other)
+        for key in mine:
+            same(mine[key], other[key])
+    elif isinstance(mine, list | tuple):
+        assert len(mine) == len(other)
+        for one, two in zip(mine, other, strict=True):
+            same(one, two)
+    else:
+        assert mine == other
+
+
+def test_torchs_distributed_state_dicts_equal_those_of_torch_ddp_and_round_trip(pools: Pools) -> None:
+    pools.run(2, through_dcp)
+
+
+# -- world of one, and the end -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1)
+def test_a_world_of_one_has_no_hooks_and_no_buckets_but_weights() -> None:
+    net = Net()
+    groups = torch.distributed.distributed_c10d._world.group_count
+    model = DistributedDataParallel(net, recorder=Recorder())
+    assert torch.distributed.distributed_c10d._world.group_count == groups
+    assert all(not parameter._post_accumulate_grad_hooks for parameter in net.parameters())
+    assert model.bucket_layout() == []
+    assert model.gradient_bytes_per_step == 0
+    step(model)
+    expected = [parameter.grad.clone() for parameter in net.parameters()]
+    model.zero_grad()
+    step(net)
+    for parameter, gradient in zip(net.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    model.zero_grad()
+    net.double()  # a normalization of two rows may magnify rounding a hundred times
+    x = torch.randn(6, 5, dtype=torch.float64)
+    for part in (x[:2], x[2:]):
+        last = len(part) == 4
+        model.require_backward_grad_sync = last
+        with model.weight(len(part)):
+            model.eval().module(part)
+            model.train()(part).sum().backward()
+    weighted = [parameter.grad.clone() for parameter in net.parameters()]
+    model.zero_grad()
+    (sum(net(part).sum() for part in (x[:2], x[2:])) / 6).backward()
+    for parameter, gradient in zip(net.parameters(), weighted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-9)
+    model.zero_grad()
+    model.sync_gradients()
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_a_deleted_wrapper_gives_hooks_descriptors_and_threads_back(world: World) -> None:
+    net = Net()
+    descriptors, threads = [], []
+    for round_ in range(8):
+        model = DistributedDataParallel(net, bucket_cap_mb=TINY)
+        step(model)
+        step(model)
+        assert any(parameter._post_accumulate_grad_hooks for parameter in net.parameters())
+        del model
+        assert all(not parameter._post_accumulate_grad_hooks for parameter in net.parameters())
+        world.barrier()
+        if round_ % 2:
+            gc.collect()
+            descriptors.append(len(os.listdir("/proc/self/fd")))
+            threads.append(len(os.listdir("/proc/self/task")))
+    guards = [hook for hook in _global_optimizer_post_hooks.values() if "_guards" in hook.__qualname__]
+    assert len(guards) == 1  # one for the process, however many wrappers there were
+    assert threading.active_count() < 5
+    net.zero_grad()
+    step(net)  # the module trains on by itself
+    assert max(descriptors[1:]) <= descriptors[0]
+    assert max(threads[1:]) <= threads[0]
+
+
+def struck() -> Any:
+    """Leave a backward to an exception, and the wrapper; returns what an exception that is kept may still hold."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30)), bucket_cap_mb=TINY)
+    model.module[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(2, 30)).sum().backward()
+    return model._engine
+
+
+@pytest.mark.ranks(2)
+def test_a_deleted_wrapper_is_not_settled_by_others() -> None:
+    """Its group is gone, and with it everyone who could wait for what its last backward owes."""
+    kept = struck()
+    gc.collect()
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    for _ in range(2):
+        with model.weight(3):
+            model(torch.ones(2, 3)).sum().backward()
+        assert model.module.weight.grad is not None
+        assert torch.equal(model.module.weight.grad, torch.full((3, 3), 2 / 3))
+        model.zero_grad()
+    del kept

@@ -1,0 +1,106 @@
+"""One step as the data flows: overlap, and where gradients live."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from deep import TINY, Deep, data
+from paceline.core.processes.world import World
+from paceline.core.telemetry.spans import Recorder
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import WorldError
+from twins import Pools
+
+# -- overlap and memory ------------------------------------------------------------------------------------------------
+
+
+def launched_before_the_last_gradient(world: World) -> list[tuple[int, int]]:
+    """Per step: launches before the first layer's gradient arrived, and all launches."""
+    recorder = Recorder(on=True)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY, recorder=recorder)
+    counts = []
+    for step in range(4):
+        recorder.spans.clear()
+        arrived: list[float] = []
+        x = data(world.rank, step)
+        hook = model.module.layers[0].weight.register_hook(
+            lambda _, arrived=arrived: arrived.append(time.perf_counter())
+        )
+        model(x).sum().backward()
+        hook.remove()
+        launches = [span for span in recorder.spans if span.label == "launch"]
+        counts.append((sum(span.end <= arrived[0] for span in launches), len(launches)))
+        model.zero_grad()
+    assert model.exposed_seconds > 0
+    assert model.gradient_bytes_per_step == 6 * 20 * 8
+    return counts
+
+
+def test_buckets_are_launched_while_backward_runs_from_the_first_step_on(pools: Pools) -> None:
+    for counts in pools.run(2, launched_before_the_last_gradient):
+        for early, total in counts:
+            assert total >= 4
+            assert early >= total - 2
+
+
+def where_gradients_live(world: World) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY)
+    for step in range(4):
+        model(data(world.rank, step)).sum().backward()
+        flats = [bucket.flat for bucket in model._engine.storage.buckets]
+        inside = [range(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in flats]
+        assert all(any(p.grad.data_ptr() in memory for memory in inside) for p in model.parameters())
+        assert sum(p.grad.nbytes for p in model.parameters()) == sum(flat.nbytes for flat in flats)
+        model.zero_grad(set_to_none=step % 2 == 0)
+
+
+def test_between_steps_gradients_exist_once_in_the_buckets(pools: Pools) -> None:
+    pools.run(2, where_gradients_live)
+
+
+def hooks_left(world: World) -> list[int]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Deep(), bucket_cap_mb=TINY)
+    counts = []
+    for step in range(3):
+        model(data(world.rank, step)).sum().backward()
+        counts.append(sum(bool(p._post_accumulate_grad_hooks) for p in model.parameters()))
+        model.zero_grad()
+    assert counts[-1] == len(model.bucket_layout())
+    return counts
+
+
+def test_once_the_order_is_known_one_hook_a_bucket_is_left(pools: Pools) -> None:
+    for first, second, third in pools.run(2, hooks_left):
+        assert first == 12
+        assert second == third < 12
+
+
+# -- the world's own collectives ---------------------------------------------------------------------------------------
+
+
+def main_first(world: World, path: str) -> str:
+    with world.main_first() as is_main:
+        if is_main:
+            open(path, "w").write("made")  # noqa: SIM115
+        content = open(path).read()  # noqa: SIM115
+    assert is_main == world.is_main
+    try:
+        with world.main_first() as is_main:
+            assert is_main, "no other rank comes here"
+            raise KeyError("no cache")
+    except (KeyError, WorldError) as error:
+        return f"{content} {type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+def test_main_first_fails_on_all_if_it_fails_on_rank_0(pools: Pools, tmp_path: Any) -> None:
+    first, *others = pools.run(3, main_first, str(tmp_path / "cache"))
+    assert first == "made KeyError: 'no cache'"
+    for rank, message in enumerate(others, start=1):
+        assert message.startswith(f"made WorldError: rank {rank}: the main_first block failed on rank 0 (KeyError: ")

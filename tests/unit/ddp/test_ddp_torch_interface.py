@@ -1,0 +1,392 @@
+"""Corners of torch's DDP: what scripts and frameworks do with a wrapper besides training it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+from paceline.core.processes.world import World
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from twins import Pools, same_gradients, same_tensor, same_weights
+
+TorchDDP = nn.parallel.DistributedDataParallel
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+def batch(rank: int, step: int = 0, count: int = 4) -> Tensor:
+    return torch.randn(count, 3, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+
+
+def train(model: nn.Module, world: World, steps: int = 3, momentum: float = 0.9) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(world.rank, step)).sin().sum().backward()
+        optimizer.step()
+
+
+def both(world: World, **options: Any) -> tuple[DistributedDataParallel, TorchDDP]:
+    return DistributedDataParallel(net(), **options), TorchDDP(net(), **options)
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> None:
+    same_weights(ours, theirs, 1e-9, "")
+    if dist.get_rank() != 0:
+        return  # torch's buffers are each rank's own between steps, ours are rank 0's
+    for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+        same_tensor(mine.double(), other.double(), 1e-9, "buffer")
+
+
+# -- complex parameters ------------------------------------------------------------------------------------------------
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.phase = nn.Parameter(torch.randn(3, 2, dtype=torch.complex128))
+        self.scale = nn.Parameter(torch.randn(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = x.to(torch.complex128) @ self.phase
+        return (waves.real * self.scale + waves.imag.sin()).square()
+
+
+def complex_parameters(world: World) -> None:
+    ours, theirs, alone = DistributedDataParallel(Waves()), TorchDDP(Waves()), Waves()
+    everything = torch.cat([batch(rank) for rank in range(world.size)])
+    ours(batch(world.rank)).mean().backward()
+    theirs(batch(world.rank)).mean().backward()
+    alone(everything).mean().backward()
+    assert alone.phase.grad.imag.abs().min() > 0
+    same_gradients(ours.module, alone)
+    same_gradients(ours.module, theirs.module)
+    ours.zero_grad()
+    with ours.weight(4):
+        ours(batch(world.rank)).mean(1).sum().backward()
+    same_gradients(ours.module, alone)
+
+
+def test_complex_gradients_are_averaged_whole(pools: Pools) -> None:
+    pools.run(2, complex_parameters)
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def average_of_weights(world: World) -> None:
+    """On rank 0 alone, as scripts keep one."""
+    model = DistributedDataParallel(net())
+    train(model, world)
+    if world.rank == 0:
+        average = copy.deepcopy(model)
+        assert type(average) is DistributedDataParallel
+        same(average, model)
+        with torch.no_grad():
+            for mine, other in zip(average.parameters(), model.parameters(), strict=True):
+                assert mine is not other
+                mine.lerp_(other, 0.1)
+            average(batch(0))
+        average(batch(0))  # as a teacher in training mode: no other rank is needed
+        average.load_state_dict(model.state_dict())
+    train(model, world)
+
+
+def test_a_copy_needs_no_other_rank_until_it_is_trained(pools: Pools) -> None:
+    pools.run(2, average_of_weights)
+
+
+def trained_copies(world: World, how: str) -> None:
+    model, theirs = both(world)
+    train(model, world)
+    train(theirs, world)
+    model.disable_grad_sync()
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    model.enable_grad_sync()
+    same(other, theirs)
+    with other.no_sync():
+        other(batch(world.rank)).sum().backward()
+    other.zero_grad()
+    if world.rank == 0:
+        (other(batch(0)).sin().sum() * world.size).backward()
+    else:
+        other.sync_gradients()  # a rank without data wakes its copy, too
+    first = [parameter.grad.clone() for parameter in other.parameters()]
+    other.zero_grad()
+    reference = copy.deepcopy(theirs.module)
+    reference(batch(0)).sin().sum().backward()
+    for gradient, parameter in zip(first, reference.parameters(), strict=True):
+        same_tensor(gradient, parameter.grad, 1e-9, "gradient of the copy")
+    other.load_state_dict(theirs.state_dict())
+    train(other, world)
+    train(model, world)
+    train(theirs, world)
+    same(other, theirs)
+    same(model, theirs)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_copy_trains_like_the_original(pools: Pools, size: int, how: str) -> None:
+    pools.run(size, trained_copies, how)
+
+
+def pickled_over_a_part(world: World) -> str:
+    group = torch.distributed.new_group([0, 1])
+    with pytest.raises(UsageError) as caught:
+        torch.save(DistributedDataParallel(net(), process_group=group), io.BytesIO())
+    return str(caught.value)
+
+
+def test_only_a_wrapper_over_the_default_group_is_pickled(pools: Pools) -> None:
+    for message in pools.run(2, pickled_over_a_part):
+        assert "paceline.unwrap(model)" in message
+
+
+# -- torch's arguments and members -------------------------------------------------------------------------------------
+
+
+def optimizers_in_backward(world: World, before: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch compiles with its deprecated TorchScript
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    module = net()
+    if before:
+        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    ours, theirs = DistributedDataParallel(module), TorchDDP(net())  # torch's own overlap needs a GPU
+    if not before:
+        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for step in range(3):
+        for model in (ours, theirs):
+            model(batch(world.rank, step)).sin().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in ours.parameters())
+        same(ours, theirs)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_optimizers_in_backward_step_with_the_average(pools: Pools, before: bool) -> None:
+    pools.run(2, optimizers_in_backward, before)
+
+
+def delayed(world: World) -> None:
+    module = net()
+    outside = nn.Parameter(torch.full((2,), float(world.rank), dtype=torch.float64))
+    named = [("0.weight", module[0].weight), ("outside", outside)]
+    model = DistributedDataParallel(
+        module, delay_all_reduce_named_params=named, param_to_hook_all_reduce=module[3].bias
+    )
+    assert outside.tolist() == [0.0, 0.0]  # broadcast
+    theirs = TorchDDP(net())
+    (model(batch(world.rank)).sin().sum() + (outside * world.rank).sum()).backward()
+    theirs(batch(world.rank)).sin().sum().backward()
+    same_gradients(model.module, theirs.module)
+    assert outside.grad.tolist() == [0.5, 0.5]
+
+
+def test_parameters_with_a_delayed_all_reduce_are_averaged(pools: Pools) -> None:
+    pools.run(2, delayed)
+
+
+def summed_by_a_hook(world: World, where: _BufferCommHookLocation) -> list[float]:
+    model = DistributedDataParallel(_Counting())
+    calls = []
+
+    def hook(state: str, buffers: dict[str, Tensor]) -> Any:
+        calls.append(state)
+        return [torch.distributed.all_reduce(buffers["count"], async_op=True).get_future()]
+
+    model._register_buffer_comm_hook("mine", hook, where)
+    model(torch.ones(2, 1)).sum().backward()
+    assert calls == ["mine"]
+    return model.module.count.tolist()
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.register_buffer("count", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + len(x)  # another tensor by the same name
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"), [(_BufferCommHookLocation.PRE_FORWARD, 4.0), (_BufferCommHookLocation.POST_FORWARD, 6.0)]
+)
+def test_a_buffer_hook_synchronizes_buffers_in_its_own_way(pools: Pools, where: Any, expected: float) -> None:
+    assert pools.run(2, summed_by_a_hook, where) == [[expected]] * 2
+
+
+def reassigned(world: World) -> float:
+    model = DistributedDataParallel(_Counting())
+    model(torch.ones(1 + world.rank, 1)).sum().backward()
+    model(torch.ones(1, 1)).sum().backward()
+    return float(model.module.count)
+
+
+def test_a_buffer_that_the_module_reassigns_is_still_broadcast(pools: Pools) -> None:
+    """pytorch issue 63916."""
+    assert pools.run(2, reassigned) == [3.0, 3.0]
+
+
+def own_buffers(world: World) -> list[float]:
+    found = []
+    for option in ({"broadcast_buffers": False}, {"forward_sync_buffers": False}, {}):
+        module = _Counting()
+        module.count.fill_(world.rank)
+        found.append(float(DistributedDataParallel(module, **option).module.count))
+    return found
+
+
+def test_broadcast_buffers_false_leaves_them_alone_at_the_start_as_in_torch(pools: Pools) -> None:
+    assert pools.run(2, own_buffers) == [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+
+
+def framework_calls(world: World) -> None:
+    """What Accelerate, Lightning and torch itself do around a step."""
+    model = DistributedDataParallel(net(), dim=1, check_reduction=True, batched_grad_copy=True, bucket_cap_mb=2)
+    model.require_forward_param_sync = True
+    out = model(batch(world.rank))
+    model.reducer._rebuild_buckets()
+    model.reducer.prepare_for_backward([])
+    out.sum().backward()
+    model._check_reducer_finalized()
+    model._set_ddp_runtime_logging_sample_rate(1)
+    model._set_static_graph()
+    assert model.static_graph
+    assert (model.bucket_bytes_cap, model.dim, model.device_type) == (2 * 2**20, 1, "cpu")
+    assert model.will_sync_module_buffers()
+    assert model._find_common_rank(world.rank, True) == world.size - 1
+    data = model._get_ddp_logging_data()
+    assert (data["world_size"], data["rank"], data["iteration"]) == (world.size, world.rank, 1)
+    with pytest.raises(AttributeError, match="only prepare_for_backward"):
+        model.reducer.get_backward_stats  # noqa: B018
+    with pytest.raises(UsageError, match="does not have"):
+        model._update_process_group(None)
+    with pytest.raises(UsageError, match="at least 1"):
+        model._set_ddp_runtime_logging_sample_rate(0)
+    model.require_forward_param_sync = False
+    assert not model.will_sync_module_buffers()
+
+
+def test_what_frameworks_call_works_or_is_refused_by_name(pools: Pools) -> None:
+    pools.run(2, framework_calls)
+
+
+# -- functional calls, autocast ---------------------------------------------------------------------------------------
+
+
+def functional(world: World) -> None:
+    ours, theirs = both(world)
+    for model in (ours, theirs):
+        values = dict(model.named_parameters())
+        torch.func.functional_call(model, values, (batch(world.rank),)).sin().sum().backward()
+    same_gradients(ours.module, theirs.module)
+    replaced = {name: torch.zeros_like(value) for name, value in ours.named_parameters()}
+    with torch.no_grad():
+        assert not torch.func.functional_call(ours, replaced, (batch(world.rank),)).any()
+
+
+def test_functional_call(pools: Pools) -> None:
+    pools.run(2, functional)
+
+
+def overflow(world: World) -> None:
+    """The gradient overflows on rank 1 alone, in one step; no rank steps in it, and all halve the scale."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model, plain = DistributedDataParallel(net().float()), net().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        before = copy.deepcopy(model.state_dict())
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(batch(world.rank, step).float()).float().sin().sum()
+        if step == 1 and world.rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        weight = "module.0.weight"
+        assert torch.equal(model.state_dict()[weight], before[weight]) == (step == 1), step
+        assert scaler.get_scale() == (2.0 if step else 4.0)
+    everyone: list[Any] = [None] * world.size
+    torch.distributed.all_gather_object(everyone, model.module[0].weight.detach())
+    assert torch.equal(everyone[0], everyone[1])
+    assert not torch.equal(everyone[0], plain[0].weight)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(pools: Pools) -> None:
+    pools.run(2, overflow)
+
+
+# -- the table of what is taken ----------------------------------------------------------------------------------------
+
+
+def test_every_argument_and_member_of_torchs_class_is_in_the_table() -> None:
+    table = (Path(__file__).parents[3] / "docs" / "drop-in.md").read_text()
+    named = set(re.findall(r"`([A-Za-z_]+)`", table))
+    signatures = [inspect.signature(kind.__init__).parameters for kind in (TorchDDP, DistributedDataParallel)]
+    arguments = {name for parameters in signatures for name in parameters} - {"self"}
+    members = {name for name in vars(TorchDDP) if not name.startswith("__") and name != "_abc_impl"}
+    assert not (arguments | members) - named
+
+
+def refused_members(world: World) -> None:
+    model = DistributedDataParallel(net())
+    table = (Path(__file__).parents[3] / "docs" / "drop-in.md").read_text()
+    (row,) = [line for line in table.splitlines() if "refused by name" in line]
+    for name in re.findall(r"`([a-z_]+)`", row):
+        with pytest.raises(UsageError, match=name):
+            getattr(model, name)()
+
+
+def test_parts_of_torchs_reducer_are_refused_by_name(pools: Pools) -> None:
+    pools.run(2, refused_members)
+
+
+def later_torchs(_: World) -> None:
+    model = DistributedDataParallel(net(), lazy_bucket_allocation=False)
+    assert model.lazy_bucket_allocation is False
+    with pytest.raises(UsageError, match=r"lazy_bucket_allocation=True is not supported: .*; leave it out"):
+        DistributedDataParallel(net(), lazy_bucket_allocation=True)
+    model.require_manual_backward_finalization = False
+    with pytest.raises(
+        UsageError, match=r"require_manual_backward_finalization=True is not supported: .*; leave it out"
+    ):
+        model.require_manual_backward_finalization = True
+    assert (model.require_manual_backward_finalization, model.should_finalize_after_backward) == (False, False)
+    with pytest.raises(UsageError, match="finalize_backward"):
+        model.finalize_backward()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_torch_2_15_added_is_there_with_every_torch(pools: Pools, ranks: int) -> None:
+    # A script for torch 2.15 ended in a TypeError for the argument, and in an AttributeError of torch's own method.
+    pools.run(ranks, later_torchs)

@@ -1,0 +1,202 @@
+"""A step never waits for a GPU: nothing in it asks for a value of a gradient, a bucket, a weight or what follows.
+
+Without a GPU: tensors stand for those on a device, see ``device_watch.py``. The ranks use Gloo, whose channel is that
+of NCCL, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from device_watch import DeviceWatch, queued_operations
+from paceline import SyncBatchNorm, compression
+from paceline.compression import Cast, Compressor, Int8, PowerSGD, TopK
+from paceline.core.processes.world import World
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel, clip_grad_norm_
+from paceline.train import TrainConfig, Trainer
+from twins import Pools
+
+COMPRESSORS: dict[str, Callable[[nn.Module], Compressor]] = {
+    "bf16": lambda model: Cast(model, torch.bfloat16),
+    "fp16": lambda model: Cast(model, torch.float16),
+    "int8": Int8,
+    "topk": lambda model: TopK(model, 0.1),
+    "powersgd": lambda model: PowerSGD(model, rank=2),
+}
+WARM = 4
+
+
+@pytest.fixture(scope="module")
+def gloo() -> Any:
+    with Pools("gloo", timeout=60) as pools:
+        yield pools
+
+
+def net(norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    middle: list[nn.Module] = [SyncBatchNorm(8), nn.Tanh(), SyncBatchNorm(8)] if norm else [nn.Tanh()]
+    return nn.Sequential(nn.Linear(6, 8), *middle, nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+def stops_of(model: DistributedDataParallel, step: Callable[[Tensor], None]) -> list[str]:
+    """Run `step` until it is steady, then once more, watched."""
+    x = torch.randn(4, 6)
+    with queued_operations():
+        for _ in range(WARM):
+            step(x)
+        assert model._connection is not None
+        with DeviceWatch() as watch:
+            watch.on_device([x, *model.parameters(), *model.buffers()])
+            watch.on_device(bucket.flat for bucket in model._connection.reducer.storage.buckets)
+            watch.on_device(parameter.grad for parameter in model.parameters())
+            step(x)
+    return watch.stops
+
+
+def train(world: World, case: str) -> list[str]:
+    options: dict[str, Any] = {
+        "check_finite": {"check_finite": True},
+        "reduce_dtype": {"reduce_dtype": torch.bfloat16},
+        "exact reduce_dtype": {"reduce_dtype": torch.float64},
+        "replica check": {"check_replicas_every": 1},
+        "small buckets": {"bucket_cap_mb": 1e-4},
+    }.get(case, {})
+    model = DistributedDataParallel(net(norm=case == "SyncBatchNorm"), **options)
+    if case in COMPRESSORS:
+        model.register_comm_hook(COMPRESSORS[case](model), compression.hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step(x: Tensor) -> None:
+        if case == "weights":
+            with model.weight(3 + world.rank):
+                model(x).square().sum().backward()
+        elif case == "weights on the device":
+            with model.weight((x[:, 0] < 9).sum()):  # type: ignore[arg-type]
+                model(x).square().sum().backward()
+        elif case == "accumulation":
+            with model.no_sync():
+                model(x).square().mean().backward()
+            model(x).square().mean().backward()
+        else:
+            model(x).square().mean().backward()
+        if case == "clipped":
+            clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=case != "zeroed")
+
+    return stops_of(model, step)
+
+
+UNTIL_MERGED: dict[str, str] = {
+    "weights on the device": "model.weight() reads the weight",
+}
+CASES = ["plain", "small buckets", "weights", "weights on the device", "accumulation", "zeroed", "clipped"]
+CASES += ["reduce_dtype", "exact reduce_dtype", *COMPRESSORS]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.xfail(strict=True)] if case in UNTIL_MERGED else []) for case in CASES],
+)
+def test_a_steady_step_never_waits_for_the_device(gloo: Pools, case: str) -> None:
+    for rank, stops in enumerate(gloo.run(2, train, case)):
+        assert stops == [], f"rank {rank}"
+
+
+def test_sync_batch_norm_waits_once_a_layer_and_forward(gloo: Pools) -> None:
+    """As torch's does; it was three times. Backward does not wait."""
+    for stops in gloo.run(2, train, "SyncBatchNorm"):
+        assert len(stops) == 2  # layers
+        assert all("tolist at nn/moments.py" in stop for stop in stops)
+
+
+def test_a_check_for_nan_waits_once_a_step(gloo: Pools) -> None:
+    """It was once for each bucket."""
+    for stops in gloo.run(2, train, "check_finite"):
+        assert len(stops) == 1
+        assert "tolist at ddp/engine/finite_check.py" in stops[0]
+
+
+def train_in_the_trainer(world: World) -> list[str]:
+    """Two steps of a Trainer: after the first, which finds the order of gradients, before the last, which is logged."""
+    samples = TensorDataset(torch.randn(64, 6), torch.randn(64, 3))
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = DeviceWatch()
+    found: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        found.append(len(watch.stops))
+        watch.on_device([x, y, *model.parameters(), *(parameter.grad for parameter in model.parameters())])
+        connection: Any = model._connection
+        watch.on_device(bucket.flat for bucket in connection.reducer.storage.buckets)
+        return (model(x) - y).square().sum(), len(x)
+
+    loader = DataLoader(samples, 8, shuffle=True, seed=0)
+    trainer = Trainer(model, optimizer, loss, loader, TrainConfig(epochs=1, accumulate=2, clip_norm=1.0, log_every=100))
+    with queued_operations(), watch, closing(trainer):
+        trainer.fit()
+    assert len(found) == 8  # micro-batches
+    return watch.stops[found[2] : found[-2]]
+
+
+def test_the_trainers_steps_wait_for_the_device_to_check_for_nan_alone(gloo: Pools) -> None:
+    for stops in gloo.run(2, train_in_the_trainer):
+        assert len(stops) == 2  # steps
+        assert all("tolist at ddp/engine/finite_check.py" in stop for stop in stops)
+
+
+def test_a_replica_check_waits_once(gloo: Pools) -> None:
+    """It was once for each tensor: 900 times for 300 parameters with Adam."""
+    for stops in gloo.run(2, train, "replica check"):
+        assert len(stops) == 1
+        assert "tolist at ddp/consistency/replica_check.py" in stops[0]
+
+
+# -- the watch itself --------------------------------------------------------------------------------------------------
+
+
+def asked_for(world: World, how: str) -> list[str]:
+    """A communication hook of paceline's tree that asks for a value, which is what must be noticed."""
+    model = DistributedDataParallel(net())
+    finisher: Any = model._engine._parts.finisher  # type: ignore[attr-defined]
+    launch = finisher.launch
+    ways: dict[str, Callable[[Tensor], Any]] = {
+        "bool": lambda flat: bool(flat.sum() > 0),
+        "item": lambda flat: flat[0].item(),
+        "tolist": lambda flat: (flat * 2).tolist(),
+        "cpu": lambda flat: flat.cpu(),
+        "to": lambda flat: flat.to("cpu"),
+        "nonzero": lambda flat: flat.nonzero(),
+        "equal": lambda flat: torch.equal(flat, flat),
+        "from host": lambda flat: flat.copy_(torch.tensor([0.0] * flat.numel())),
+        "to host": lambda flat: torch.tensor([0.0] * flat.numel()).copy_(flat),
+    }
+
+    def asking(bucket: Any, at: int, *, last: bool) -> Any:
+        code = compile("way(flat)", "/somewhere/src/paceline/ddp/hook.py", "eval")
+        eval(code, {"way": ways[how], "flat": bucket.flat})
+        return launch(bucket, at, last=last)
+
+    finisher.launch = asking
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+
+    return stops_of(model, step)
+
+
+@pytest.mark.parametrize("how", ["bool", "item", "tolist", "cpu", "to", "nonzero", "equal", "from host", "to host"])
+def test_the_watch_notices_each_way_to_wait(gloo: Pools, how: str) -> None:
+    for stops in gloo.run(2, asked_for, how):
+        assert len(stops) >= 1
+        assert all("ddp/hook.py" in stop for stop in stops)

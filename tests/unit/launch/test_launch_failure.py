@@ -1,0 +1,167 @@
+"""The cause of a failure is told from its consequences."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from paceline.launch.failures.root_cause import End, failures, headline, report, usage
+from paceline.launch.rank.failure_record import Record, blamed_by
+
+
+def told(message: str, at: float, usage: bool = False, blamed: tuple[int, ...] | None = None) -> Record:
+    return Record(message, f"Traceback\n{message}", at, usage, blamed_by(message) if blamed is None else blamed)
+
+
+def gone(rank: int, at: float) -> Record:
+    """What a rank of Paceline's own process group says when it finds that another one has ended."""
+    return told(f"CommunicationError: rank {rank} (pid 7) has ended", at, blamed=(rank,))
+
+
+LOST = (
+    "RuntimeError: [/pytorch/third_party/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:17325."
+)
+RESET = "RuntimeError: Read error [127.0.0.1]:40626: Connection reset by peer."
+NCCL = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, remote process exited"
+
+# Who failed by itself, cause first, out of how rank 0, 1, 2 ended.
+CASES = {
+    "one raised": ([End(0, 0, 9.0), End(1, 1, 5.0, record=told("ValueError: x", 4.0))], [1]),
+    "a peer died sooner than the one that raised": (
+        [End(0, 1, 5.0, record=told(LOST, 4.2)), End(1, 1, 5.5, record=told("ValueError: x", 4.1))],
+        [1, 0],
+    ),
+    "a peer told sooner than the crash was noticed": (
+        [End(0, 1, 5.0, record=told(RESET, 4.0)), End(1, -signal.SIGSEGV, 4.1)],
+        [1, 0],
+    ),
+    "torch aborted the peer": (
+        [End(0, -signal.SIGABRT, 4.0), End(1, 1, 5.0, record=told("ValueError: x", 4.5))],
+        [1, 0],
+    ),
+    "an abort is a cause if nothing else is": (
+        [End(0, 1, 5.0, record=told(NCCL, 3.0)), End(1, -signal.SIGABRT, 4.0)],
+        [1, 0],
+    ),
+    "two raised": (
+        [End(0, 1, 5.0, record=told("ValueError: x", 4.2)), End(1, 1, 4.9, record=told("KeyError: y", 4.3))],
+        [0, 1],
+    ),
+    "the launcher stopped the others": (
+        [End(0, -signal.SIGTERM, 6.0, stopped=True), End(1, 7, 5.0), End(2, 143, 6.0, stopped=True)],
+        [1],
+    ),
+    "an abort while the others name the rank": (
+        [End(0, 1, 5.0, record=gone(2, 4.0)), End(1, 1, 5.0, record=gone(2, 4.0)), End(2, -signal.SIGABRT, 4.1)],
+        [2, 0, 1],
+    ),
+    "a peer that handled its error, and ended with a code of its own, told when it began to": (
+        [End(0, 1, 4.3, leaving=4.28), End(1, -signal.SIGKILL, 4.3)],
+        [1, 0],
+    ),
+    "two died nearly at once": ([End(0, -signal.SIGKILL, 4.1), End(1, -signal.SIGSEGV, 4.0)], [1, 0]),
+    "one that raised was stopped while it was still shutting down": (
+        [End(0, -signal.SIGABRT, 4.0), End(1, -signal.SIGTERM, 6.0, True, told("ValueError: x", 3.9))],
+        [1, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize(("ends", "order"), CASES.values(), ids=CASES)
+def test_the_cause_comes_first(ends: list[End], order: list[int]) -> None:
+    assert [end.rank for end in failures(ends)] == order
+
+
+def test_a_rank_that_left_early_is_named_rather_than_the_one_that_missed_it() -> None:
+    ends = [End(0, 1, 5.0, record=told(LOST, 4.0)), End(1, 0, 4.1)]
+    assert headline(ends).startswith("rank 1 ended with exit code 0 while the others still needed it, so rank 0")
+
+
+# The headline of how ranks 0, 1, 2, … ended.
+HEADLINES = {
+    "of two that left, the one that is missed": (
+        [End(0, 1, 5.0, record=gone(2, 4.0)), End(1, 0, 2.0), End(2, 0, 4.1)],
+        "rank 2 ended with exit code 0 while the others still needed it, so rank 0 failed",
+    ),
+    "two left, and nobody says which one is missed": (
+        [End(0, 1, 5.0, record=told(LOST, 4.0)), End(1, 0, 4.2, leaving=4.0), End(2, 0, 4.1, leaving=3.9)],
+        "ranks 1, 2 ended with exit code 0 while the others still needed it",
+    ),
+    "one that left was stopped before its interpreter was done": (
+        [End(0, 1, 5.0, record=gone(1, 4.0)), End(1, -signal.SIGTERM, 6.0, True, leaving=3.9)],
+        "rank 1 was about to end while the others still needed it, so rank 0 failed",
+    ),
+    "torch aborted the one that missed it": (
+        [End(0, -signal.SIGABRT, 4.2), End(1, 0, 4.1, leaving=3.9), End(2, 1, 5.0, record=told(LOST, 4.0))],
+        "rank 1 ended with exit code 0 while the others still needed it, so rank 2 failed",
+    ),
+    "one aborted long after another was done": (
+        [End(0, -signal.SIGABRT, 8.0), End(1, 0, 4.1, leaving=3.9)],
+        "rank 0 failed first (signal SIGABRT)",
+    ),
+    "one left and another ended with a code of its own, maybe because it handled that": (
+        [End(0, 1, 5.0, leaving=4.5), End(1, 0, 4.1, leaving=3.9)],
+        "rank 0 failed first (exit code 1), after rank 1 had ended with exit code 0",
+    ),
+    "one was on its way out, with a code that nobody knows, when it was stopped": (
+        [End(0, 3, 5.0, leaving=4.5), End(1, -signal.SIGTERM, 5.1, stopped=True, leaving=4.4)],
+        "rank 0 failed first (exit code 3), after rank 1 had begun to end",
+    ),
+    "one never came": (
+        [
+            End(0, 1, 5.0, record=told("CommunicationError: rank 1 did not take part", 4.0, blamed=(1,))),
+            End(1, -signal.SIGKILL, 9.0, stopped=True),
+            End(2, 0, 3.0, leaving=2.9),
+        ],
+        "rank 1 kept the others waiting, so rank 0 failed (exit code 1: CommunicationError: rank 1 did not",
+    ),
+    "one that raised was stopped, which is not how it failed": (
+        [End(0, -signal.SIGTERM, 4.0, True, told("ValueError: x", 3.9)), End(1, 1, 4.0, record=gone(0, 4.0))],
+        "rank 0 failed first (ValueError: x)",
+    ),
+    "the kernel killed one": ([End(0, -signal.SIGKILL, 4.0)], "rank 0 failed first (signal SIGKILL, which the kernel"),
+}
+
+
+@pytest.mark.parametrize(("ends", "expected"), HEADLINES.values(), ids=HEADLINES)
+def test_the_headline_names_the_rank_that_the_others_failed_for(ends: list[End], expected: str) -> None:
+    assert headline(ends).startswith(expected)
+
+
+def test_a_rank_that_was_done_is_not_blamed_for_anothers_own_error() -> None:
+    ends = [End(0, 1, 5.0, record=told("ValueError: x", 4.0)), End(1, 0, 3.0)]
+    assert headline(ends) == "rank 0 failed first (exit code 1: ValueError: x)"
+
+
+def test_the_report_ends_with_the_headline_below_the_only_traceback() -> None:
+    # A failing rank was shown twice and every consequence with its traceback, so that the cause scrolled away.
+    ends = [
+        End(0, 1, 5.0, record=told("ValueError: x", 4.0)),
+        End(1, 1, 5.0, record=told("KeyError: y", 4.0)),
+        End(2, 1, 5.0, record=told(LOST, 4.1)),
+        End(3, -signal.SIGKILL, 6.0, stopped=True),
+        End(4, -signal.SIGTERM, 6.0, True, gone(0, 4.2)),
+    ]
+    assert report(ends).splitlines() == [
+        "rank 1 failed, too (exit code 1: KeyError: y)",
+        "ranks 2, 4 failed because of rank 0",
+        "rank 3 was stopped because of rank 0",
+        "  rank 0 | Traceback",
+        "  rank 0 | ValueError: x",
+        "error: rank 0 failed first (exit code 1: ValueError: x)",
+    ]
+
+
+def test_ranks_that_fail_alike_share_a_line() -> None:
+    ends = [End(rank, 1, 5.0, record=told("OSError: no data", 4.0 + rank)) for rank in range(4)]
+    assert report(ends).splitlines()[0] == "ranks 1, 2, 3 failed, too (exit code 1: OSError: no data)"
+
+
+def test_the_first_usage_error_is_taken() -> None:
+    ends = [
+        End(0, 2, 5.0, record=told("second", 4.2, True)),
+        End(1, 2, 5.0, record=told("first", 4.1, True)),
+    ]
+    assert usage(ends) == "first"
+    assert usage([End(0, 1, 5.0, record=told("ValueError: x", 4.0))]) is None

@@ -1,0 +1,352 @@
+"""A rank that makes no progress is named with its stacks and what the others wait in, and the job goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.telemetry import flight_record
+from paceline.core.telemetry.flight_record import Snapshot
+from paceline.launch.watching import stack_requests
+from paceline.launch.watching.hang_detection import Sight, hanging
+from paceline.launch.watching.stack_requests import calls_wait, waiting_call
+from processes import Running, paceline, script
+
+TRAIN = """
+import hashlib, os, signal, sys, time, torch, paceline
+how = sys.argv[1]
+world = paceline.init()
+torch.manual_seed(3)
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        if strikes: hang()
+        return super().forward(x)
+
+def hang():
+    open("ready", "w").write(str(os.getpid()))
+    if how == "spin":
+        while True: pass
+    if how == "sleep": time.sleep(600)
+    if how == "system-call": os.read(os.pipe()[0], 1)
+    if how == "stop": os.kill(os.getpid(), signal.SIGSTOP)
+
+strikes = False
+model = paceline.DistributedDataParallel(Net(4, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+checkpointer = paceline.Checkpointer("saved")
+checkpointer.register("model", model)
+checkpointer.register("optimizer", optimizer)
+first = checkpointer.restore() if checkpointer.steps() else 0
+checkpointer.step()
+for step in range(first, 6):
+    strikes = step == 3 and world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and how != "no"
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    checkpointer.step()
+checkpointer.close()
+digest = hashlib.sha256()
+for value in model.parameters(): digest.update(value.detach().numpy().tobytes())
+open(f"digest-{world.rank}", "w").write(digest.hexdigest())
+"""
+
+
+def digests(folder: Path) -> set[str]:
+    return {(folder / f"digest-{rank}").read_text() for rank in range(2)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert paceline(folder, "run", "--nproc", "2", script(folder, TRAIN), "no", fork="all").returncode == 0
+    return digests(folder)
+
+
+def patient() -> None:
+    """Let ranks on a busy machine tell their stacks; those that can do so."""
+    stack_requests.ANSWER_S = 60.0
+
+
+@pytest.mark.parametrize("how", ["spin", "sleep", "system-call", "stop"])
+def test_a_rank_that_hangs_is_named_with_its_stacks_and_the_job_ends_as_if_undisturbed(
+    tmp_path: Path, undisturbed: set[str], how: str
+) -> None:
+    options = ("--nproc", "2", "--hang-timeout", "2", "--report", "report.json")
+    done = paceline(tmp_path, "run", *options, script(tmp_path, TRAIN), how, fork="all", first=patient)
+    assert done.returncode == 0, done.stderr
+    assert digests(tmp_path) == undisturbed
+    said = done.stderr.splitlines()
+    assert any("rank 1 | " in line and "in hang" in line for line in said), done.stderr
+    assert "rank 0: waiting for gradients in step 4" in done.stderr
+    what = r"stopped for \d+ s, by SIGSTOP" if how == "stop" else r"no progress for \d+ s, in step 4, forward"
+    assert re.search(f"rank 1 hangs: {what}", done.stderr), done.stderr
+    assert "in memory (restart 1" in said[-1]
+    (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
+    first = failure["first"]
+    assert (first["rank"], first["kind"], first["signal"], first["step"]) == (1, "hang", None, 4)
+    assert "in hang" in first["stacks"]
+    assert [rank["kind"] for rank in failure["others"]] == ["consequence"]
+    assert "in wait" in failure["others"][0]["stacks"]
+
+
+def test_a_rank_that_is_stopped_for_less_than_the_timeout_raises_no_alarm(
+    tmp_path: Path, undisturbed: set[str]
+) -> None:
+    arguments = ("--hang-timeout", "60", script(tmp_path, TRAIN), "stop")
+    with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
+        job.wait_for("ready")
+        time.sleep(1.5)
+        os.kill(int((tmp_path / "ready").read_text()), signal.SIGCONT)
+        assert job.wait() == 0
+        assert job.stderr == ""
+    assert digests(tmp_path) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_launcher_that_was_stopped_with_its_ranks_raises_no_alarm(tmp_path: Path) -> None:
+    # On its return everything looks as if it had been still for long. Seconds are left for what is before and after.
+    arguments = ("--hang-timeout", "5", script(tmp_path, TRAIN), "stop")
+    with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
+        job.wait_for("ready")
+        job.process.send_signal(signal.SIGSTOP)
+        time.sleep(6)
+        os.kill(int((tmp_path / "ready").read_text()), signal.SIGCONT)
+        job.process.send_signal(signal.SIGCONT)
+        assert job.wait() == 0
+        assert job.stderr == ""
+
+
+def test_a_hang_that_is_only_to_be_reported_is_told_once_and_the_job_goes_on(tmp_path: Path) -> None:
+    arguments = ("--hang-timeout", "0.5", "--hang-action", "report", script(tmp_path, TRAIN), "stop")
+    with Running(tmp_path, "run", "--nproc", "2", *arguments, fork="all") as job:
+        job.wait_for_error("rank 1 hangs: stopped for ")
+        time.sleep(2)
+        os.kill(int((tmp_path / "ready").read_text()), signal.SIGCONT)
+        assert job.wait() == 0
+        assert job.stderr.count("rank 1 hangs: stopped for ") == 1, job.stderr
+
+
+@pytest.mark.slow
+def test_without_a_flag_the_rank_that_kept_others_waiting_tells_its_stacks_at_their_timeout(tmp_path: Path) -> None:
+    options = ("--nproc", "2", "--timeout", "6")  # which they have for their start, too
+    done = paceline(tmp_path, "run", *options, script(tmp_path, TRAIN), "spin", fork="all", first=patient)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 kept the others waiting" in done.stderr
+    assert any("rank 1 | " in line and "in hang" in line for line in done.stderr.splitlines()), done.stderr
+
+
+def test_a_script_without_phases_raises_no_alarm_by_being_slow(tmp_path: Path) -> None:
+    slow = script(tmp_path, "import time\ntime.sleep(1.5)\n")
+    done = paceline(tmp_path, "run", "--nproc", "2", "--hang-timeout", "0.1", slow, fork="all")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def sight(
+    rank: int,
+    phase: str | None,
+    still: float,
+    told: str = "",
+    asleep: float = 0.0,
+    stopped: float = 0.0,
+    steps: int = 3,
+    moves: bool = False,
+) -> Sight:
+    fields: dict[str, Any] = {"pid": 1, "rank": rank, "size": 2, "host": "", "since": 0.0, "bucket": None}
+    times = dict.fromkeys(("stepped", "step", "mean_step", "waited", "mean_waited", "waited_spread"), 0.0)
+    box = None if phase is None else Snapshot(**fields, phase=phase, steps=steps, has_stepped=steps > 0, **times)
+    return Sight(rank, box, "T" if stopped else "S", still, stopped, asleep, told, moves)
+
+
+def stack(*frames: str) -> str:
+    """What a rank tells: a thread that waits, and the main one with `frames`, the innermost first."""
+    lines = [f'  File "{place}", line 1 in {name}\n' for place, _, name in (each.rpartition(" in ") for each in frames)]
+    other = f'Thread 0x01 (most recent call first):\n  File "{STDLIB}/threading.py", line 1 in wait\n\n'
+    return "".join([other, "Current thread 0x02 (most recent call first):\n", *lines])
+
+
+STDLIB, OURS, TORCH = sysconfig.get_path("stdlib"), Path(flight_record.__file__).parent, "/x/site-packages/torch"
+C10D = f"{TORCH}/distributed/distributed_c10d.py"
+SCRIPT = stack("/home/me/train.py in augment", "/home/me/train.py in <module>")
+GATHERS = stack(f"{C10D} in all_gather", f"{TORCH}/distributed/c10d_logger.py in wrapper", "/home/me/train.py in main")
+SAVES = stack(f"{C10D} in all_gather", f"{OURS}/rank_consensus.py in gather", f"{OURS}/checkpoint/saving.py in collect")
+WRITES = stack(f"{OURS}/checkpoint/writer.py in write", "/home/me/train.py in main")
+STATE = stack("/home/me/train.py in state_dict", f"{OURS}/checkpoint/capture.py in own", "/home/me/train.py in main")
+BACKWARD = stack(f"{TORCH}/autograd/graph.py in _engine_run_backward", "/home/me/train.py in main")
+HOOK = stack("/home/me/train.py in hook", f"{OURS}/ddp/transport/comm_hook.py in wait", "/home/me/train.py in main")
+THREAD = stack(f"{STDLIB}/threading.py in join", "/home/me/train.py in main", f"{OURS}/launch/program.py in run")
+
+HANGS: dict[str, tuple[list[Sight], tuple[int, ...]]] = {
+    "one is waited for": ([sight(0, "bucket wait", 11), sight(1, "forward", 12)], (1,)),
+    "not for long": ([sight(0, "bucket wait", 8), sight(1, "forward", 9)], ()),
+    "and has just moved": ([sight(0, "bucket wait", 11), sight(1, "forward", 1)], ()),
+    "in its own code": ([sight(0, "bucket wait", 11), sight(1, "loop", 12)], (1,)),
+    "in its own code, for longer than it is waited for": ([sight(0, "bucket wait", 2), sight(1, "loop", 50)], ()),
+    "nobody waits": ([sight(0, "loop", 50), sight(1, "loop", 50)], ()),
+    "nobody waits, for very long": ([sight(0, "loop", 150), sight(1, "loop", 150)], (0, 1)),
+    "steps that leave no mark": ([sight(0, "loop", 150, moves=True), sight(1, "loop", 150, moves=True)], ()),
+    "one may be writing": ([sight(0, "collective", 50), sight(1, "checkpoint", 50)], ()),
+    "one writes": ([sight(0, "collective", 50), sight(1, "checkpoint", 50, WRITES)], ()),
+    "one writes for very long": ([sight(0, "collective", 150), sight(1, "checkpoint", 150, WRITES)], (1,)),
+    "a state_dict": ([sight(0, "collective", 11), sight(1, "checkpoint", 11, STATE)], (1,)),
+    "a wait in a save": ([sight(0, "loop", 12, SCRIPT), sight(1, "checkpoint", 11, SAVES, asleep=11)], (0,)),
+    "the first step": ([sight(0, "bucket wait", 50, steps=0), sight(1, "forward", 50, steps=0)], ()),
+    "the first step, for very long": ([sight(0, "wait", 150, steps=0), sight(1, "loop", 150, steps=0)], (1,)),
+    "stopped": ([sight(0, "bucket wait", 11), sight(1, "wait", 12, stopped=12)], (1,)),
+    "each waits for another": ([sight(0, "bucket wait", 11), sight(1, "collective", 12)], (0, 1)),
+    "each waits for another, by its stack": (
+        [sight(0, "checkpoint", 11, SAVES, asleep=11), sight(1, "loop", 12, GATHERS, asleep=12)],
+        (0, 1),
+    ),
+    "collectives that they are often in": (
+        [sight(0, "loop", 150, GATHERS, asleep=1), sight(1, "loop", 150, BACKWARD, asleep=1)],
+        (),
+    ),
+    "no boxes": ([sight(0, None, 900), sight(1, None, 900)], ()),
+    "no boxes, and one is stopped": ([sight(0, None, 900), sight(1, None, 900, stopped=11)], (1,)),
+    "one has no box": ([sight(0, "collective", 150, steps=0), sight(1, None, 150, SCRIPT)], (1,)),
+    "torch's wrapper waits": ([sight(0, "loop", 11, BACKWARD, asleep=11), sight(1, "loop", 12, SCRIPT)], (1,)),
+    "torch's wrapper computes": ([sight(0, "loop", 11, BACKWARD, asleep=1), sight(1, "loop", 12, SCRIPT)], ()),
+    "our wrapper does not wait there": ([sight(0, "backward", 11, BACKWARD, asleep=11), sight(1, "wait", 12)], (0,)),
+    "a collective of the script": ([sight(0, "loop", 11, GATHERS, asleep=11), sight(1, "loop", 12, SCRIPT)], (1,)),
+    "a collective that it is often in": ([sight(0, "loop", 11, GATHERS, asleep=1), sight(1, "loop", 12, SCRIPT)], ()),
+    "a hook that hangs": ([sight(0, "bucket wait", 11), sight(1, "bucket wait", 12, HOOK)], (1,)),
+    "training in a thread": ([sight(0, "bucket wait", 11, THREAD), sight(1, "forward", 12, THREAD)], (1,)),
+}
+
+
+@pytest.mark.parametrize(("sights", "expected"), HANGS.values(), ids=HANGS)
+def test_the_rank_that_hangs_is_the_one_the_others_wait_for(sights: list[Sight], expected: tuple[int, ...]) -> None:
+    assert hanging(sights, 10) == expected
+
+
+def test_the_call_a_rank_waits_in_is_the_outermost_of_torch_distributed(tmp_path: Path) -> None:
+    begun = tmp_path / "train.py"
+    begun.write_text("handle.wait()\n")
+    ours = stack(f"{OURS}/comm/shm/engine.py in _block", f"{OURS}/comm/c10d/process_group.py in allreduce")
+    calls = {
+        GATHERS: "all_gather",
+        SAVES: "all_gather",
+        BACKWARD: "Tensor.backward",
+        ours: "wait",
+        ours + f'  File "{C10D}", line 3 in all_reduce\n': "all_reduce",
+        stack(f"{begun} in main"): "wait",
+        stack(f"{STDLIB}/threading.py in wait", f"{begun} in main"): "",
+        stack(f"{STDLIB}/threading.py in wait", f"{C10D} in barrier"): "barrier",
+        stack(f"{TORCH}/distributed/checkpoint/filesystem.py in write"): "",
+        SCRIPT: "",
+        STATE: "",
+        "": "",
+    }
+    assert {told: waiting_call(told) for told in calls} == calls
+
+
+BUSY = """
+import os, signal
+from paceline.launch.rank import stack_dump
+stacks.install()
+signal.signal(stacks.number(), lambda *_: os._exit(9))
+
+def busy():
+    print("here", flush=True)
+    while True: pass
+busy()
+"""
+
+
+def test_a_rank_that_runs_python_writes_its_stacks_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Written from outside of the interpreter they ended one in some thousand.
+    monkeypatch.setattr(stack_requests, "POLITE_S", 60.0)
+    environment = {**os.environ, "PACELINE_BLACK_BOX": str(tmp_path), "LOCAL_RANK": "0"}
+    with subprocess.Popen([sys.executable, "-c", BUSY], env=environment, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        told = [stack_requests.ask(tmp_path, {0: rank.pid}) for _ in range(2)]
+        assert rank.poll() is None
+        rank.kill()
+    assert [stack_requests.main_thread(each[0])[0].rpartition(" in ")[2] for each in told] == ["busy", "busy"]
+
+
+SAVES_ALONE = """
+import os, sys, time, torch, paceline
+wrapper = torch.nn.parallel.DistributedDataParallel if sys.argv[1] == "torch" else paceline.DistributedDataParallel
+world = paceline.init(sys.argv[2])
+torch.manual_seed(3)
+model = wrapper(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpointer = paceline.Checkpointer("saved")
+checkpointer.register("model", model)
+checkpointer.register("optimizer", optimizer)
+step = checkpointer.restore() if checkpointer.steps() else 0
+while step < 4:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 2 and world.rank == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        time.sleep(600)
+    if step == 2 and sys.argv[3] == "save":
+        checkpointer.save(step + 1)
+    step = checkpointer.step()
+checkpointer.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["save", "backward"])
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+@pytest.mark.parametrize("wrapper", ["paceline", "torch"])
+def test_the_rank_in_its_own_code_is_named_and_not_those_that_wait(
+    tmp_path: Path, wrapper: str, backend: str, where: str
+) -> None:
+    # It took ten times as long, and one that waited was killed.
+    arguments = (script(tmp_path, SAVES_ALONE), wrapper, backend, where)
+    options = ("--nproc", "3", "--hang-timeout", "3", "--report", "report.json")
+    done = paceline(tmp_path, "run", *options, *arguments, fork="all")
+    assert done.returncode == 0, done.stderr
+    (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
+    assert (failure["first"]["rank"], failure["first"]["kind"], failure["first"]["step"]) == (0, "hang", 3)
+    seconds = re.search(r"rank 0 hangs: no progress for (\d+) s", done.stderr)
+    assert seconds is not None
+    assert 3 <= int(seconds[1]) < 30, "ten times the timeout"
+    assert "rank 1 hangs" not in done.stderr
+    assert "rank 2 hangs" not in done.stderr
+
+
+@pytest.mark.slow
+def test_steps_that_leave_no_mark_are_no_hang(tmp_path: Path) -> None:
+    # torch's wrapper, and a Checkpointer that marks epochs of more than ten times the timeout.
+    epochs = SAVES_ALONE.replace(
+        "    model(", "    for _ in range(3000 if step == 1 else 1):\n        time.sleep(0.004)\n        model("
+    ).replace("time.sleep(600)", "pass")
+    epochs = re.sub(r"(?m)^    (optimizer\..*)$", r"        \1", epochs)
+    arguments = (script(tmp_path, epochs), "torch", "gloo", "none")
+    done = paceline(tmp_path, "run", "--nproc", "2", "--hang-timeout", "1", *arguments, fork="all", first=patient)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "does"),
+    [
+        ("work.wait()", True),
+        ("    for each in work: each . wait(  # all of them", True),
+        ("result = future.wait(\n", True),
+        ("time.sleep(600)  # not handle.wait()", False),
+        ("print('handle.wait()')", False),
+        ("wait(handle)", False),
+        ("handle.waits()", False),
+        ("text = 'half of", False),
+        ("", False),
+    ],
+)
+def test_a_wait_is_told_from_a_word_in_a_comment(line: str, does: bool) -> None:
+    assert calls_wait(line) is does

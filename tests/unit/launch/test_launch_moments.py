@@ -1,0 +1,207 @@
+"""A failed job says in which step and phase the first rank failed and what the others did; ``--report`` writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import Running, paceline, script
+
+TRAIN = """
+import os, signal, sys, time, torch, paceline
+from pathlib import Path
+from paceline.core.telemetry.flight_record import WAITING, path_of, read_box
+# Where which ranks of which attempt strike: "backward:kill:1:0" is rank 1 of the first one.
+strikes = [strike.split(":") for strike in sys.argv[1:]]
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+world = paceline.init()
+
+def waits(rank):
+    box = read_box(path_of(Path(os.environ["PACELINE_BLACK_BOX"]), rank))
+    return box is not None and box.steps == 2 and box.phase in WAITING
+
+def at(place, step=2):
+    struck = {int(rank) for where, _, rank, life in strikes if (where, life) == (place, attempt)}
+    for where, how, rank, life in strikes:
+        if (where, int(rank), life) == (place, world.rank, attempt) and step == 2:
+            open(f"{place}-{attempt}-{rank}", "w").close()
+            while not all(os.path.exists(f"{place}-{attempt}-{other}") for other in struck): pass
+            while place != "start" and not all(waits(other) for other in set(range(world.size)) - struck): pass
+            time.sleep(0.15)
+            if how == "raise": raise ValueError("boom")
+            if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(3)
+
+class Struck(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+    @staticmethod
+    def backward(context, gradient):
+        at("backward", step)
+        return gradient
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        at("forward", step)
+        return Struck.apply(super().forward(x))
+
+at("start")
+model = paceline.DistributedDataParallel(Net(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.ones(2, 4)).sum().backward()
+    at("loop", step)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def struck(folder: Path, *strikes: str, nproc: int = 2, restarts: int = 0) -> tuple[int, list[str], dict[str, Any]]:
+    """Run the script; exit code, what the launcher said about failures, and the report."""
+    name = script(folder, TRAIN)
+    options = ("--nproc", str(nproc), "--max-restarts", str(restarts), "--report", "report.json")
+    done = paceline(folder, "run", *options, name, *strikes, fork="all")
+    said = [line for line in done.stderr.splitlines() if " | " not in line and not line.startswith("note:")]
+    return done.returncode, said, json.loads((folder / "report.json").read_text())
+
+
+def test_a_killed_rank_has_its_phase_and_a_restart_does_not_inherit_it(tmp_path: Path) -> None:
+    # The second start fails before its first step, so that its boxes would still be those of the first one.
+    code, said, report = struck(tmp_path, "backward:kill:1:0", "start:raise:1:1", nproc=3, restarts=1)
+    assert code == 1
+    assert "ranks 0, 2: waiting for gradients in step 3" in said
+    killed = r"rank 1 failed first \(signal SIGKILL, [^)]* memory runs out\) in step 3, backward, for \d"
+    assert any(re.match(killed, line) for line in said), said
+    # Without an exit code if the rank was still on its way out when the launcher ended it, on a busy machine.
+    assert said[-1].replace("exit code 1: ", "") == "error: rank 1 failed first (ValueError: boom)"
+    assert (report["ok"], report["exit_code"], report["restarts"]) == (False, 1, 1)
+    first, second = report["failures"]
+    assert (first["attempt"], second["attempt"]) == (0, 1)
+    expected = {"rank": 1, "kind": "signal", "signal": "SIGKILL", "out_of_memory": False, "exception": None}
+    assert expected.items() <= first["first"].items()
+    assert (first["first"]["step"], first["first"]["phase"]) == (3, "backward")
+    assert first["first"]["phase_seconds"] >= 0.1
+    assert [other["step"] for other in first["others"]] == [3, 3]
+    assert {other["phase"] for other in first["others"]} <= {"wait", "bucket wait"}
+    assert second["first"]["exception"] == {"type": "ValueError", "message": "boom"}
+    assert [rank["step"] for rank in (second["first"], *second["others"])] == [None] * 3
+
+
+def test_an_exception_has_the_phase_it_came_from_and_a_job_that_recovers_is_ok(tmp_path: Path) -> None:
+    # The exception leaves the phase before anybody hears of it: the box then says that the script's own code runs.
+    code, said, report = struck(tmp_path, "forward:raise:1:0", restarts=1)
+    assert code == 0
+    assert "rank 0: waiting for gradients in step 3" in said
+    assert re.search(r"\(ValueError: boom\) in step 3, forward, for \d", said[-1].replace("exit code 1: ", ""))
+    assert (report["ok"], report["exit_code"], report["restarts"]) == (True, 0, 1)
+    (failure,) = report["failures"]
+    assert (failure["first"]["kind"], failure["first"]["phase"]) == ("exception", "forward")
+    assert 'raise ValueError("boom")' in failure["first"]["traceback"]
+    assert failure["summary"] in said[-1]
+
+
+def test_two_ranks_that_fail_at_once_both_have_their_phase(tmp_path: Path) -> None:
+    code, said, report = struck(tmp_path, "loop:exit:0:0", "loop:exit:1:0")
+    assert code == 1
+    first = report["failures"][0]["first"]["rank"]
+    assert said[-1].startswith(
+        f"error: rank {first} failed first (exit code 3) in step 3, in the script's own code, for "
+    )
+    assert said[:2] == [
+        f"rank {1 - first}: in the script's own code in step 3",
+        f"rank {1 - first} failed, too (exit code 3)",
+    ]
+    ranks = [report["failures"][0]["first"], *report["failures"][0]["others"]]
+    assert [(rank["kind"], rank["exit_code"], rank["step"], rank["phase"]) for rank in ranks] == [
+        ("exit code", 3, 3, "loop")
+    ] * 2
+
+
+LOADING = """
+import torch, paceline
+from paceline.data import DataLoader
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, index):
+        if index == 20:
+            raise OSError("damaged")
+        return torch.ones(4)
+
+world = paceline.init()
+model = paceline.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in DataLoader(Samples(), 8):
+    model(batch).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_sample_that_cannot_be_loaded_fails_while_data_is_waited_for(tmp_path: Path) -> None:
+    # The loader raises the error after the wait for the batch has ended.
+    done = paceline(tmp_path, "run", script(tmp_path, LOADING), fork="all")
+    assert ") in step 3, data wait, for " in done.stderr.splitlines()[-1]
+
+
+def test_of_ranks_that_use_no_box_the_report_is_about_the_end_alone(tmp_path: Path) -> None:
+    name = script(tmp_path, "import sys; sys.exit(3)")
+    done = paceline(tmp_path, "run", "--report", "report.json", name)
+    assert done.stderr.splitlines()[-1] == "error: rank 0 failed first (exit code 3)"
+    (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
+    assert (failure["first"]["kind"], failure["first"]["step"], failure["others"]) == ("exit code", None, [])
+
+
+def test_a_running_job_and_one_that_was_told_to_end_are_not_ok(tmp_path: Path) -> None:
+    name = script(tmp_path, "import time; open('ready', 'w').close(); time.sleep(60)")
+    with Running(tmp_path, "run", "--report", "report.json", name) as job:
+        job.wait_for("ready")
+        running = {
+            "ok": None,
+            "exit_code": None,
+            "restarts": 0,
+            "steps_redone": 0,
+            "rescued_from": None,
+            "failures": [],
+        }
+        assert json.loads((tmp_path / "report.json").read_text()) == running
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143
+    assert json.loads((tmp_path / "report.json").read_text()) == running | {"ok": False, "exit_code": 143}
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (("--report", "no/report.json"), "error: --report no/report.json: the folder "),
+        (("--report", "."), "error: --report . cannot be written: it is a folder"),
+        (("--report", "/dev/full"), "error: --report /dev/full cannot be written: No space left"),
+        (("--report", "r.json", "--nnodes", "2"), "error: --report is for jobs on one host"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_refused_before_the_job(
+    tmp_path: Path, options: tuple[str, ...], error: str
+) -> None:
+    name = script(tmp_path, "open('started', 'w').close()")
+    done = paceline(tmp_path, "run", *options, name)
+    assert done.returncode == 2
+    assert done.stderr.startswith(error)
+    assert len(done.stderr.splitlines()) == 1
+    assert not os.path.exists(tmp_path / "started")
+
+
+def test_a_report_that_cannot_be_written_any_more_is_said_and_not_ok(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    name = script(tmp_path, "import shutil; shutil.rmtree('folder')")
+    done = paceline(tmp_path, "run", "--report", "folder/report.json", name)
+    assert (done.returncode, done.stderr.splitlines()) == (
+        2,
+        ["error: --report folder/report.json cannot be written: No such file or directory; choose another file"],
+    )

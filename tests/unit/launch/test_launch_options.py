@@ -1,0 +1,273 @@
+"""torchrun's options, understood or refused, before anything starts."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.launch import host_limits, job
+from paceline.launch.job import Job, resolve_nproc
+from paceline.tools.cli import run_help, run_options, run_parser
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("")
+    return "script.py"
+
+
+def parse(*arguments: str) -> run_options.Namespace:
+    return run_options.parse(arguments)
+
+
+REFUSED = {
+    "no script": ([], "there is no script to run"),
+    "only options": (["--nproc", "2"], "there is no script to run"),
+    "missing script": (["nope.py"], "the script 'nope.py' does not exist"),
+    "missing module": (["-m", "nope.deep"], "there is no module 'nope'"),
+    "missing program": (["--no-python", "nope"], "the command 'nope' is not found"),
+    "two kinds": (["--no-python", "-m", "sh"], "contradict each other"),
+    "no ranks": (["--nproc", "0", "script.py"], "--nproc=0 is less than 1"),
+    "negative ranks": (["--nproc=-1", "script.py"], "--nproc=-1 is less than 1"),
+    "no number": (["--nproc", "x", "script.py"], "--nproc='x' is neither a number nor auto"),
+    "restarts": (["--max-restarts", "-1", "script.py"], "max_restarts=-1 is less than 0"),
+    "restarts, no number": (["--max_restarts", "x", "script.py"], "--max-restarts"),
+    "unknown option": (["--bogus", "script.py"], "paceline run has no option --bogus"),
+    "misspelt option": (["--nprocs", "2", "script.py"], "no option --nprocs; did you mean --nproc?"),
+    "misspelt script": (["scirpt.py"], "the script 'scirpt.py' does not exist; did you mean script.py?"),
+    "ambiguous option": (["--n", "2", "script.py"], "ambiguous option: --n"),
+    "no value": (["--nproc"], "--nproc"),
+    "no time": (["--timeout", "soon", "script.py"], "--timeout='soon' is not a number of seconds"),
+    "no time at all": (["--timeout", "0", "script.py"], "--timeout=0 must be above 0 and at most 2,000,000 seconds"),
+    "endless time": (["--timeout=inf", "script.py"], "--timeout=inf must be above 0"),
+    "no number of time": (["--timeout=nan", "script.py"], "--timeout=nan must be above 0"),
+    "hosts": (["--nnodes", "two", "script.py"], "--nnodes='two'"),
+    "hosts, reversed": (["--nnodes", "3:2", "script.py"], "--nnodes=3:2"),
+    "a second host of one": (["--node-rank", "1", "script.py"], "--node-rank=1, but --nnodes is 1"),
+    "redirects": (["--redirects", "7", "script.py"], "--redirects='7' is neither"),
+    "redirects to nowhere": (["--redirects", "3", "script.py"], "needs a folder"),
+    "log folder": (["--log-dir", "script.py", "script.py"], "is a file"),
+    "filters to nowhere": (["--duplicate-stdout-filters", "a", "script.py"], "needs a folder"),
+    "rank filter": (["--local-ranks-filter", "0,x", "script.py"], "'x' is not a whole number"),
+    "signal": (["--signals-to-handle", "SIGNOPE", "script.py"], "'SIGNOPE', which is no signal"),
+    "uncatchable": (["--signals-to-handle", "SIGKILL", "script.py"], "no process can handle"),
+    "run path": (["--run-path", "script.py"], "--run-path is not supported"),
+    "logs specs": (["--logs-specs", "mine", "script.py"], "--logs-specs is not supported"),
+    "interval": (["--monitor-interval", "0", "script.py"], "monitor_interval=0.0 is not positive"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_refused_before_anything_starts(
+    script: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_options, "launch", lambda job: pytest.fail("started"))
+    with pytest.raises(UsageError) as refused:
+        run_options.start(arguments)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+# What stands before and after the script.
+SPLITS = {
+    "nothing after": (["--nproc", "2", "script.py"], []),
+    "like an option of ours": (["script.py"], ["--nproc", "4", "--timeout=3", "--help"]),
+    "an ambiguous abbreviation": (["--nproc=2", "script.py"], ["--log", "x", "--n"]),
+    "a dash and its like": (["script.py"], ["--", "-", "-m", "script.py"]),
+    "after a flag": (["-m", "--standalone", "script"], ["--log", "-m", "module"]),
+    "after a value like a script": (["--log-dir", "script.py", "script.py"], ["script.py"]),
+    "after an abbreviated option": (["--max-res", "1", "-t", "3", "script.py"], ["-r", "3"]),
+    "after an attached value": (["-t3", "--tee=3", "script.py"], ["-t3"]),
+    "after two dashes": (["--nproc", "2", "--", "script.py"], ["--x", "--"]),
+}
+
+
+@pytest.mark.parametrize(("own", "rest"), SPLITS.values(), ids=SPLITS)
+def test_what_follows_the_script_is_the_scripts(own: list[str], rest: list[str]) -> None:
+    # 'script.py --log x' was refused: the launcher took it for an abbreviation of its own options.
+    parsed = run_options.parse([*own, *rest])
+    assert parsed.training_script in ("script.py", "script")
+    assert parsed.training_script_args == rest
+
+
+def test_ranks_are_told_how_long_a_collective_waits(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(*arguments: str) -> str:
+        parsed = parse(*arguments, script)
+        return run_options.single_host(parsed, run_options.rank_command(parsed), 1).env["PACELINE_TIMEOUT"]
+
+    monkeypatch.delenv("PACELINE_TIMEOUT", raising=False)
+    assert told() == "600"
+    monkeypatch.setenv("PACELINE_TIMEOUT", "90")
+    assert told() == "90"
+    assert told("--timeout", "7.5") == "7.5"
+
+
+def test_the_prefix_of_teed_lines_is_taken_where_torchrun_has_it(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prefix(*arguments: str) -> str:
+        parsed = parse(*arguments, script)
+        return run_options.single_host(parsed, run_options.rank_command(parsed), 1).logs.prefix
+
+    monkeypatch.delenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", raising=False)
+    assert prefix() == ""
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "${rank}: ")
+    assert prefix() == "${rank}: "
+    if "--log-line-prefix-template" in run_parser.parser()._option_string_actions:  # since torch 2.15
+        assert prefix("--log-line-prefix-template", "${hostname} ") == "${hostname} "
+
+
+def test_completions_of_the_command_torchrun_are_not_ours_to_print() -> None:
+    # `paceline run --help` of torch 2.15 offered a script that completes another command.
+    assert "print-completion" not in run_parser.parser().format_help()
+
+
+def test_the_help_names_options_that_torchrun_has() -> None:
+    # It is not torchrun's own, which would import torch.
+    named = set(re.findall(r"--[a-z-]+", run_help.help_parser().format_help()))
+    assert named - {"--help", "--lr"} <= run_parser.parser()._option_string_actions.keys()
+    assert run_parser.parser().format_help() == run_help.help_parser().format_help()
+
+
+def test_an_option_of_torchruns_own_is_refused() -> None:
+    with pytest.raises(UsageError, match="has no option --print-completion"):
+        run_options.parse(["--print-completion", "zsh"])
+
+
+HOSTS = {
+    "nothing": ([], False),
+    "standalone": (["--standalone"], False),
+    "one host": (["--nnodes", "1"], False),
+    "one host as a range": (["--nnodes=1:1"], False),
+    "local rendezvous": (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"], False),
+    "local master": (["--master_addr", "127.0.0.1", "--master_port", "29501"], False),
+    "two hosts": (["--nnodes", "2"], True),
+    "elastic": (["--nnodes=1:4"], True),
+    "remote master": (["--master-addr", "node-0"], True),
+    "remote rendezvous": (["--rdzv-endpoint", "node-0:29400"], True),
+    "another backend": (["--rdzv-backend", "etcd-v2"], True),
+    "an IPv6 master": (["--master-addr", "[2001:db8::1]"], True),
+}
+
+
+@pytest.mark.parametrize(("arguments", "several"), HOSTS.values(), ids=HOSTS)
+def test_other_hosts_are_recognised(arguments: list[str], several: bool) -> None:
+    assert run_options.several_hosts(parse(*arguments, "script.py")) is several
+
+
+def test_options_that_mean_nothing_on_one_host_are_named() -> None:
+    assert run_options.unused(parse("--nproc", "2", "script.py")) is None
+    assert run_options.unused(parse("--standalone", "script.py")) is None
+    note = run_options.unused(parse("--master_port", "29501", "--start-method=fork", "script.py"))
+    assert note is not None
+    assert note.startswith("note: --master-port, --start-method: not used on one host")
+
+
+def test_options_reach_the_job(script: str) -> None:
+    parsed = parse(
+        *("--nproc", "3", "--max-restarts", "2", "--rdzv-id", "job-7", "--shutdown-timeout", "5"),
+        *("--signals-to-handle", "SIGTERM,SIGUSR1", "--role", "rider", "--tee", "0:1,1:2", script, "-a"),
+    )
+    made = run_options.single_host(parsed, run_options.rank_command(parsed), 3)
+    assert list(made.command)[1:] == ["-u", "script.py", "-a"]
+    assert (made.nproc, made.max_restarts, made.run_id, made.grace) == (3, 2, "job-7", 5)
+    assert made.signals == [signal.SIGTERM, signal.SIGUSR1]
+    assert (made.worker_spec["role"], made.logs.tee) == ("rider", "0:1,1:2")
+
+
+def test_nproc_defaults_to_torchruns_one_and_takes_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse("script.py").nproc_per_node == "1"
+    assert parse("--nproc", "4", "script.py", "--nproc", "9").nproc_per_node == "4"
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "6")
+    assert parse("script.py").nproc_per_node == "6"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "count", "noted"),
+    [
+        ("auto", 0, 2, False),
+        ("auto", 8, 8, False),
+        ("gpu", 4, 4, False),
+        ("cpu", 4, 2, False),
+        ("2", 0, 2, False),
+        (4, 0, 4, True),
+        ("4", 4, 4, False),
+    ],
+)
+def test_nproc(wanted: str | int, gpus: int, count: int, noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "cores", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    resolved, note = resolve_nproc(wanted)
+    assert (resolved, bool(note)) == (count, noted)
+    if note:
+        assert note.startswith("note: 4 ranks on 2 cores")
+
+
+@pytest.mark.parametrize(("count", "gib", "most"), [(500, 21, 143), (5, 0.5, 3), (1, 0.01, 1)])
+def test_ranks_that_memory_cannot_hold_are_refused(
+    count: int, gib: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # --nproc 500 was taken on any host, with a note on cores alone.
+    monkeypatch.setattr(host_limits, "available_memory", lambda: int(gib * 2**30))
+    message = f"--nproc={count}: {count} ranks need about .* start at most {most}, or give --force"
+    with pytest.raises(UsageError, match=message):
+        resolve_nproc(str(count))
+    assert resolve_nproc(str(count), force=True)[0] == count
+    monkeypatch.setattr(host_limits, "available_memory", lambda: count * host_limits.RANK_BYTES)
+    assert resolve_nproc(count)[0] == count
+
+
+def test_run_takes_force(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Job] = []
+    monkeypatch.setattr(run_options, "launch", lambda job: started.append(job) or 0)
+    monkeypatch.setattr(host_limits, "available_memory", lambda: host_limits.RANK_BYTES)
+    with pytest.raises(UsageError, match="--force"):
+        run_options.start(["--nproc", "2", script])
+    assert run_options.start(["--nproc", "2", "--force", script]) == 0
+    assert [each.nproc for each in started] == [2]
+
+
+PASSED_ON = {
+    "ours": ("--nproc 2", "", ["--nproc", "2"]),
+    "attached": ("--lr 1 --nproc=2 --seed 3", "", ["--nproc=2"]),
+    "torchrun's": ("--standalone --nnodes 1:2", "", ["--standalone", "--nnodes", "1:2"]),
+    "its own by text": ("--timeout 3", 'add_argument("--timeout")', []),
+    "its own by field": ("--log-dir x", "class Settings:\n    log_dir: str", []),
+    "its own, another one": ("--timeout 3", "timeouts = 3", ["--timeout", "3"]),
+    "help": ("--help", "", []),
+    "short ones": ("-m x -r 3", "", []),
+    "no value": ("--nproc", "", ["--nproc"]),
+}
+
+
+@pytest.mark.parametrize(("given", "text", "found"), PASSED_ON.values(), ids=PASSED_ON)
+def test_options_of_ours_among_a_scripts_arguments_are_found(given: str, text: str, found: list[str]) -> None:
+    assert run_options.own_options_in(given.split(), text) == found
+
+
+def test_an_option_behind_the_script_is_passed_on_with_a_warning(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # `paceline run train.py --nproc 2` trained on one rank, in silence.
+    started: list[Job] = []
+    monkeypatch.setattr(run_options, "launch", lambda job: started.append(job) or 0)
+    assert run_options.start([script, "--nproc", "2"]) == 0
+    assert (started[0].nproc, list(started[0].command[-3:])) == (1, [script, "--nproc", "2"])
+    assert capsys.readouterr().err == (
+        "warning: --nproc 2 after the script's name goes to the script; for paceline run, write: "
+        "paceline run --nproc 2 … script.py\n"
+    )
+
+
+def test_gpus_are_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(UsageError, match="no GPU"):
+        resolve_nproc("gpu")
+
+
+def test_a_job_needs_a_command() -> None:
+    with pytest.raises(UsageError, match="no command"):
+        Job([], 1)

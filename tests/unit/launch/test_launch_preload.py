@@ -1,0 +1,264 @@
+"""Ranks that are forked from a process which has imported torch: they are what a new interpreter would be.
+
+What a rank finds out about itself is compared with a rank that imports torch itself (``--no-preload``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.launch.fork_server import policy
+from paceline.launch.fork_server import server as fork_server
+from processes import Running, alive, descendants, gone_after, paceline, script
+
+SELF = """
+import json, os, random, resource, signal, sys, threading, uuid, multiprocessing
+import torch, numpy
+
+class OfMain:
+    pass
+
+if __name__ == "__main__":
+    here = os.getcwd()
+    fixed = dict(
+        argv=sys.argv, orig_argv=sys.orig_argv, flags=str(sys.flags), path=sys.path,
+        main=sorted(vars(sys.modules["__main__"])),
+        name=[__name__, __file__, __package__, type(__loader__).__name__], cwd=here, umask=os.umask(0o22),
+        command=open("/proc/self/cmdline").read(), open=sorted(set(os.listdir("/proc/self/fd")) - {"3"}),
+        signals=[str(signal.getsignal(each)).partition(" at 0x")[0] for each in sorted(signal.valid_signals())],
+        kernel=[line for line in open("/proc/self/status")
+                if line.startswith(("Sig", "Shd")) and "SigQ" not in line],
+        limits=[resource.getrlimit(each) for each in range(10)], cores=sorted(os.sched_getaffinity(0)),
+        group=os.getpgid(0) == os.getsid(0) == os.getpid(),
+        streams=[str(sys.stdin), str(sys.stdout), str(sys.stderr)],
+        environment={key: os.environ[key] for key in os.environ if key.startswith(("OMP", "PYTHON", "PACELINE_FORK"))},
+        threads=[torch.get_num_threads(), len(os.listdir("/proc/self/task"))],
+        main_thread=threading.main_thread().native_id == os.getpid(),
+        cuda=[torch.cuda.is_initialized(), torch.get_num_interop_threads()],
+        ours=[name for name in sys.modules if name.startswith("_pace") or name.endswith("customize")],
+        pickled=str(__import__("pickle").dumps(OfMain)), parent=str(multiprocessing.parent_process()),
+    )
+    # torch and numpy draw the seeds of their own generators when they are imported
+    chance = [torch.initial_seed(), torch.rand(1).item(), random.random(), numpy.random.rand(), uuid.uuid4().hex]
+    chance.append(multiprocessing.current_process().authkey.hex())
+    json.dump([fixed, chance], open("rank-" + os.environ["RANK"] + sys.argv[1], "w"))
+"""
+
+
+def told(folder: Path, rank: int, argument: str) -> Any:
+    return json.loads((folder / f"rank-{rank}{argument}").read_text().replace(argument, ""))
+
+
+@pytest.mark.slow
+def test_a_forked_rank_is_what_a_new_interpreter_would_be(tmp_path: Path) -> None:
+    name = script(tmp_path, SELF)
+    for option, argument in (("--pin", "by-fork"), ("--no-preload", "by-exec")):
+        done = paceline(tmp_path, "run", "--nproc", "2", "--pin", option, name, argument, PYTHONHASHSEED="7")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    chances = []
+    for rank in range(2):
+        (forked, by_chance), (fresh, _) = told(tmp_path, rank, "by-fork"), told(tmp_path, rank, "by-exec")
+        forked["threads"][1] = fresh["threads"][1] = 0  # those of OpenBLAS start again when they are needed
+        assert forked == fresh
+        chances.append(by_chance)
+    assert all(first != second for first, second in zip(*chances, strict=True))
+
+
+@pytest.mark.slow
+def test_ranks_are_forked_by_one_process_in_every_life(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        "import torch, os, sys\n"
+        "life = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "open('life-' + life, 'a').write(f'{os.getppid()} ')\n"
+        "os.kill(os.getpid(), 9) if life == '0' else sys.exit(3 if life == '1' else 0)\n",
+    )
+    # numpy's OpenBLAS then has two threads as soon as it is imported; it ends them before a fork.
+    done = paceline(tmp_path, "run", "--nproc", "2", "--max-restarts", "2", name, OMP_NUM_THREADS="2")
+    assert done.returncode == 0, done.stderr
+    assert "failed first (signal SIGKILL" in done.stderr
+    assert "starting all ranks again (restart 1 of 2)" in done.stderr
+    # The other may have been on its way out when the launcher ended it.
+    second = r"\(exit code 3\)(, after rank [01] had begun to end)?; starting all ranks again \(restart 2 of 2\)"
+    assert re.search(second, done.stderr), done.stderr
+    parents = {parent for life in range(3) for parent in (tmp_path / f"life-{life}").read_text().split()}
+    assert len(parents) == 1
+
+
+WAITING = (
+    "import torch, os, time\nopen(f\"ready-{os.environ['RANK']}\", 'w').write(str(os.getpid()))\ntime.sleep(120)\n"
+)
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_fork_server_and_the_report_says_so(tmp_path: Path) -> None:
+    with Running(tmp_path, "run", "--nproc", "2", "--max-restarts", "0", script(tmp_path, WAITING)) as job:
+        job.wait_for("ready-0", "ready-1")
+        server = descendants(job.process.pid)[0]
+        ranks = descendants(server)
+        assert len(ranks) == 2
+        os.kill(server, signal.SIGKILL)
+        gone_after([server, *ranks], 5)
+        assert job.wait(20) == 1
+        assert "the process from which ranks are forked ended (signal SIGKILL), and its ranks with it" in job.stderr
+        assert "failed first (signal SIGKILL" in job.stderr
+
+
+@pytest.mark.slow
+def test_streams_know_the_file_that_the_rank_writes_to(tmp_path: Path) -> None:
+    text = "import torch\nfrom sys import stdout\nprint(stdout.seekable(), stdout.write_through, stdout)\n"
+    text += "print(stdout.tell())"
+    (tmp_path / "logs").mkdir()
+    read, write = os.pipe()  # the launcher's output, and so the fork server's
+    command = ["-m", "paceline", "run", "--redirects", "1", "--log-dir", "logs", script(tmp_path, text)]
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, stdout=write, check=True)
+    os.close(read)
+    os.close(write)
+    assert done.returncode == 0
+    (log,) = (tmp_path / "logs").rglob("stdout.log")
+    first, second = log.read_text().splitlines()
+    assert first == "True True <_io.TextIOWrapper name='<stdout>' mode='w' encoding='utf-8'>"
+    assert int(second) == len(first) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nobody_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, WAITING)) as job:
+        job.wait_for("ready-0", "ready-1")
+        family = job.family()
+        assert len(family) == 4
+        os.kill(job.process.pid, number)
+        gone_after(family, 5)
+
+
+def test_ctrl_c_ends_the_launcher_while_torch_is_imported(tmp_path: Path) -> None:
+    # The file is imported by torch in place of the real module, and keeps it waiting.
+    script(tmp_path, "import time\nopen('importing', 'w')\ntime.sleep(60)", "pickletools.py")
+    with Running(tmp_path, "run", script(tmp_path, "import torch")) as job:
+        job.wait_for("importing")
+        family = job.family()
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait(10) == 130
+        assert job.stderr == "interrupted\n"
+        assert not list(filter(alive, family))
+
+
+def test_a_torch_that_cannot_be_imported_is_the_scripts_error(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    script(tmp_path, "raise ImportError('half installed')", "torch/__init__.py")
+    done = paceline(tmp_path, "run", script(tmp_path, "import sys\nprint('begun')\nimport torch"))
+    assert (done.returncode, done.stdout) == (2, "begun\n")
+    first, *_, last = done.stderr.splitlines()
+    assert first == (
+        "note: every rank imports torch itself, because torch cannot be imported here (ImportError: half installed)"
+    )
+    assert last == "error: rank 0 failed first (exit code 1: ImportError: half installed)"
+
+
+def test_nothing_is_forked_from_a_process_with_threads(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    text = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    script(tmp_path, text, "torch/__init__.py")
+    done = paceline(tmp_path, "run", script(tmp_path, "import torch, os; print(len(os.listdir('/proc/self/task')))"))
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    assert done.stderr.startswith("note: every rank imports torch itself, because importing it started threads (")
+
+
+@pytest.mark.parametrize(
+    ("text", "modules"),
+    [
+        ("import os, sys\nprint('hello')", ()),
+        ("import torch", ("torch",)),
+        ("def main():\n    from torch import nn\nmain()", ("torch",)),
+        ("import importlib\nimportlib.import_module('tor' + 'ch')", ("torch",)),
+        ("import torch\noptimizer = torch.optim.SGD([], lr=1)", ("torch", "torch._dynamo")),
+        ("from mine import main\nmain()", ("torch", "torch._dynamo")),
+        ("import paceline", ("torch", "torch._dynamo", *policy.LIBRARY)),
+        # Only the first name of a line counted.
+        ("import os, torch, paceline", ("torch", "torch._dynamo", *policy.LIBRARY)),
+        ("import os; import torch.nn as nn", ("torch",)),
+        ("import os, \\\n    torch", ("torch",)),
+        ("from . import model", ("torch", "torch._dynamo")),
+        ('"""\nimport torch\n"""\nimport os', ()),
+        ("import os, torch\nthis is no Python", ()),
+    ],
+)
+def test_modules_that_the_script_will_need_are_imported(text: str, modules: tuple[str, ...]) -> None:
+    assert policy.decide([sys.executable, "-u", "-c", text]).modules == modules
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("os.environ['OMP_NUM_THREADS'] = '4'", "OMP_NUM_THREADS"),
+        ('os.environ["TORCH_LOGS"]="+dynamo"', "TORCH_LOGS"),
+        ("os.environ.setdefault('MKL_NUM_THREADS', '1')", "MKL_NUM_THREADS"),
+        ("os.environ.update(OMP_NUM_THREADS='1')", "OMP_NUM_THREADS"),
+        ("os.environ.update({'PYTORCH_CUDA_ALLOC_CONF': 'x'})", "PYTORCH_CUDA_ALLOC_CONF"),
+        ("os.putenv('TORCHINDUCTOR_CACHE_DIR', 'x')", "TORCHINDUCTOR_CACHE_DIR"),
+        ("environ['TORCHDYNAMO_DISABLE'] = '1'", "TORCHDYNAMO_DISABLE"),
+        ("os.environ.update(\n    {'A': '1',\n     'OMP_NUM_THREADS': '1'}\n)", "OMP_NUM_THREADS"),
+        ("os.environ |= {'KMP_BLOCKTIME': '0'}", "KMP_BLOCKTIME"),
+        ("{name: value for name, value in os.environ.items() if name.startswith(('OMP_', 'X'))}; x = 1", None),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'", None),  # read later, when the device is used
+        ("os.environ['TORCH_NCCL_BLOCKING_WAIT'] = '1'", None),
+        ("print(os.environ['OMP_NUM_THREADS'])", None),
+        ("if os.environ.get('TORCH_LOGS') == 'x': pass", None),
+        ("if os.environ['TORCH_LOGS'] == 'x': pass", None),
+        ("# os.environ['OMP_NUM_THREADS'] = '4'", None),
+        ("env = os.environ\nenv['A'], env['OMP_NUM_THREADS'] = '1', '2'", "OMP_NUM_THREADS"),
+        ("os.environ.update(A=str(len('x')), OMP_NUM_THREADS='1')", "OMP_NUM_THREADS"),
+    ],
+)
+def test_a_script_that_sets_what_torch_reads_at_its_import_imports_it_itself(line: str, name: str | None) -> None:
+    text = f"import os\n{line}\nimport torch"
+    assert policy.set_before_import(text) == name
+    decided = policy.decide([sys.executable, "-u", "-c", text])
+    assert bool(decided.modules) == (name is None)
+    assert (decided.note is not None and name is not None and name in decided.note) == (name is not None)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["sh", "-c", "import torch"],
+        ["/other/python", "-u", "-c", "import torch"],
+        [sys.executable, "-c", "import torch"],
+        [sys.executable, "-u", "-O", "script.py"],
+        [sys.executable, "-u"],
+    ],
+)
+def test_other_programs_are_started_as_they_are(command: list[str]) -> None:
+    assert policy.decide(command) == policy.Preloading()
+
+
+def test_the_environment_turns_it_off_for_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-u", "-m", "paceline.tools.recipes.digits"]
+    assert policy.decide(command).modules == ("torch", "torch._dynamo", *policy.LIBRARY)
+    assert policy.decide(command, wanted=False) == policy.Preloading()
+    monkeypatch.setenv(policy.SETTING, "0")
+    assert policy.decide(command) == policy.Preloading()
+    monkeypatch.setenv(policy.SETTING, "no")
+    with pytest.raises(UsageError, match="PACELINE_PRELOAD='no' is neither 0 nor 1"):
+        policy.decide(command)
+
+
+@pytest.mark.parametrize(
+    ("first", "path"), [("-m", [os.getcwd()]), ("-c", [""]), (__file__, [os.path.dirname(__file__)])]
+)
+def test_modules_are_imported_with_the_scripts_neighbours_in_front(
+    monkeypatch: pytest.MonkeyPatch, first: str, path: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [first])
+    assert fork_server.first_path() == path

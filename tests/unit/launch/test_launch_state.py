@@ -1,0 +1,186 @@
+"""What the failure report says besides how ranks ended: their step and phase, want of memory, and all of it as JSON."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from paceline.core.telemetry.flight_record import Raised, Snapshot
+from paceline.launch.failures.exit_diagnosis import charged
+from paceline.launch.failures.job_report import exception_of, failure_of
+from paceline.launch.failures.oom_kills import memory_kills
+from paceline.launch.failures.rank_state import NOT_BEGUN, State, doings, state_of
+from paceline.launch.failures.root_cause import End, headline, remarks
+from paceline.launch.rank.failure_record import Record
+
+
+def snapshot(phase: str, since: float, bucket: int | None = None, raised: Raised | None = None) -> Snapshot:
+    return Snapshot(7, 1, 4, "host", phase, since, bucket, 40, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, raised, 40, True)
+
+
+LEFT_FORWARD = snapshot("loop", 9.0, raised=Raised("forward", None, 8.5, 9.0))
+
+# What a box says, when it is asked about, whether its rank may have raised; and the state.
+STATES = {
+    "killed in backward": (snapshot("backward", 9.0), 9.25, False, State(40, "backward", 0.25)),
+    "waits for a bucket": (snapshot("bucket wait", 9.0, 3), 10.0, True, State(40, "bucket wait", 1.0, 3)),
+    "raised in forward": (LEFT_FORWARD, 9.1, True, State(40, "forward", 0.5)),
+    "handled an error of forward, and was killed": (LEFT_FORWARD, 9.5, False, State(40, "loop", 0.5)),
+    "handled an error of forward, and raised another long after": (LEFT_FORWARD, 29.0, True, State(40, "loop", 20.0)),
+    "looked at before its phase began": (snapshot("forward", 9.0), 8.9, True, State(40, "forward", 0.0)),
+    "has no box open": (None, 9.0, True, NOT_BEGUN),
+}
+
+
+@pytest.mark.parametrize(("box", "moment", "raised", "expected"), STATES.values(), ids=STATES)
+def test_the_state_is_that_of_the_moment(box: Snapshot | None, moment: float, raised: bool, expected: State) -> None:
+    assert state_of(box, moment, raised) == expected
+
+
+MOMENTS = {
+    State(40, "backward", 0.3): "in step 41, backward, for 0.3 s",
+    State(0, "bucket wait", 12.34, 2): "in step 1, bucket wait 2, for 12.3 s",
+    State(None, "forward", 0.0012): "in no known step, forward, for 1.2 ms",
+    State(3, "loop", 0.0521): "in step 4, in the script's own code, for 52 ms",
+    State(3, "forward", 0.0012): "in step 4, forward, for 1.2 ms",
+    State(3, "collective", 1234.5): "in step 4, collective, for 1,234 s",
+    NOT_BEGUN: "before its first step",
+}
+
+
+@pytest.mark.parametrize(("state", "text"), MOMENTS.items(), ids=MOMENTS.values())
+def test_the_headline_says_where_the_first_rank_failed(state: State, text: str) -> None:
+    ends = [End(0, -signal.SIGTERM, 5.0, stopped=True), End(1, 3, 5.0, state=state)]
+    assert headline(ends) == f"rank 1 failed first (exit code 3) {text}"
+
+
+def test_ranks_that_did_the_same_share_a_line() -> None:
+    others = {0: State(40, "wait"), 2: State(40, "bucket wait", 0.2, 1), 3: State(40, "data wait"), 4: NOT_BEGUN}
+    assert doings((rank, state.doing) for rank, state in others.items()) == [
+        "ranks 0, 2: waiting for gradients in step 41",
+        "rank 3: waiting for data in step 41",
+        "rank 4: had not begun the first step",
+    ]
+
+
+def test_the_other_ranks_are_in_order_and_one_that_left_is_described_too() -> None:
+    lost = Record("CommunicationError: rank 1 has ended", "Traceback", 5.0, blamed=(1,))
+    ends = [
+        End(2, 1, 5.0, record=lost, state=State(40, "bucket wait")),
+        End(0, 1, 5.1, record=lost, state=State(40, "wait")),
+        End(1, 0, 4.0, state=State(40, "loop")),
+    ]
+    assert remarks(ends)[:2] == ["ranks 0, 2: waiting for gradients in step 41", "rank 1: left after step 40"]
+
+
+def test_nothing_is_said_of_ranks_without_boxes() -> None:
+    ends = [End(0, -signal.SIGTERM, 5.0, stopped=True), End(1, 3, 5.0)]
+    assert remarks(ends) == ["rank 0 was stopped because of rank 1"]
+    assert headline(ends) == "rank 1 failed first (exit code 3)"
+
+
+# -- want of memory ----------------------------------------------------------------------------------------------------
+
+# The groups of a process, the file with the count and what it says, and the count.
+GROUPS = {
+    "version 2": ("0::/job\n", "job/memory.events", "low 0\noom 4\noom_kill 3\noom_group_kill 0\n", 3),
+    "version 2, a container": ("0::/docker/4f\n", "memory.events", "oom_kill 2\n", 2),
+    "version 2, before Linux 4.13": ("0::/job\n", "job/memory.events", "low 0\noom 4\n", None),
+    "version 1": ("4:memory:/job\n0::/\n", "memory/job/memory.oom_control", "under_oom 0\noom_kill 5\n", 5),
+    "version 1, a container": ("2:cpu,memory:/docker/4f\n", "memory/memory.oom_control", "oom_kill 1\n", 1),
+    "another controller": ("1:cpu:/job\n", "memory/job/memory.oom_control", "oom_kill 5\n", None),
+    "damaged": ("0::/job\n", "job/memory.events", "oom_kill many\n", None),
+}
+
+
+@pytest.mark.parametrize(("own", "file", "content", "count"), GROUPS.values(), ids=GROUPS)
+def test_the_count_of_the_control_group_is_found(
+    own: str, file: str, content: str, count: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "own").write_text(own)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(content)
+    assert memory_kills(tmp_path, tmp_path / "own") == count
+    assert memory_kills(tmp_path, tmp_path / "nothing") is None
+
+
+def test_a_kill_is_put_down_to_memory_only_if_the_kernel_counted_it() -> None:
+    ends = [End(0, -signal.SIGKILL, 5.0), End(1, -signal.SIGKILL, 5.0, stopped=True), End(2, 1, 5.0)]
+    marked = {rise: [end.rank for end in charged(ends, rise) if end.lacked_memory] for rise in range(3)}
+    assert marked == {0: [], 1: [0], 2: [0]}
+    assert (
+        headline(charged(ends, 1))
+        == "rank 0 failed first (signal SIGKILL: the kernel killed it because memory ran out)"
+    )
+    assert headline(ends) == "rank 0 failed first (signal SIGKILL, which the kernel sends when memory runs out)"
+
+
+def test_of_two_kills_and_one_for_memory_nobody_knows_which() -> None:
+    ends = [End(rank, -signal.SIGKILL, 5.0) for rank in range(2)]
+    assert charged(ends, 1) == ends
+    assert all(end.lacked_memory for end in charged(ends, 2))
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_as_json_has_the_first_rank_and_the_others() -> None:
+    lost = Record("CommunicationError: rank 1 has ended", "Traceback 0", 5.2, blamed=(1,))
+    ends = [
+        End(2, -signal.SIGTERM, 6.0, stopped=True, state=State(40, "data wait", 0.5)),
+        End(0, 1, 5.5, record=lost, state=State(40, "bucket wait", 0.25, 2)),
+        End(1, 1, 5.4, record=Record("ValueError: x: y", "Traceback 1", 5.0), state=State(40, "backward", 0.125)),
+        End(3, -signal.SIGKILL, 5.6, lacked_memory=True),
+    ]
+    entry = failure_of(ends, "here")
+    assert json.loads(json.dumps(entry)) == entry
+    assert (entry["time"], entry["summary"]) == (5.0, headline(ends))
+    assert entry["first"] == {
+        "rank": 1,
+        "host": "here",
+        "kind": "exception",
+        "exit_code": 1,
+        "signal": None,
+        "out_of_memory": None,
+        "exception": {"type": "ValueError", "message": "x: y"},
+        "traceback": "Traceback 1",
+        "step": 41,
+        "phase": "backward",
+        "phase_seconds": 0.125,
+        "bucket": None,
+        "hang": None,
+        "stacks": None,
+    }
+    fields = ("rank", "kind", "exit_code", "signal", "out_of_memory", "step", "phase", "bucket")
+    assert [tuple(other[field] for field in fields) for other in entry["others"]] == [
+        (0, "consequence", 1, None, None, 41, "bucket wait", 2),
+        (2, "stopped", None, None, None, 41, "data wait", None),
+        (3, "signal", None, "SIGKILL", True, None, None, None),
+    ]
+
+
+def test_a_rank_that_left_or_never_came_is_first_and_who_missed_it_a_consequence() -> None:
+    lost = Record("CommunicationError: rank 1 has ended", "Traceback", 5.0, blamed=(1,))
+    for missing, kind in ((End(1, 0, 4.0), "left"), (End(1, -signal.SIGKILL, 9.0, stopped=True), "absent")):
+        entry = failure_of([End(0, 1, 5.0, record=lost), missing], "here")
+        assert (entry["first"]["rank"], entry["first"]["kind"]) == (1, kind)
+        assert [(other["rank"], other["kind"]) for other in entry["others"]] == [(0, "consequence")]
+
+
+@pytest.mark.parametrize(
+    ("message", "usage", "expected"),
+    [
+        ("torch.OutOfMemoryError: no\nroom", False, ("torch.OutOfMemoryError", "no\nroom")),
+        ("AssertionError: ", False, ("AssertionError", "")),
+        ("lr: -1 is negative", True, ("UsageError", "lr: -1 is negative")),
+        ("terminate called: what", False, (None, "terminate called: what")),
+    ],
+)
+def test_the_class_of_an_exception_is_told_from_its_message(
+    message: str, usage: bool, expected: tuple[str | None, str]
+) -> None:
+    found = exception_of(Record(message, "Traceback", 1.0, usage))
+    assert (found["type"], found["message"]) == expected

@@ -1,0 +1,456 @@
+"""SyncBatchNorm on several ranks equals BatchNorm of one process on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from drawn import draws
+from paceline import SyncBatchNorm
+from paceline.core.processes.world import World
+from paceline.errors import ReplicaMismatch, UsageError
+from paceline.nn import moments
+from ranks import Ranks
+from twins import Pools, no_warning_about_cycles, same_tensor
+
+KINDS: dict[int, Callable[..., nn.Module]] = {
+    2: nn.BatchNorm1d,
+    3: nn.BatchNorm1d,
+    4: nn.BatchNorm2d,
+    5: nn.BatchNorm3d,
+}
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+EXACT = 1e-10
+
+
+def whole_batch(sizes: tuple[int, ...], rest: tuple[int, ...], dtype: torch.dtype, offset: float = 0.0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(sizes))
+    return (torch.randn(sum(sizes), *rest, generator=generator, dtype=torch.float64) + offset).to(dtype)
+
+
+def twin_of(dims: int, channels: int, options: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(0)
+    twin = KINDS[dims](channels, **options)
+    for parameter in twin.parameters():
+        nn.init.normal_(parameter)
+    return twin
+
+
+def beside_twin(
+    world: World,
+    sizes: tuple[int, ...],
+    rest: tuple[int, ...],
+    options: dict[str, Any],
+    dtype: torch.dtype = torch.float64,
+    rtol: float = EXACT,
+    last: bool = False,
+    offset: float = 0.0,
+    steps: int = 2,
+) -> list[str]:
+    """Forward and backward on this rank's part of the batch and, alone, on the whole; returns the exact buffers."""
+    x = whole_batch(sizes, rest, dtype, offset)
+    if last:
+        x = x.contiguous(memory_format=CHANNELS_LAST[x.dim()])
+    options = {"dtype": dtype if dtype is torch.float64 else torch.float32, **options}
+    twin = twin_of(x.dim(), rest[0], options)
+    layer = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin))
+    for step in range(steps):
+        factors = torch.linspace(-1, 2, x.numel()).view(x.shape).to(dtype) * (step + 1)
+        whole = x.clone().requires_grad_()
+        theirs = twin(whole)
+        (theirs * factors).sum().backward()
+        mine = whole.detach().split(sizes)[world.rank].clone().requires_grad_()
+        ours = layer(mine)
+        (ours * factors.split(sizes)[world.rank]).sum().backward()
+
+        where = f"rank {world.rank}, step {step}"
+        assert ours.dtype is dtype
+        if last and len(mine):
+            assert ours.is_contiguous(memory_format=CHANNELS_LAST[x.dim()])
+        same_tensor(ours.detach(), theirs.detach().split(sizes)[world.rank], rtol, f"{where} output")
+        # Rounding is relative to the batch's gradient, not to this rank's part.
+        expected = whole.grad.split(sizes)[world.rank]
+        scale = float(whole.grad.abs().max()) if whole.numel() else 0.0
+        torch.testing.assert_close(mine.grad, expected, rtol=rtol, atol=rtol * scale)
+        for (name, parameter), other in zip(layer.named_parameters(), twin.parameters(), strict=True):
+            assert parameter.grad.dtype is parameter.dtype
+            total = parameter.grad.double()
+            dist.all_reduce(total)
+            same_tensor(total, other.grad.double(), max(rtol, 1e-5 if parameter.dtype is torch.float32 else 0), name)
+        for (name, buffer), other in zip(layer.named_buffers(), twin.buffers(), strict=True):
+            same_tensor(buffer, other, max(rtol, 1e-6 if buffer.dtype is torch.float32 else 0), f"{where} {name}")
+        layer.zero_grad()
+        twin.zero_grad()
+    return [str(buffer.tolist()) for buffer in layer.buffers()]
+
+
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "1d, features": ((3, 3), (4,)),
+    "1d, sequence": ((2, 3), (3, 5)),
+    "2d": ((2, 2, 2), (3, 4, 2)),
+    "3d": ((1, 2), (2, 3, 2, 2)),
+    "one sample a rank": ((1, 1), (4,)),
+    "one sample in all, with space": ((1, 0), (2, 3, 3)),
+    "uneven": ((1, 5, 2), (3, 2, 2)),
+    "empty first": ((0, 3, 2), (3, 2, 2)),
+    "empty last": ((3, 2, 0), (3,)),
+    "all but one empty": ((0, 4, 0), (3, 2)),
+    "all empty": ((0, 0), (3, 2)),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no affine": {"affine": False},
+    "no bias": {"bias": False},
+    "no running statistics": {"track_running_stats": False},
+    "neither": {"affine": False, "track_running_stats": False},
+    "cumulative": {"momentum": None},
+    "no momentum": {"momentum": 0.0},
+    "large eps": {"eps": 0.5, "momentum": 0.9},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_batch_norm_of_the_whole_batch(pools: Pools, shape: str) -> None:
+    sizes, rest = SHAPES[shape]
+    results = pools.run(len(sizes), beside_twin, sizes, rest, {})
+    assert len({tuple(bits) for bits in results}) == 1
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_equals_batch_norm_with_every_option(pools: Pools, options: str) -> None:
+    results = pools.run(2, beside_twin, (2, 3), (3, 4), OPTIONS[options])
+    assert len({tuple(bits) for bits in results}) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "rtol"),
+    [
+        (torch.float32, {}, 2e-5),
+        (torch.bfloat16, {}, 2e-2),
+        (torch.float16, {}, 3e-3),
+        (torch.bfloat16, {"dtype": torch.bfloat16}, 3e-2),
+        (torch.float16, {"dtype": torch.float16}, 5e-3),
+    ],
+)
+def test_types_follow_batch_norm(pools: Pools, dtype: torch.dtype, options: dict[str, Any], rtol: float) -> None:
+    pools.run(2, beside_twin, (4, 5), (3, 4, 4), options, dtype, rtol)
+
+
+@pytest.mark.parametrize("rest", [(3, 4, 2), (3, 2, 2, 2)])
+def test_channels_last_stays_channels_last(pools: Pools, rest: tuple[int, ...]) -> None:
+    pools.run(3, beside_twin, (2, 1, 3), rest, {}, torch.float64, EXACT, True)
+
+
+def test_a_mean_far_from_zero_costs_no_precision(pools: Pools) -> None:
+    """E[x²] - E[x]² would leave no digit in float32: the mean's square is 1e8 times the variance."""
+    results = pools.run(2, variance_beside_mean)
+    for variance, exact in results:
+        torch.testing.assert_close(variance, exact, rtol=1e-3, atol=0)
+
+
+def variance_beside_mean(world: World) -> tuple[Tensor, Tensor]:
+    x = whole_batch((40, 24), (3,), torch.float32, offset=1e4)
+    layer = SyncBatchNorm(3, momentum=1.0)
+    layer(x.split((40, 24))[world.rank])
+    return layer.running_var, x.double().var(0).float()
+
+
+@draws(25)
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=2, max_size=2).map(tuple),
+    rest=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
+    options=st.sampled_from(list(OPTIONS)),
+    last=st.booleans(),
+)
+def test_any_shape(two: Ranks, sizes: tuple[int, ...], rest: tuple[int, ...], options: str, last: bool) -> None:
+    values = sum(sizes) * torch.Size(rest[1:]).numel()
+    if values != 1:
+        two.run(beside_twin, sizes, rest, OPTIONS[options], torch.float64, EXACT, last and len(rest) > 2)
+
+
+@pytest.fixture(scope="module")
+def two() -> Any:
+    with Ranks(2, timeout=30) as ranks:
+        yield ranks
+
+
+def test_moments_combine_like_those_of_all_values() -> None:
+    values = torch.randn(10, 3, dtype=torch.float64) * 3 + 1000
+    parts = values.split([4, 0, 5, 1])
+    rows = torch.stack([moments.pack(part, 3) for part in parts])
+    counts = [report.count for report in moments.reports(rows)]
+    whole = moments.combine(rows, sum(counts))
+    assert counts == [4, 0, 5, 1]
+    assert whole.count == 10
+    torch.testing.assert_close(whole.mean, values.mean(0), rtol=1e-14, atol=0)
+    torch.testing.assert_close(whole.variance, values.var(0, correction=0), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("count", [1, 2**20 - 1, 2**20, 2**24 + 1, 2**40 + 12345])
+def test_counts_travel_whole_in_float32(count: int) -> None:
+    x = torch.empty(1, 1).expand(count, 1)  # takes no memory
+    message = torch.zeros(moments.HEAD + 2)
+    message[:2] = torch.tensor([count // moments._PART, count % moments._PART])
+    assert moments.reports(message.unsqueeze(0))[0].count == x.shape[0]
+
+
+# -- gradients of gradients, checkpoints, and where nothing is sent ----------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5, dtype=torch.float64), nn.Linear(5, 2, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(5, dtype=torch.float64)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x)).tanh()
+
+    def forward(self, x: Tensor, how: str = "plain") -> Tensor:
+        if how == "plain":
+            return self.last(self.middle(x))
+        return self.last(checkpoint(self.middle, x, use_reentrant=how == "reentrant"))
+
+
+def net_and_twin() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    twin = Net()
+    return SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin)), twin
+
+
+def expect_summed_gradients(net: nn.Module, twin: nn.Module) -> None:
+    for (name, parameter), other in zip(net.named_parameters(), twin.named_parameters(), strict=True):
+        total = parameter.grad.clone()
+        dist.all_reduce(total)
+        # The bias before a normalization has a gradient of rounding errors only.
+        torch.testing.assert_close(total, other[1].grad, rtol=1e-9, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+    for mine, other in zip(net.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def gradient_penalty(world: World, sizes: tuple[int, ...]) -> None:
+    net, twin = net_and_twin()
+    x = whole_batch(sizes, (4,), torch.float64)
+    with no_warning_about_cycles():
+        for model, part in ((net, x.split(sizes)[world.rank].clone()), (twin, x.clone())):
+            part.requires_grad_()
+            out = model(part)
+            (slope,) = torch.autograd.grad((out**2).sum(), part, create_graph=True)
+            ((slope**2).sum() + out.sum()).backward()
+    expect_summed_gradients(net, twin)
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (5, 0)])
+def test_a_gradient_penalty_equals_one_process(pools: Pools, sizes: tuple[int, ...]) -> None:
+    pools.run(2, gradient_penalty, sizes)
+
+
+def checkpointed(world: World, how: str) -> None:
+    net, twin = net_and_twin()
+    x = whole_batch((3, 2), (4,), torch.float64)
+    for model, part in ((net, x.split((3, 2))[world.rank].clone()), (twin, x.clone())):
+        model(part.requires_grad_(), how).square().sum().backward()
+    assert int(net.norm.num_batches_tracked) == 2
+    expect_summed_gradients(net, twin)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_a_recomputed_forward_updates_statistics_twice_like_torch(pools: Pools, how: str) -> None:
+    pools.run(2, checkpointed, how)
+
+
+def two_forwards_before_backward(world: World) -> None:
+    net, twin = net_and_twin()
+    x = whole_batch((3, 2), (4,), torch.float64)
+    for model, part in ((net, x.split((3, 2))[world.rank]), (twin, x)):
+        (model(part).square().sum() + model(part + 1).square().sum()).backward()
+    expect_summed_gradients(net, twin)
+
+
+def test_two_forwards_may_precede_a_backward(pools: Pools) -> None:
+    pools.run(2, two_forwards_before_backward)
+
+
+def silent(world: World) -> None:
+    net, twin = net_and_twin()
+    x = whole_batch((6,), (4,), torch.float64)
+    if world.rank == 0:  # alone: the other rank meets it in nothing
+        for mode in (nullcontext(), torch.no_grad()):
+            with mode:
+                torch.testing.assert_close(net.eval()(x), twin.eval()(x))
+    group = dist.new_group([0], use_local_synchronization=True) if world.rank == 0 else None
+    if group is not None:
+        alone = SyncBatchNorm.convert_sync_batchnorm(twin, group).train()
+        alone(x)
+        assert int(alone.norm.num_batches_tracked) == 1
+
+
+def test_eval_mode_and_a_group_of_one_send_nothing(pools: Pools) -> None:
+    pools.run(2, silent)
+
+
+def under_no_grad(world: World) -> float:
+    net, twin = net_and_twin()
+    x = whole_batch((3, 2), (4,), torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(net(x.split((3, 2))[world.rank]), twin(x).split((3, 2))[world.rank])
+    return float(net.norm.running_var.sum())
+
+
+def test_training_mode_without_gradients_is_joint_too(pools: Pools) -> None:
+    assert len(set(pools.run(2, under_no_grad))) == 1
+
+
+def test_without_a_process_group_it_is_batch_norm() -> None:
+    net, twin = net_and_twin()
+    x = whole_batch((6,), (4,), torch.float64)
+    torch.testing.assert_close(net(x), twin(x), rtol=0, atol=0)
+    torch.testing.assert_close(net.norm.running_var, twin.norm.running_var, rtol=0, atol=0)
+
+
+def compiled(world: World) -> None:
+    net, twin = net_and_twin()
+    x = whole_batch((3, 2), (4,), torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.compile's own
+        out = torch.compile(net, backend="eager")(x.split((3, 2))[world.rank])
+    out.square().sum().backward()
+    twin(x).square().sum().backward()
+    expect_summed_gradients(net, twin)
+
+
+def test_inside_a_compiled_model_it_equals_one_process(pools: Pools) -> None:
+    pools.run(2, compiled)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def refused(world: World, shapes: list[tuple[int, ...]]) -> str:
+    layer = SyncBatchNorm(3)
+    with pytest.raises(UsageError) as caught:
+        layer(torch.randn(*shapes[world.rank]))
+    layer(torch.randn(2, 3))  # and nobody is out of step
+    assert int(layer.num_batches_tracked) == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ([(2, 3), (2, 4)], "channels on rank 1"),
+        ([(2, 3, 2), (3,)], "1 dimensions with 0 channels on rank 1"),
+        ([(2, 3, 2), (2, 3)], "3 dimensions on rank 0 but of 2 on rank 1"),
+        ([(0, 3), (1, 3)], "one value per channel on all 2 ranks"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused_on_every_rank(pools: Pools, shapes: Any, words: str) -> None:
+    first, second = pools.run(2, refused, shapes)
+    assert first == second
+    assert words in first
+
+
+def wrong_weight(world: World) -> str:
+    with pytest.raises(UsageError) as caught:
+        SyncBatchNorm(3, dtype=torch.float64)(torch.randn(2, 3))
+    return str(caught.value)
+
+
+def test_a_weight_of_another_type_is_refused(pools: Pools) -> None:
+    for rank, message in enumerate(pools.run(2, wrong_weight)):
+        assert message.startswith(
+            f"rank {rank}: SyncBatchNorm got a torch.float32 input but its weight is torch.float64"
+        )
+
+
+def other_layer(world: World, layers: list[int], dtypes: list[torch.dtype]) -> str:
+    features, dtype = layers[world.rank], dtypes[world.rank]
+    with pytest.raises(ReplicaMismatch) as caught:
+        SyncBatchNorm(features, dtype=dtype)(torch.randn(2, features, dtype=dtype))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_different_layers_are_named_before_the_first_forward(backend: str) -> None:
+    """Gloo ends the process where sizes differ."""
+    single, double = torch.float32, torch.float64
+    with Ranks(3, timeout=30, backend=backend) as ranks:
+        for message in ranks.run(other_layer, [3, 3, 4], [single] * 3):
+            assert message.startswith("a SyncBatchNorm has 3 channels on rank 0 but 4 on rank 2")
+        for message in ranks.run(other_layer, [3, 3, 3], [single, double, single]):
+            assert message.startswith(
+                "a SyncBatchNorm's statistics are torch.float32 on rank 0 but torch.float64 on rank 1"
+            )
+
+
+# -- conversion --------------------------------------------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3, momentum=0.3)
+        self.again = self.norm
+        self.others = nn.ModuleList([nn.BatchNorm1d(2, affine=False), nn.SyncBatchNorm(4), nn.LayerNorm(2)])
+        self.nested = nn.Sequential(nn.Linear(2, 2), self.norm)
+        self.nothing = None
+        self.register_module("none", None)
+
+
+def test_conversion_keeps_everything_but_the_class() -> None:
+    model = Shared()
+    model.norm.eval()
+    model.norm.qconfig = "kept"
+    seen: list[str] = []
+    model.norm.register_forward_hook(lambda *_: seen.append("hook"))
+    before = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names = list(model.state_dict())
+    converted = SyncBatchNorm.convert_sync_batchnorm(model)
+    assert converted is model
+    assert list(converted.state_dict()) == names
+    after = {**dict(converted.named_parameters()), **dict(converted.named_buffers())}
+    assert all(after[name] is tensor for name, tensor in before.items())
+    norms = [type(module) for module in converted.modules() if isinstance(module, nn.SyncBatchNorm)]
+    assert norms == [SyncBatchNorm] * 3
+    assert converted.norm is converted.again is converted.nested[1]
+    assert (converted.norm.momentum, converted.norm.training, converted.norm.qconfig) == (0.3, False, "kept")
+    assert converted.others[0].training
+    converted.norm(torch.randn(2, 3, 2, 2))
+    assert seen == ["hook"]
+    assert "momentum=0.3" in repr(converted.norm)
+
+
+def test_a_batch_norm_by_itself_is_returned_converted() -> None:
+    norm = nn.BatchNorm3d(2, affine=False, track_running_stats=False)
+    converted = SyncBatchNorm.convert_sync_batchnorm(norm, "group")
+    assert type(converted) is SyncBatchNorm
+    assert converted.process_group == "group"
+    assert isinstance(converted, nn.SyncBatchNorm)
+    assert SyncBatchNorm.convert_sync_batchnorm(converted) is not norm
+
+
+def test_lazy_layers_are_refused() -> None:
+    with pytest.raises(UsageError, match="LazyBatchNorm1d does not know its channels"):
+        SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+def test_a_forward_of_its_own_is_lost_with_a_warning() -> None:
+    """Layers that normalize and activate in one are found in model collections; torch drops the activation silently."""
+
+    class NormAct(nn.BatchNorm2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).relu()
+
+    with pytest.warns(UserWarning, match="NormAct has a forward of its own"):
+        SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(NormAct(2)))

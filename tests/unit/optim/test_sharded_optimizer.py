@@ -1,0 +1,934 @@
+"""The sharded optimizer gives the bits of the optimizer that it shares out, and holds 1/N of its state."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+from collections import defaultdict
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import paceline
+from paceline.core.processes.world import World
+from paceline.errors import CheckpointMismatch, UsageError
+from paceline.optim import ShardedOptimizer
+from twins import Pools
+
+STEPS = 24
+torch.sparse.check_sparse_tensor_invariants.disable()
+
+
+class Net(nn.Module):
+    """Layers of odd sizes in another order than backward's, tied, frozen, rarely used, unused, in two dtypes."""
+
+    def __init__(self, sparse: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.Linear(33, 7, dtype=torch.float64)
+        self.tokens = nn.Embedding(50, 33, sparse=sparse)
+        self.hidden, self.rare, self.unused = nn.Linear(33, 33), nn.Linear(33, 33), nn.Linear(33, 5)
+        self.tied = nn.Linear(33, 33, bias=False)
+        self.tied.weight = self.hidden.weight
+        self.frozen = nn.Linear(33, 33).requires_grad_(False)
+        self.scale, self.empty = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0))
+        self.conv = nn.Conv2d(1, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        if dtype is not torch.float32:
+            self.to(dtype)
+
+    def forward(self, tokens: Tensor, step: int) -> Tensor:
+        hidden = torch.tanh(self.hidden(self.tokens(tokens).mean(1)))
+        if step % 3 == 1:
+            hidden = hidden + self.rare(hidden)
+        hidden = self.tied(self.frozen(hidden)) * self.scale
+        hidden = hidden + self.conv(hidden[:, None, None, :]).mean((1, 2))
+        return self.head(hidden.to(self.head.weight.dtype))
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(50, (6, 4), generator=generator), torch.randint(7, (6,), generator=generator)
+
+
+def step_once(model: nn.Module, optimizer: Any, step: int, rank: int, accumulate: int = 1) -> None:
+    for number in range(accumulate):
+        tokens, target = batch(accumulate * step + number, rank)
+        model.require_backward_grad_sync = number == accumulate - 1  # type: ignore[assignment]
+        F.cross_entropy(model(tokens, step).float(), target).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def groups_of(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    return [{"params": parameters[::2], "lr": 2 * lr}, {"params": parameters[1::2]}]
+
+
+def wrap(world: World, module: nn.Module) -> nn.Module:
+    return paceline.DistributedDataParallel(module, find_unused_parameters=True)
+
+
+def trained(
+    world: World,
+    is_sharded: bool,
+    kind: type,
+    options: dict[str, Any],
+    how: str,
+    sharding: dict[str, Any] | None = None,
+) -> list[Tensor]:
+    model = wrap(world, Net(sparse=how == "sparse", dtype=torch.bfloat16 if how == "bf16" else torch.float32))
+    parameters: Any = groups_of(model, options["lr"]) if how == "groups" else list(model.parameters())
+    if is_sharded:
+        optimizer = ShardedOptimizer(parameters, kind, **(sharding or {}), **options)
+    else:
+        optimizer = kind(parameters, **options)
+    scheduler = CosineAnnealingLR(optimizer, STEPS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4, enabled=how == "scaler")
+    for step in range(6 if how == "short" else STEPS):
+        tokens, target = batch(step, world.rank)
+        if how == "accumulated":
+            with model.no_sync(), model.weight(6):  # type: ignore[operator]
+                F.cross_entropy(model(*batch(step + 999, world.rank)[:1], step), target, reduction="sum").backward()
+            with model.weight(6):  # type: ignore[operator]
+                F.cross_entropy(model(tokens, step), target, reduction="sum").backward()
+        else:
+            loss = F.cross_entropy(model(tokens, step).float(), target)
+            scaler.scale(loss * (float("inf") if how == "scaler" and step in (3, 9) else 1.0)).backward()
+        if how in ("clipped", "scaler"):
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+        if step == 5 and how == "added":
+            model.module.added = nn.Parameter(torch.ones(40, 7))
+            optimizer.add_param_group({"params": [model.module.added], "lr": 0.5})
+    return weights(model)
+
+
+def is_exact(world: World, *case: Any) -> bool:
+    plain = trained(world, False, *case[:3])
+    return all(map(torch.equal, plain, trained(world, True, *case)))
+
+
+CASES = {
+    "adamw": (AdamW, {"lr": 1e-2}, "plain"),
+    "fused": (AdamW, {"lr": 1e-2, "fused": True}, "clipped"),
+    "foreach": (Adam, {"lr": 1e-2, "foreach": True, "amsgrad": True}, "groups"),
+    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}, "accumulated"),
+    "sparse": (SGD, {"lr": 0.1}, "sparse"),
+    "scaled": (AdamW, {"lr": 1e-2, "fused": True}, "scaler"),
+    "added": (Adagrad, {"lr": 0.1}, "added"),
+    "bf16": (RMSprop, {"lr": 1e-3, "momentum": 0.9, "centered": True}, "bf16"),
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "case"), [*((2, case) for case in CASES), (1, "added"), (3, "fused"), (4, "foreach"), (4, "sparse")]
+)
+def test_the_bits_are_those_of_the_unsharded_optimizer(pools: Pools, size: int, case: str) -> None:
+    assert all(pools.run(size, is_exact, *CASES[case]))
+
+
+def all_exact(world: World, kinds: list[type]) -> list[bool]:
+    return [is_exact(world, kind, {"lr": 1e-2}, "short") for kind in kinds]
+
+
+def test_every_elementwise_optimizer_of_torch_can_be_cut(pools: Pools) -> None:
+    assert pools.run(2, all_exact, [Adadelta, Adamax, NAdam, RAdam]) == [[True] * 4] * 2
+
+
+def through_gloo_and_torch(world: World) -> list[bool]:
+    found = []
+    for wrapper in (nn.parallel.DistributedDataParallel, paceline.DistributedDataParallel):
+        results = []
+        for is_sharded in (False, True):
+            group = dist.new_group(backend="gloo")
+            model = wrapper(Net(), process_group=group, find_unused_parameters=True)
+            optimizer: Any = AdamW(model.parameters(), lr=1e-2)
+            if is_sharded:
+                optimizer = ShardedOptimizer(model.parameters(), AdamW, process_group=group, lr=1e-2)
+            for step in range(9):
+                step_once(model, optimizer, step, world.rank)
+            results.append(weights(model))
+        found.append(all(map(torch.equal, *results)))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_it_works_over_gloo_and_with_torch_ddp(pools: Pools, size: int) -> None:
+    assert pools.run(size, through_gloo_and_torch) == [[True, True]] * size
+
+
+class Rowwise(torch.optim.Optimizer):
+    """Divides by the norm of the whole gradient, as LARS does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad / (1e-3 + parameter.grad.norm()), alpha=group["lr"])
+
+
+def test_by_tensor_ranks_train_whole_parameters(pools: Pools) -> None:
+    for kind in (Rowwise, AdamW, torch.optim.Adafactor):
+        case = (kind, {"lr": 1e-2}, "short", {"by": "tensor"})
+        assert all(pools.run(2, is_exact, *case)), kind
+
+
+def refused(function: Any, *arguments: Any, **options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        function(*arguments, **options)
+    return str(caught.value)
+
+
+def refusals(world: World) -> dict[str, str]:
+    model = wrap(world, Net())
+    parameters = list(model.parameters())
+    stranger = nn.Parameter(torch.ones(3))
+    found = {
+        name: refused(ShardedOptimizer, model, kind, lr=0.1)
+        for name, kind in {"lbfgs": torch.optim.LBFGS, "adafactor": torch.optim.Adafactor, "rows": Rowwise}.items()
+    }
+    found["twice"] = refused(ShardedOptimizer, [{"params": parameters}, {"params": parameters[:1]}], SGD, lr=0.1)
+    found["strange"] = refused(ShardedOptimizer, [*parameters, stranger], SGD, lr=0.1)
+    found["overlap"] = refused(ShardedOptimizer, model, SGD, overlap_with_ddp=True, lr=0.1)
+    found["class"] = refused(ShardedOptimizer, model, SGD(parameters, lr=0.1), lr=0.1)
+    found["groups"] = refused(ShardedOptimizer, model, SGD, lr=0.1 + world.rank)
+    optimizer = ShardedOptimizer(model, SGD, lr=0.1)
+    found["second"] = refused(ShardedOptimizer, model, AdamW)
+    found["closure"] = refused(optimizer.step, lambda: 1.0)
+    found["early"] = refused(optimizer.step)
+    found["copy"] = refused(copy.deepcopy, optimizer)
+    if world.size > 1:
+        found["shard"] = refused(optimizer.load_state_dict, [optimizer.local_state()])
+    with model.join():  # type: ignore[operator]
+        F.cross_entropy(model(*batch(0, world.rank)[:1], 0), batch(0, world.rank)[1]).backward()
+        found["join"] = refused(optimizer.step)
+    return found
+
+
+def test_bad_input_is_refused_in_one_line(pools: Pools) -> None:
+    first, second = pools.run(2, refusals)
+    parts = {
+        "lbfgs": "LBFGS needs a closure",
+        "adafactor": 'Adafactor does not treat every element of a parameter by itself, .* by="tensor"',
+        "rows": 'Rowwise .* by="tensor"',
+        "twice": "parameter 'scale' is in two parameter groups",
+        "strange": "none that the wrapper averages",
+        "overlap": "overlap_with_ddp=True",
+        "class": "takes the class of an optimizer",
+        "groups": "rank 1 has given the ShardedOptimizer another parameter group 0 than rank 0",
+        "second": "parameter 'scale' is trained by another ShardedOptimizer",
+        "closure": "takes no closure",
+        "early": "without a gradient",
+        "copy": "cannot be copied",
+        "shard": "in 2 shards, and that of rank 1 is missing",
+        "join": "inside model.join()",
+    }
+    for name, part in parts.items():
+        assert re.search(part.replace("(", r"\(").replace(")", r"\)"), first[name]), (name, first[name])
+        assert "\n" not in first[name] + second[name]
+
+
+def state_elements(state: dict[str, Any]) -> int:
+    return sum(value.numel() for entry in state["state"].values() for value in entry.values())
+
+
+def shards_and_full(world: World) -> tuple[int, int, bool, bool]:
+    results = []
+    for is_sharded in (False, True):
+        model = wrap(world, Net())
+        optimizer: Any = ShardedOptimizer(model, AdamW) if is_sharded else AdamW(model.parameters())
+        for step in range(4):
+            step_once(model, optimizer, step, world.rank)
+        results.append(optimizer)
+    plain, sharded = results[0].state_dict(), results[1].full_state_dict()
+    equal = plain["param_groups"] == sharded["param_groups"] and plain["state"].keys() == sharded["state"].keys()
+    equal = equal and all(
+        torch.equal(value, sharded["state"][index][key])
+        for index, entry in plain["state"].items()
+        for key, value in entry.items()
+    )
+    results[1].consolidate_state_dict(to=0)
+    is_full = state_elements(results[1].state_dict()) == state_elements(plain)
+    return state_elements(results[1].local_state()), state_elements(plain), equal, is_full == (world.rank == 0)
+
+
+def test_ranks_hold_a_share_of_the_state_and_together_all_of_it(pools: Pools) -> None:
+    for own, whole, is_equal, is_consolidated in pools.run(3, shards_and_full):
+        assert is_equal
+        assert is_consolidated
+        assert own < whole / 3 + 1000
+
+
+def trained_to_shards(world: World, rows: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    model = wrap(world, Net())
+    optimizer = ShardedOptimizer(model, Adam, lr=0.01)
+    for step in range(4):
+        step_once(model, optimizer, step, 0)
+    return copy.deepcopy(optimizer.local_state()), {
+        key: value.clone() for key, value in model.module.state_dict().items()
+    }
+
+
+def gone_on(world: World, shards: Any, state: dict[str, Tensor], is_sharded: bool) -> list[Tensor]:
+    module = Net()
+    module.load_state_dict(state)
+    model = wrap(world, module)
+    optimizer: Any = ShardedOptimizer(model, Adam, lr=0.5) if is_sharded else Adam(model.parameters(), lr=0.5)
+    optimizer.load_state_dict(shards)
+    for step in range(4, 7):
+        step_once(model, optimizer, step, 0)
+    return weights(model)
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+def test_shards_of_any_number_of_ranks_are_loaded(pools: Pools, before: int) -> None:
+    shards, states = zip(*pools.run(before, trained_to_shards, ""), strict=True)
+    [expected] = pools.run(1, gone_on, list(shards), states[0], True)
+    for size in (2, 4):
+        for result in pools.run(size, gone_on, list(shards), states[0], True):
+            assert all(map(torch.equal, result, expected))
+
+
+def with_masters(world: World) -> list[float]:
+    """How far bf16 weights are from those of fp32 after many small steps: with masters, in bf16 alone, and resumed."""
+    found: list[list[Tensor]] = []
+    for dtype, master in ((torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None)):
+        model = wrap(world, nn.Linear(64, 64).to(dtype))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+        optimizer = ShardedOptimizer(model, SGD, lr=1e-4, master_dtype=master)
+        for step in range(100):
+            if step == 50 and master is not None:
+                state = copy.deepcopy(optimizer.full_state_dict())
+                del optimizer
+                gc.collect()
+                optimizer = ShardedOptimizer(model, SGD, lr=1e-4, master_dtype=master)
+                optimizer.load_state_dict(state)
+            model(torch.ones(4, 64, dtype=dtype)).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model))
+    return [
+        max(float((a - b.float()).abs().max()) for a, b in zip(found[0], other, strict=True)) for other in found[1:]
+    ]
+
+
+def test_masters_keep_what_bf16_would_round_away(pools: Pools) -> None:
+    for with_master, without in pools.run(2, with_masters):
+        assert with_master < 4e-3 < without
+
+
+def moved(world: World) -> bool:
+    """Weights that were changed, or given other memory, between steps are what the next step goes on from."""
+    results = []
+    for is_sharded in (False, True):
+        model = wrap(world, Net())
+        optimizer: Any = ShardedOptimizer(model, AdamW) if is_sharded else AdamW(model.parameters())
+        for step in range(6):
+            step_once(model, optimizer, step, world.rank)
+            with torch.no_grad():
+                if step == 1:
+                    for parameter in model.parameters():
+                        parameter.mul_(0.9)
+                if step == 3:
+                    for parameter in model.parameters():
+                        parameter.data = parameter.data * 0.9
+                if step == 4:
+                    model.module.load_state_dict({key: 0.9 * value for key, value in model.module.state_dict().items()})
+        results.append(weights(model))
+    return all(map(torch.equal, *results))
+
+
+def test_weights_may_change_between_steps(pools: Pools) -> None:
+    assert all(pools.run(2, moved))
+
+
+def averages_swapped_in(world: World) -> bool:
+    """Averaged weights that stay in the model keep what the model's had, also where parameters change places."""
+    results = []
+    for is_sharded in (False, True):
+        model: Any = wrap(world, nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)))
+        set_to_steps(model)
+        averaged = copy.deepcopy(model.module)
+        optimizer: Any = ShardedOptimizer(model, AdamW) if is_sharded else AdamW(model.parameters())
+        first, second = model.module[0].weight, model.module[1].weight
+        for step in range(5):
+            model(torch.ones(2, 40) * (world.rank + 1)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 2:
+                for one, other in zip(averaged.parameters(), model.parameters(), strict=True):
+                    one.data, other.data = other.data, one.data
+            if step == 2:
+                first.data, second.data = second.data, first.data
+        results.append(weights(model) + weights(averaged))
+    return all(map(torch.equal, *results))
+
+
+def set_to_steps(model: nn.Module) -> None:
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-0.1, 0.1 * number, parameter.numel()).view_as(parameter))
+
+
+def test_averaged_weights_may_change_places_with_the_models(pools: Pools) -> None:
+    assert all(pools.run(2, averages_swapped_in))
+
+
+def of_another_dtype(world: World) -> tuple[bool, str]:
+    results = []
+    for is_sharded in (False, True):
+        model: Any = wrap(world, Net())
+        optimizer: Any = ShardedOptimizer(model, SGD, lr=0.1) if is_sharded else SGD(model.parameters(), lr=0.1)
+        model.double()
+        for step in range(3):
+            step_once(model, optimizer, step, world.rank)
+        results.append(weights(model))
+    model.module.hidden.float()
+    model.module.hidden.weight.grad = torch.ones(33, 33)
+    model.gradients_are_averaged()
+    return all(map(torch.equal, *results)), refused(optimizer.step)
+
+
+def test_a_model_may_change_its_dtype_as_a_whole(pools: Pools) -> None:
+    for is_exact_now, message in pools.run(2, of_another_dtype):
+        assert is_exact_now
+        assert "have torch.float32 and torch.float64 now" in message
+
+
+def of_odd_widths(world: World) -> tuple[bool, list[int]]:
+    results, alignments = [], []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 129), nn.Tanh(), nn.Linear(129, 67), nn.Tanh(), nn.Linear(67, 4))
+        model: Any = wrap(world, net)
+        optimizer: Any = ShardedOptimizer(model, SGD, lr=0.05) if is_sharded else SGD(net.parameters(), lr=0.05)
+        generator = torch.Generator().manual_seed(world.rank)
+        for step in range(12):
+            if step == 8:
+                model.double()
+            alignments += [parameter.data_ptr() % 64 for parameter in net.parameters()]
+            inputs = torch.randn(2, 8, generator=generator).to(net[0].weight.dtype)
+            with model.no_sync() if step % 2 else nullcontext():
+                model(inputs).square().sum().backward()
+            if step % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(weights(model))
+    return all(map(torch.equal, *results)), alignments
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_layers_of_odd_widths_have_aligned_parameters_and_the_bits_of_the_unsharded_optimizer(
+    pools: Pools, size: int
+) -> None:
+    # Matrix kernels of CPUs round by the alignment of their operands, and parameters lay one after the other.
+    for is_exact_now, alignments in pools.run(size, of_odd_widths):
+        assert is_exact_now
+        assert set(alignments) == {0}
+
+
+def with_ordinary_groups(world: World) -> list[bool]:
+    """Groups as torch's own pages write them: ``parameters()`` is an iterator, which can be gone through only once."""
+    found = []
+    for method in ("parameters", "named_parameters"):
+        results = []
+        for is_sharded in (False, True):
+            model: Any = wrap(world, Net())
+            net = model.module
+            of = [getattr(each, method)() for each in (net.tokens, net.hidden, net.head)]
+            groups = [{"params": of[0]}, {"params": of[1], "lr": 0.5}, {"params": iter(list(of[2]))}]
+            optimizer: Any = ShardedOptimizer(groups, SGD, lr=0.1) if is_sharded else SGD(groups, lr=0.1)
+            for step in range(3):
+                step_once(model, optimizer, step, world.rank)
+            results.append(weights(model))
+        found.append(all(map(torch.equal, *results)))
+    return found
+
+
+def test_groups_may_be_iterators(pools: Pools) -> None:
+    assert pools.run(2, with_ordinary_groups) == [[True, True]] * 2
+
+
+def of_two_wrappers(world: World) -> bool:
+    """One optimizer for an actor and a critic; what has no gradient yet is not changed, so its backward may come."""
+    results = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        actor, critic = (paceline.DistributedDataParallel(nn.Linear(40, 40)) for _ in range(2))
+        parameters = [*actor.parameters(), *critic.parameters()]
+        optimizer: Any = ShardedOptimizer(parameters, Adam) if is_sharded else Adam(parameters)
+        for step in range(3):
+            x = torch.full((2, 40), float(step + world.rank), requires_grad=True)
+            first, second = actor(x).square().sum(), critic(x).square().sum()
+            for loss in (first, second):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(weights(actor) + weights(critic))
+    return all(map(torch.equal, *results))
+
+
+def test_one_optimizer_may_train_two_models_in_turns(pools: Pools) -> None:
+    assert all(pools.run(2, of_two_wrappers))
+
+
+def with_forgotten_state(world: World) -> bool:
+    results = []
+    for is_sharded in (False, True):
+        model: Any = wrap(world, Net())
+        optimizer: Any = ShardedOptimizer(model, AdamW) if is_sharded else AdamW(model.parameters())
+        for step in range(6):
+            step_once(model, optimizer, step, world.rank)
+            assert optimizer.state
+            if step == 1:
+                optimizer.state.clear()
+            if step == 3:
+                optimizer.state = defaultdict(dict)
+        results.append(weights(model))
+    return all(map(torch.equal, *results))
+
+
+def test_state_may_be_forgotten(pools: Pools) -> None:
+    assert all(pools.run(2, with_forgotten_state))
+
+
+def taken_over(world: World) -> bool:
+    results = []
+    for is_sharded in (False, True):
+        model = wrap(world, Net())
+        optimizer: Any = Adagrad(groups_of(model, 0.1), lr=0.1, initial_accumulator_value=0.3)
+        for step in range(3):
+            step_once(model, optimizer, step, world.rank)
+        seen: list[Any] = []
+        optimizer.register_step_post_hook(lambda optimizer, *_, seen=seen: seen.append(optimizer))
+        if is_sharded:
+            optimizer = ShardedOptimizer.of(optimizer)
+        for step in range(3, 6):
+            step_once(model, optimizer, step, world.rank)
+        assert seen == [optimizer] * 3
+        results.append(weights(model))
+    return all(map(torch.equal, *results))
+
+
+def test_it_takes_the_place_of_an_optimizer_that_has_trained(pools: Pools) -> None:
+    assert all(pools.run(2, taken_over))
+
+
+def test_a_shard_of_other_parameters_is_refused() -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    optimizer = ShardedOptimizer(parameters, SGD, lr=0.1)
+    other = ShardedOptimizer([nn.Parameter(torch.ones(4))], SGD, lr=0.1)
+    with pytest.raises(CheckpointMismatch, match=r"shape \(3,\), but the shard of rank 0 is of one of shape \(4,\)"):
+        optimizer.load_state_dict(other.local_state())
+
+
+def convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(128, 3))
+
+
+def image_step(model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+    model(images).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def of_another_memory_format(world: World, kind: type, options: dict[str, Any]) -> bool:
+    """Change the order of elements in memory, in which pieces are cut, after steps and after a state was loaded."""
+    results = []
+    for is_sharded in (False, True):
+        model = wrap(world, convolutions())
+        parameters = list(model.parameters())
+        optimizer = ShardedOptimizer(parameters, kind, **options) if is_sharded else kind(parameters, **options)
+        for step in range(8):
+            if step == 2:
+                model.to(memory_format=torch.channels_last)
+            if step == 4:
+                state = optimizer.full_state_dict() if is_sharded else optimizer.state_dict()
+                optimizer.load_state_dict(state)
+                model.to(memory_format=torch.contiguous_format)
+                for parameter in parameters:
+                    parameter.data = parameter.data.contiguous()
+            if step == 6:
+                model.to(memory_format=torch.channels_last)
+                state = optimizer.full_state_dict() if is_sharded else optimizer.state_dict()
+                optimizer.load_state_dict(state)
+            image_step(model, optimizer, step, world.rank)
+        results.append(weights(model))
+    return all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_states_follow_parameters_to_another_memory_format(pools: Pools, size: int) -> None:
+    assert all(pools.run(size, of_another_memory_format, AdamW, {"lr": 1e-2}))
+
+
+def moved_before_a_group(world: World) -> bool:
+    """Move parameters to other memory, and add a group before the next step, which would have to notice it."""
+    results = []
+    for is_sharded in (False, True):
+        model = wrap(world, convolutions())
+        first, second, _, last = model.module
+        optimizer: Any = ShardedOptimizer(first, AdamW, lr=1e-2) if is_sharded else AdamW(first.parameters(), lr=1e-2)
+        for step in range(6):
+            if step == 2:
+                model.to(memory_format=torch.channels_last)
+                optimizer.add_param_group({"params": list(second.parameters())})
+            if step == 4:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+                optimizer.add_param_group({"params": list(last.parameters())})
+            image_step(model, optimizer, step, world.rank)
+            model.zero_grad()
+        results.append(weights(model))
+    return all(map(torch.equal, *results))
+
+
+def test_parameters_that_moved_before_a_group_came_are_trained(pools: Pools) -> None:
+    assert all(pools.run(2, moved_before_a_group))
+
+
+def loaded_in_another_order(world: World) -> str:
+    model = wrap(world, convolutions())
+    optimizer = ShardedOptimizer(model, AdamW, lr=1e-2)
+    image_step(model, optimizer, 0, world.rank)
+    own = optimizer.state_dict()
+    model.to(memory_format=torch.channels_last)
+    with pytest.raises(CheckpointMismatch) as caught:
+        optimizer.load_state_dict(own)
+    return str(caught.value)
+
+
+def test_a_shard_of_another_memory_format_is_refused(pools: Pools) -> None:
+    assert all("cut otherwise" in message for message in pools.run(2, loaded_in_another_order))
+
+
+def with_edited_groups(world: World) -> list[str]:
+    """Change ``param_groups`` by hand, which the pieces do not follow; in silence a layer would not be trained."""
+    model = wrap(world, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    first, second = (list(layer.parameters()) for layer in model.module)
+    optimizer = ShardedOptimizer([{"params": list(first)}], SGD, lr=0.1)
+    groups = optimizer.param_groups
+    messages = []
+
+    def refuse() -> None:
+        model(torch.ones(1, 8)).sum().backward()
+        with pytest.raises(UsageError) as caught:
+            optimizer.step()
+        messages.append(str(caught.value))
+        model.zero_grad()
+
+    groups[0]["params"].extend(second)
+    refuse()
+    groups[0]["params"] = first[:1]
+    refuse()
+    groups[0]["params"] = first
+    groups.append({**groups[0], "params": second})
+    refuse()
+    groups.pop()
+    image = groups.pop()
+    refuse()
+    groups.append(image)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return messages
+
+
+def test_groups_edited_by_hand_are_refused(pools: Pools) -> None:
+    for messages in pools.run(2, with_edited_groups):
+        assert len(messages) == 4
+        assert all("add_param_group()" in message for message in messages)
+        assert "group 1" in messages[2]
+
+
+def after_a_refused_step(world: World) -> bool:
+    """Refuse a gradient that cannot be cut; the ones that were taken before it are not used in the next step."""
+    first, second = nn.Parameter(torch.ones(128)), nn.Parameter(torch.ones(384))
+    optimizer = ShardedOptimizer([first, second], SGD, lr=0.1)
+    first.grad, second.grad = torch.ones(128), torch.ones(384).to_sparse()
+    with pytest.raises(UsageError, match="sparse"):
+        optimizer.step()
+    first.grad, second.grad = None, torch.ones(384)
+    optimizer.step()
+    return bool((first == 1).all()) and torch.allclose(second, torch.tensor(0.9))
+
+
+def test_a_refused_step_leaves_no_gradient_behind(pools: Pools) -> None:
+    assert pools.run(2, after_a_refused_step) == [True, True]
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps what it needs in attributes, as optimizers that are not torch's often do."""
+
+    def __init__(self, parameters: Any, lr: float, power: float, keeps: bool = False) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.power, self.count = power, 0
+        if keeps:
+            self.kept = self.param_groups[0]["params"]
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / self.count**self.power)
+
+
+def of_attributes(world: World) -> tuple[bool, str]:
+    results = []
+    for is_sharded in (False, True):
+        model = wrap(world, convolutions())
+        optimizer: Any = Counting(model.parameters(), 1e-2, 0.5)
+        CosineAnnealingLR(optimizer, STEPS)  # which has it count its steps
+        optimizer = ShardedOptimizer.of(optimizer) if is_sharded else optimizer
+        for step in range(4):
+            image_step(model, optimizer, step, world.rank)
+        results.append(weights(model))
+        del optimizer
+    with pytest.raises(UsageError) as caught:
+        ShardedOptimizer.of(Counting(model.parameters(), 1e-2, 0.5, keeps=True))
+    return all(map(torch.equal, *results)), str(caught.value)
+
+
+def test_an_optimizer_with_attributes_of_its_own_is_taken_over(pools: Pools) -> None:
+    for is_equal, message in pools.run(2, of_attributes):
+        assert is_equal
+        assert "'kept'" in message
+
+
+def with_objects_in_groups(world: World) -> bool:
+    """Compare groups that hold objects, whose addresses differ between ranks."""
+    spread = [object() for _ in range(1 + world.rank)]
+    parameters = list(nn.Linear(4, 4).parameters())
+    optimizer = ShardedOptimizer([{"params": parameters, "tag": spread[-1], "rule": lambda step: step}], SGD, lr=0.1)
+    return optimizer.param_groups[0]["tag"] is spread[-1]
+
+
+def test_objects_in_groups_are_no_difference_between_ranks(pools: Pools) -> None:
+    assert all(pools.run(2, with_objects_in_groups))
+
+
+def in_a_cycle(world: World) -> bool:
+    """Make an optimizer where the deleted one before it waits for the garbage collector, on one rank."""
+    model = wrap(world, nn.Linear(4, 4))
+    first: Any = ShardedOptimizer(model, SGD, lr=0.1)
+    if world.rank == 0:
+        first.itself = first
+    gc.disable()
+    try:
+        del first
+        return len(ShardedOptimizer(model, SGD, lr=0.1).parameters) == 2
+    finally:
+        gc.enable()
+
+
+def test_a_deleted_optimizer_need_not_be_collected_yet(pools: Pools) -> None:
+    assert all(pools.run(2, in_a_cycle))
+
+
+def trained_copy(model: nn.Module, how: str) -> nn.Module:
+    """The wrapper that is trained in the place of `model`."""
+    if how == "copy of a copy":
+        return copy.deepcopy(copy.deepcopy(model))
+    if how == "copy":
+        return copy.deepcopy(model)
+    if how == "copy in the middle":
+        copied = copy.deepcopy(model)
+        with copied.no_sync():  # type: ignore[operator]
+            copied(torch.ones(1, 16, dtype=torch.float64)).sum().backward()
+        copied.zero_grad()
+        return copied
+    return model
+
+
+def of_groups(world: World) -> dict[str, float]:
+    """Wrappers of some ranks each, with other weights than those of other ranks, beside one process for each of them.
+
+    A copy that was not trained was not found, so all ranks shared the work, and mixed the weights of all groups.
+    """
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])][world.rank % 2]
+    alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+    ways: dict[str, Any] = {
+        "parameters": lambda model: ShardedOptimizer(model.parameters(), SGD, lr=0.1),
+        "model": lambda model: ShardedOptimizer(model, SGD, lr=0.1),
+        "module": lambda model: ShardedOptimizer(model.module, SGD, lr=0.1),
+        "of": lambda model: ShardedOptimizer.of(SGD(model.parameters(), lr=0.1)),
+        "scattered": lambda model: ShardedOptimizer(model.parameters(), SGD, lr=0.1, reduce_scatter=True),
+    }
+    cases = [("pairs", pairs, how, way) for how in ("copy", "copy of a copy", "original") for way in ways]
+    cases += [("pairs", pairs, "copy in the middle", "parameters")]
+    cases += [("alone", alone, how, way) for how in ("original", "copy") for way in ways]
+    found = {}
+    for who, group, how, way in cases:
+        torch.manual_seed(world.rank % 2 if who == "pairs" else world.rank)
+        net = nn.Linear(16, 64).double()
+        twin = copy.deepcopy(net)
+        model = trained_copy(paceline.DistributedDataParallel(net, process_group=group), how)
+        averaged = copy.deepcopy(model) if world.rank == 0 else None  # on one rank, and never trained
+        optimizer, other = ways[way](model), SGD(twin.parameters(), lr=0.1)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        for step in range(2):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            for each, one, part in ((model, optimizer, x[rank::size]), (twin, other, x)):
+                each(part).square().mean().backward()
+                one.step()
+                one.zero_grad()
+        pairs_of = zip(model.parameters(), twin.parameters(), strict=True)
+        found[f"{who}, {how}, {way}"] = max(float((one - other).detach().abs().max()) for one, other in pairs_of)
+        del model, optimizer, averaged
+    return found
+
+
+def test_the_ranks_are_those_of_the_wrapper_also_of_a_copy_and_of_one_alone(pools: Pools) -> None:
+    for found in pools.run(4, of_groups):
+        assert {case: apart for case, apart in found.items() if apart > 1e-12} == {}
+
+
+def with_muon(world: World) -> float:
+    """How far weights are from those of the unsharded optimizer, which takes matrices alone."""
+    results = []
+    for make in (
+        lambda parameters: torch.optim.Muon(parameters, lr=0.02),
+        lambda parameters: ShardedOptimizer(parameters, torch.optim.Muon, lr=0.02, by="tensor"),
+        lambda parameters: ShardedOptimizer.of(torch.optim.Muon(parameters, lr=0.02)),
+    ):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+        model = paceline.DistributedDataParallel(net)
+        optimizer = make(list(model.parameters()))
+        for step in range(3):
+            torch.manual_seed(10 * step + world.rank)
+            model(torch.randn(4, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(weights(model))
+    with pytest.raises(
+        ValueError, match=r"Muon only supports 2D parameters .*\[16\]"
+    ):  # also on ranks that own matrices
+        ShardedOptimizer(nn.Linear(16, 16), torch.optim.Muon, lr=0.02, by="tensor")
+    return max(
+        float((one - other).abs().max())
+        for result in results[1:]
+        for one, other in zip(results[0], result, strict=True)
+    )
+
+
+def test_muon_trains_whole_matrices(pools: Pools) -> None:
+    assert max(pools.run(2, with_muon)) < 1e-3  # it multiplies in bf16
+
+
+def to_single(net: nn.Module) -> None:
+    net.float()
+
+
+def load_other_weights(net: nn.Module) -> None:
+    net.load_state_dict({name: 1.01 * value for name, value in net.state_dict().items()})
+
+
+def swapped_by_hand(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(1.01 * parameter.detach()))
+
+
+def swapped(world: World) -> dict[str, tuple[float, int]]:
+    """How far weights are from one process after parameters have got others' content, and hooks of ours then."""
+    ways: dict[str, Any] = {
+        "plain": lambda model: SGD(model.parameters(), lr=0.1),
+        "sharded": lambda model: ShardedOptimizer(model, SGD, lr=0.1),
+        "scattered": lambda model: ShardedOptimizer(model, SGD, lr=0.1, reduce_scatter=True),
+    }
+    found = {}
+    for change in (to_single, load_other_weights, swapped_by_hand):
+        for way, make in ways.items():
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 4)).double()
+            twin = copy.deepcopy(net)
+            model = paceline.DistributedDataParallel(net)
+            optimizers = [make(model), SGD(twin.parameters(), lr=0.1)]
+            for step in range(5):
+                if step == 2:
+                    for each in (net, twin):
+                        change(each)
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                x = x.to(net[0].weight.dtype)
+                only = {"inputs": list(net.parameters())} if step == 3 else {}
+                model(x[world.rank :: world.size]).square().mean().backward(**only)
+                twin(x).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            pairs = zip(net.parameters(), twin.parameters(), strict=True)
+            hooks = sum(bool(parameter._post_accumulate_grad_hooks) for parameter in net.parameters())
+            found[f"{change.__name__}, {way}"] = max(float((a - b).detach().abs().max()) for a, b in pairs), hooks
+    return found
+
+
+def swapping(world: World) -> dict[str, tuple[float, int]]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return swapped(world)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_parameters_may_get_others_content_by_swap_tensors(pools: Pools) -> None:
+    # Weak references kept torch from it; hooks of ours would go with the content, and buckets wait for the end.
+    for found in pools.run(2, swapping):
+        assert {case: (apart, hooks) for case, (apart, hooks) in found.items() if apart > 1e-6 or not hooks} == {}
+
+
+def assign(net: nn.Module) -> None:
+    net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
+
+
+def changed_in_form(_world: World) -> dict[str, str]:
+    """What is said of parameters that were replaced, or are others than when the optimizer was made."""
+    found = {}
+
+    def in_part(net: Any) -> None:
+        net[1].weight.data = net[1].weight.data.bfloat16()
+
+    def in_shape(net: Any) -> None:
+        net[1].weight.data = net[1].weight.data.view(3, 2)
+
+    for change, dtype in ((assign, torch.float32), (in_part, torch.half), (in_shape, torch.float32)):
+        net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype)
+        model = paceline.DistributedDataParallel(net)
+        optimizer = ShardedOptimizer(model, SGD, lr=0.1)
+        change(net)
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        model.gradients_are_averaged()
+        found[change.__name__] = refused(optimizer.step)
+    return found
+
+
+def test_parameters_of_another_form_are_named(pools: Pools) -> None:
+    for found in pools.run(2, changed_in_form):
+        assert "trains '0.weight', '0.bias', '1.weight' and 1 more, but the model has got other" in found["assign"]
+        assert "have torch.bfloat16 and torch.float16 now" in found["in_part"]
+        assert "parameter '1.weight' has shape (3, 2) now, but had (2, 3) when" in found["in_shape"]

@@ -1,0 +1,53 @@
+"""Who owns which slice of which parameter: a function of plain values."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.state.buckets import joined
+from paceline.optim.sharding_plan import Piece, cut_evenly, deal_out
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "expected"),
+    [
+        ([8], 1, [(0, 0, 8, 0)]),
+        ([8], 2, [(0, 0, 4, 0), (0, 4, 8, 1)]),
+        ([4, 12], 2, [(0, 0, 4, 0), (1, 0, 4, 0), (1, 4, 12, 1)]),
+        ([5, 3], 2, [(0, 0, 4, 0), (0, 4, 5, 1), (1, 0, 3, 1)]),
+        ([1, 1], 4, [(0, 0, 1, 1), (1, 0, 1, 3)]),
+        ([0, 6], 2, [(1, 0, 4, 0), (1, 4, 6, 1)]),
+    ],
+)
+def test_a_bucket_is_cut_into_contiguous_shards(
+    sizes: list[int], ranks: int, expected: list[tuple[int, int, int, int]]
+) -> None:
+    assert cut_evenly(sizes, range(len(sizes)), ranks, align=2) == [Piece(*each) for each in expected]
+
+
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=8), st.integers(1, 5), st.sampled_from([1, 2, 16]))
+def test_every_element_has_one_owner_and_shards_differ_by_two_alignments(
+    sizes: list[int], ranks: int, align: int
+) -> None:
+    pieces = cut_evenly(sizes, range(len(sizes)), ranks, align)
+    for index, size in enumerate(sizes):
+        ends = [0, *(each.stop for each in pieces if each.parameter == index)]
+        assert ends[:-1] == [each.start for each in pieces if each.parameter == index]
+        assert ends[-1] == size
+    assert [each.owner for each in pieces] == sorted(each.owner for each in pieces)
+    assert all(each.start % align == 0 for each in pieces)
+    shares = [sum(each.numel for each in pieces if each.owner == owner) for owner in range(ranks)]
+    assert max(shares) - min(shares) <= 2 * align
+
+
+def test_whole_parameters_go_to_the_rank_with_the_least() -> None:
+    loads = [0, 0]
+    pieces = deal_out([5, 9, 3, 4], [0, 1, 2, 3], 2, loads)
+    assert [(each.parameter, each.owner) for each in pieces] == [(0, 1), (1, 0), (2, 0), (3, 1)]
+    assert loads == [12, 9]
+
+
+def test_neighbouring_ranges_are_joined() -> None:
+    assert joined([(0, 2), (2, 5), (5, 5), (7, 8)]) == [(0, 5), (7, 8)]

@@ -1,0 +1,142 @@
+"""The accounting of a profile: parts add up, bubbles have a cause, and clocks are brought together."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.telemetry.spans import BACKWARD, COLLECTIVE, FORWARD, LAUNCH, OPTIMIZER, REDUCE, WAIT, Span
+from paceline.profiler.analysis.step_breakdown import account, find_bubbles, mean_of
+from paceline.profiler.records.clock_offsets import bound_offset, offset_at
+from paceline.profiler.records.steps import LEAD, MEETING, cut
+from paceline.profiler.report.report import BUBBLE, COMMUNICATION, DATA, OTHER, PARTS
+from profile_records import GROUP, records, usual
+
+LABELS = [FORWARD, BACKWARD, LAUNCH, WAIT, COLLECTIVE, REDUCE, OPTIMIZER, "unknown"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(LABELS), st.floats(-1, 11), st.floats(0, 5)),
+        max_size=12,
+    )
+)
+def test_parts_add_up_to_the_step_whatever_the_spans_are(drawn: list[tuple[str, float, float]]) -> None:
+    spans = [Span(label, start, start + seconds) for label, start, seconds in drawn]
+    seconds, meetings = cut(spans, 0.0, 10.0)
+    assert math.isclose(math.fsum(seconds.values()), 10.0, abs_tol=1e-9)
+    assert all(value >= 0 for value in seconds.values())
+    assert all(0 <= meeting.came <= meeting.left <= 10 for meeting in meetings)
+
+
+def test_a_stretch_belongs_to_its_innermost_span_and_meetings_take_what_is_inside() -> None:
+    spans = [
+        Span(FORWARD, 1, 3),
+        Span(BACKWARD, 3, 9),
+        Span(LAUNCH, 4, 5),
+        Span(WAIT, 7, 9, None, "g"),
+        Span(REDUCE, 7.5, 8),
+        Span(COLLECTIVE, 8, 8.5, None, "h"),
+        Span(OPTIMIZER, 9, 9.5),
+    ]
+    seconds, meetings = cut(spans, 0, 10)
+    assert seconds == {LEAD: 1, "forward": 2, "backward": 3, COMMUNICATION: 1, MEETING: 2, "optimizer": 0.5, OTHER: 0.5}
+    assert [(meeting.group, meeting.came, meeting.left) for meeting in meetings] == [("g", 7, 9)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_bubbles_are_what_one_waits_for_the_last_and_communication_is_the_rest(ranks: int) -> None:
+    def late(rank: int, step: int) -> dict[str, float]:
+        return {"forward": 0.01 + (0.03 if rank == ranks - 1 else 0)}
+
+    accounts = account(records(ranks, timing=late))
+    for at in range(len(accounts.steps)):
+        for rank in range(ranks):
+            parts = {part: accounts.parts[part][at][rank] for part in PARTS}
+            assert math.isclose(math.fsum(parts.values()), accounts.lengths[at][rank])
+            assert math.isclose(parts[BUBBLE], 0.03 if rank < ranks - 1 else 0.0, abs_tol=1e-9)
+            assert math.isclose(parts[COMMUNICATION], 0.003, abs_tol=1e-9)
+    for rank in range(ranks - 1):
+        assert accounts.waited_for[rank] == pytest.approx([0.0] * (ranks - 1) + [0.03])
+    assert accounts.steps == list(range(3, 40)), "those that warm up are left out"
+
+
+def test_clocks_that_differ_change_nothing_once_they_are_known() -> None:
+    def late(rank: int, step: int) -> dict[str, float]:
+        return {"data": 0.02 if rank == 0 else 0.001}
+
+    same = account(records(3, timing=late))
+    moved = account(records(3, timing=late, ahead=[0.0, 1234.5, -77.25]))
+    for part in PARTS:
+        for one, other in zip(same.parts[part], moved.parts[part], strict=True):
+            assert one == pytest.approx(other, abs=1e-9)
+    unknown = [replace(record, offsets=[]) for record in records(3, timing=late, ahead=[0.0, 1234.5, -77.25])]
+    assert account(unknown).mean(BUBBLE) != pytest.approx(same.mean(BUBBLE), rel=0.2)
+
+
+def test_a_rank_that_ends_early_has_no_value_and_spoils_none() -> None:
+    made = records(2, steps=20)
+    made[1].steps = made[1].steps[:10]
+    accounts = account(made)
+    assert [math.isnan(row[1]) for row in accounts.lengths] == [False] * 7 + [True] * 10
+    assert not math.isnan(mean_of(accounts.lengths))
+    assert accounts.parts[BUBBLE][-1][0] == 0.0, "nobody is known to be late, so all waiting is communication"
+
+
+def test_ranks_that_do_not_meet_equally_often_are_not_matched() -> None:
+    made = records(2, steps=5)
+    step = made[0].steps[4]
+    odd = replace(step, meetings=[*step.meetings, *step.meetings])
+    assert find_bubbles([odd, made[1].steps[4]], made) == [{}, {}]
+
+
+def test_meetings_of_a_part_of_the_ranks_are_matched_among_them() -> None:
+    def late(rank: int, step: int) -> dict[str, float]:
+        return {"forward": 0.01 * (rank + 1)}
+
+    made = records(4, timing=late, groups={GROUP: [0, 1, 2, 3], "pair": [1, 2]})
+    step = [record.steps[5] for record in made]
+    paired = [
+        replace(one, meetings=[one.meetings[0]._replace(group="pair")] if rank in (1, 2) else [])
+        for rank, one in enumerate(step)
+    ]
+    bubbles = find_bubbles(paired, made)
+    assert bubbles[0] == bubbles[2] == bubbles[3] == {}
+    assert bubbles[1] == pytest.approx({2: 0.01})
+
+
+def test_without_a_loader_what_comes_before_forward_counts_as_data() -> None:
+    with_one, without = (account(records(2, loaders_seen=seen)) for seen in (True, False))
+    assert without.mean(DATA) == pytest.approx(with_one.mean(DATA) + 0.0005)
+    assert without.mean(OTHER) == pytest.approx(0.0, abs=1e-9)
+
+
+@given(st.integers(0, 1000), st.floats(-1e4, 1e4))
+def test_the_offset_of_clocks_lies_within_its_error(seed: int, ahead: float) -> None:
+    draw = random.Random(seed)
+    now, mine, theirs = 0.0, [], []
+    for _ in range(12):
+        begins = [now + draw.random() * 0.01 for _ in range(2)]
+        ends = [max(begins) + draw.random() * 0.001 for _ in range(2)]
+        mine.append((begins[0] + ahead, ends[0] + ahead))
+        theirs.append((begins[1], ends[1]))
+        now = max(ends)
+    offset, error = bound_offset(mine, theirs)
+    assert abs(offset - ahead) <= error + 1e-9
+    assert error < 0.01
+
+
+def test_an_offset_between_two_measurements_lies_on_the_line_through_them() -> None:
+    assert offset_at(5.0, []) == 0.0
+    assert offset_at(5.0, [(1.0, 0.25, 0.1)]) == 0.25
+    assert offset_at(15.0, [(10.0, 1.0, 0.1), (20.0, 3.0, 0.1)]) == 2.0
+
+
+def test_the_usual_step_is_as_long_as_its_parts() -> None:
+    accounts = account(records(2))
+    assert accounts.mean_length() == pytest.approx(sum(usual(0, 0).values()) + 0.003)

@@ -1,0 +1,206 @@
+"""What the profiler says of runs whose figures are known: the verdict, the advice, and its predictions."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.profiler.analysis.analyze import report_of, summary
+from paceline.profiler.analysis.bucket_size_simulation import fit
+from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, lanes
+from paceline.profiler.analysis.gradient_noise_scale import describe, estimate, squared_norms
+from paceline.profiler.analysis.metrics import Facts
+from paceline.profiler.analysis.operator_table import OperatorTable, tabulate
+from paceline.profiler.analysis.step_breakdown import account
+from paceline.profiler.report.report import COMMUNICATION, Report
+from profile_records import Timing, records, usual
+
+JITTER = random.Random(0)
+
+
+def jittered(timing: Timing = usual) -> Timing:
+    def timed(rank: int, step: int) -> dict[str, float]:
+        return {name: value * JITTER.gauss(1, 0.02) for name, value in (usual(rank, step) | timing(rank, step)).items()}
+
+    return timed
+
+
+def report(operators: OperatorTable | None = None, **options: Any) -> Report:
+    options["timing"] = jittered(options.get("timing", usual))
+    return report_of(Facts(records(**options), operators or OperatorTable()))
+
+
+def test_a_rank_that_sleeps_is_named_with_its_phase_and_what_others_wait() -> None:
+    found = report(ranks=4, timing=lambda rank, _: {"forward": 0.04 if rank == 2 else 0.01})
+    figures = summary(found)
+    assert figures["straggler_rank"] == 2
+    assert found.stragglers[0].phase == "forward"
+    assert found.stragglers[0].seconds == pytest.approx(0.03, rel=0.1)
+    assert figures["bubble_ms_per_step"]["0"] == pytest.approx(30, abs=3)
+    assert figures["bubble_ms_per_step"]["2"] == pytest.approx(0, abs=1)
+    assert figures["advice"][0]["kind"] == "straggler"
+    assert "Rank 2 holds the others up: its forward" in found.headline
+
+
+def test_a_rank_with_fewer_cores_is_told_so() -> None:
+    made = records(2, timing=jittered(lambda rank, _: {"backward": 0.02 + 0.02 * rank}))
+    made[1] = replace(made[1], cores=1)
+    found = report_of(Facts(made, OperatorTable()))
+    assert found.advice[0].kind == "straggler"
+    assert "it has 1 cores and the others 2: give it as many" in found.advice[0].text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_clean_run_has_no_straggler(ranks: int) -> None:
+    for _ in range(5):
+        assert summary(report(ranks=ranks))["straggler_rank"] is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("data-loading", {"timing": lambda *_: {"data": 0.05}}),
+        ("accumulation", {"travel": 0.06}),
+        ("balance", {"timing": lambda rank, step: {"forward": 0.01 + 0.05 * ((step * 7 + rank * 3) % 5 == 0)}}),
+        ("loop", {"timing": lambda *_: {"gap": 0.05}}),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_was_planted_is_advised_first(kind: str, options: dict[str, Any], ranks: int) -> None:
+    found = report(ranks=ranks, steps=80, **options)
+    assert found.advice[0].kind == kind, [(one.kind, one.gain) for one in found.advice]
+    gains = [one.gain for one in found.advice]
+    assert gains == sorted(gains, reverse=True)
+    assert all(0 < gain < 1 for gain in gains)
+
+
+def test_short_operators_ask_for_larger_batches() -> None:
+    short = OperatorTable(calls=1000, seconds=0.004)
+    found = report(operators=short, timing=lambda *_: {"forward": 0.002, "backward": 0.004, "optimizer": 0.0005})
+    assert found.advice[0].kind == "larger-batch"
+    assert "64 rows a rank, not 32" in found.advice[0].text
+    long = OperatorTable(calls=100, seconds=0.02)
+    assert "larger-batch" not in [one.kind for one in report(operators=long).advice]
+
+
+def test_a_giant_embedding_is_named() -> None:
+    found = report(
+        travel=0.1, parameters=[("table.weight", 9_000_000), ("out.weight", 1000)], embeddings=["table.weight"]
+    )
+    kinds = [one.kind for one in found.advice]
+    assert kinds[0] == "accumulation"
+    assert "table.weight" in found.advice[kinds.index("sparse-gradients")].text
+
+
+def test_one_process_is_not_advised_about_communication() -> None:
+    kinds = {one.kind for one in report(ranks=1, travel=0.05).advice}
+    assert not kinds & {"accumulation", "balance", "straggler", "fewer-ranks"}
+
+
+def test_the_share_of_all_reduce_falls_as_predicted_when_batches_are_accumulated() -> None:
+    first = Facts(records(2, travel=0.04), OperatorTable())
+    predicted = first.all_reduce_share(2)
+
+    def doubled(_rank: int, _step: int) -> dict[str, float]:
+        return {"forward": 0.02, "backward": 0.04, "data": 0.002}
+
+    second = Facts(records(2, travel=0.04, timing=doubled), OperatorTable())
+    assert second.all_reduce_share() == pytest.approx(predicted, rel=0.01)
+    assert predicted < first.all_reduce_share()
+
+
+def test_buckets_are_seen_from_their_launch_to_their_end_and_backward_hides_the_early_ones() -> None:
+    made = records(2, buckets=[100, 200, 300, 400], travel=0.004)
+    steps = detailed_steps(made)[0]
+    times = bucket_times(steps, made[0].buckets)
+    assert [bucket.nbytes for bucket in times] == [100, 200, 300, 400]
+    assert all(
+        end == pytest.approx(launched + 0.001)
+        for b in times
+        for launched, end in zip(b.launched, b.finished, strict=True)
+    )
+    for lane in lanes(steps, times):
+        assert lane is not None
+        assert lane.busy_and_hidden() == (4000, 3000)
+    assert Facts(made, OperatorTable()).shares[COMMUNICATION] * account(made).mean_length() == pytest.approx(0.001)
+
+
+def test_the_fit_of_all_reduce_times_is_their_law_and_never_negative() -> None:
+    assert fit([(1000, 0.002), (5000, 0.006), (9000, 0.010)]) == pytest.approx((0.001, 1e-6))
+    assert fit([(1000, 0.002)]) == pytest.approx((0.0, 2e-6))
+    alpha, beta = fit([(1000, 0.01), (5000, 0.002)])
+    assert min(alpha, beta) >= 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_noise_scale_of_gradients_with_known_noise_is_found(ranks: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    true = torch.randn(1000, generator=generator, dtype=torch.float64) / 10
+    sigma, each = 0.5, 16
+    steps = []
+    for _ in range(200):
+        noise = torch.randn(ranks, 1000, generator=generator, dtype=torch.float64) * sigma / each**0.5
+        local = true + noise
+        norms = (local.square().sum(1).mean().item(), local.mean(0).square().sum().item())
+        steps.append((*norms, float(each * ranks), ranks))
+    found = estimate(steps)
+    expected = 1000 * sigma**2 / true.square().sum().item()
+    assert found is not None
+    assert found.value is not None
+    assert found.value == pytest.approx(expected, rel=0.1)
+    assert abs(found.value - expected) < 4 * found.error
+    said = describe(found)
+    assert said["curve"][6] == pytest.approx([found.value, 0.5])
+
+
+def test_the_noise_scale_is_not_told_from_too_few_steps_one_rank_or_noise_alone() -> None:
+    assert estimate([(2.0, 1.0, 8.0, 2)] * 4) is None
+    assert estimate([(2.0, 1.0, 8.0, 1)] * 9) is None
+    assert describe(None) == {}
+    alone = describe(estimate([(2.0, 0.9, 8.0, 2)] * 9))
+    assert alone["value"] is None
+    assert "noise hides the gradient" in alone["text"]
+    assert squared_norms([]) is None
+    assert squared_norms([("local", 3.0, 2.0), ("averaged", 1.0, 1.0)]) == (2.25, 1.0)
+
+
+def test_operators_are_counted_without_those_they_call() -> None:
+    def event(name: str, ts: float, dur: float, cat: str = "cpu_op") -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 1}
+
+    table = tabulate([([event("linear", 0, 10), event("addmm", 2, 6), event("relu", 20, 4)], 2)])
+    assert {one.name: (one.calls, round(one.seconds * 1e6, 6)) for one in table.operators} == {
+        "addmm": (0.5, 3.0),
+        "linear": (0.5, 2.0),
+        "relu": (0.5, 2.0),
+    }
+    assert table.device_figures == {}
+    kernel = {"est. achieved occupancy %": 50, "blocks per SM": 0.5}
+    gpu = tabulate(
+        [
+            (
+                [
+                    event("sm90_gemm", 0, 10, "kernel") | {"args": kernel},
+                    event("relu_kernel", 30, 10, "kernel") | {"args": kernel},
+                ],
+                1,
+            )
+        ]
+    )
+    assert gpu.device_figures == pytest.approx(
+        {"utilization": 0.5, "sm_efficiency": 0.25, "occupancy": 0.5, "tensor_cores": 0.5}
+    )
+    assert [one.name for one in gpu.operators] == ["sm90_gemm", "relu_kernel"]
+
+
+def test_a_summary_and_a_report_are_json_also_without_a_single_step() -> None:
+    for steps in (0, 3, 4, 40):
+        found = report(steps=steps)
+        text = json.dumps(summary(found))
+        assert "NaN" not in text + json.dumps(found.to_json())
+        assert json.loads(text)["steps"] == max(0, steps - 3)

@@ -1,0 +1,468 @@
+"""The profiler's page, its summary in the terminal, two runs side by side, and reports read from files."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from browser import run_in_page
+from paceline.errors import UsageError
+from paceline.profiler.page import comparison_page, page
+from paceline.profiler.page.outliers import find_outliers
+from paceline.profiler.report.comparison import compare
+from paceline.profiler.report.formatting import mean_parts, notable_ranks, sentence
+from paceline.profiler.report.report import PARTS, Advice, BucketTimes, Operator, RankInfo, Report, Slice, Timeline
+from paceline.profiler.report.report_file import read_report, report_from_json
+from paceline.tools.profile.terminal_summary import parts_table, print_comparison, print_summary
+from profiles import holes, made_up
+
+EVIL = '</script><script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">&amp;'
+LIMIT = 3_000_000
+
+
+@pytest.fixture(scope="module")
+def large() -> Report:
+    """64 ranks, 2,000 steps, 12 buckets."""
+    return made_up(64, 2000, slow=13, buckets=12, hosts=8)
+
+
+def empty() -> Report:
+    """What is left of a run that ended before its first step."""
+    nothing: Any = {part: [] for part in PARTS}
+    return Report("train.py", "gloo", [], [], [], nothing, [], "No step was recorded.", [], [], {}, None, None)
+
+
+def gappy() -> Report:
+    """A rank without steps, another one without some of them, and no timeline."""
+    whole = made_up(3, 30)
+    parts = {part: holes(holes(rows, 2), 0, slice(3, 9)) for part, rows in whole.parts.items()}
+    seconds = holes(holes(whole.step_seconds, 2), 0, slice(3, 9))
+    ranks = [replace(one, peak_memory=None) for one in whole.ranks]
+    timeline = Timeline(7, [[], [], []], [])
+    return replace(
+        whole, parts=parts, step_seconds=seconds, ranks=ranks, timeline=timeline, samples_per_step=None, overlap=None
+    )
+
+
+def open_ended() -> Report:
+    """A step of which the ends of all-reduces are unknown."""
+    whole = made_up(2)
+    assert whole.timeline is not None
+    slices = [[Slice("forward", 0.0, 0.01), Slice("backward", 0.01, 0.03)]] * 2
+    return replace(whole, timeline=Timeline(9, slices, [BucketTimes(0, 8, [0.02, 0.04], [None, None])]))
+
+
+def evil() -> Report:
+    """Names that would become elements and scripts of the page, if they were not escaped."""
+    whole = made_up()
+    assert whole.timeline is not None
+    slices = [[Slice(EVIL, 0.0, 0.1)] for _ in whole.ranks]
+    return replace(
+        whole,
+        title=EVIL,
+        backend=EVIL,
+        headline=EVIL,
+        ranks=[replace(one, host=EVIL, device=EVIL) for one in whole.ranks],
+        advice=[Advice(EVIL, EVIL, EVIL, 0.5, {EVIL: 0.5})],
+        operators=[Operator(EVIL, 1, 0.01, 1.0)],
+        memory={EVIL: 1000},
+        device_figures={EVIL: 0.5},
+        missing=[EVIL],
+        timeline=replace(whole.timeline, slices=slices),
+    )
+
+
+class Elements(HTMLParser):
+    """Counts elements and remembers ids and what they refer to."""
+
+    VOID = frozenset({"meta", "br", "img", "input", "link"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("href", "src"):
+                self.links.append(value or "")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+SHAPES = {
+    "two ranks": made_up,
+    "one rank": lambda: made_up(1, slow=None, waited_for=[[0.0]]),
+    "nothing": empty,
+    "holes": gappy,
+    "open ends": open_ended,
+    "evil": evil,
+    "gpu": lambda: made_up(device_figures={"utilization": 0.152, "sm_efficiency": 0.111, "occupancy": 0.287}),
+    "only noise": lambda: made_up(noise_scale={"value": None, "batch_size": 64, "text": "Noise hides <the> gradient."}),
+}
+each_shape = pytest.mark.parametrize("make", SHAPES.values(), ids=SHAPES)
+
+
+@each_shape
+def test_every_report_becomes_a_whole_page_that_fetches_nothing(make: Any) -> None:
+    made = page(make())
+    elements = Elements(made)
+    assert elements.open == []
+    assert len(set(elements.ids)) == len(elements.ids)
+    assert all(link.startswith("#") and link[1:] in elements.ids for link in elements.links)
+    assert not {"link", "img", "iframe", "object", "base"} & set(elements.names)
+    assert not re.search(r"@import|url\(", made)
+    for address in re.findall(r"https?://[^\"' )]+", made):
+        assert address.startswith("https://github.com/leeoniya/uPlot")  # in the comment that names it
+
+
+def test_the_verdict_comes_before_everything_else() -> None:
+    made = made_up()
+    text = page(made)
+    places = [text.index(f'<section id="{name}"') for name in ("verdict", "advice", "parts", "timeline", "waits")]
+    assert places == sorted(places)
+    assert f"<h1>{made.headline}</h1>" in text
+
+
+def test_a_noise_scale_that_noise_hides_is_told_in_words() -> None:
+    assert "<p>Noise hides &lt;the&gt; gradient.</p>" in page(SHAPES["only noise"]())
+    assert 'id="noise-data"' not in page(SHAPES["only noise"]())
+
+
+def test_sixty_four_ranks_and_two_thousand_steps_stay_small(large: Report) -> None:
+    made = page(large)
+    assert len(made.encode()) < LIMIT
+    record = json.loads(re.search(r'id="steps-data">(.*?)</script>', made)[1])  # type: ignore[index]
+    assert {len(rows) for rows in record["metrics"].values()} == {64}
+    assert len(record["steps"]) == len(record["metrics"]["step"][0]) > 500
+    assert len(record["outliers"]) == len(range(1000, 2000, 97))
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 40_000), (256, 300)])
+def test_the_page_is_bounded_however_long_the_run(ranks: int, steps: int) -> None:
+    assert len(page(made_up(ranks, steps, buckets=2)).encode()) < LIMIT
+
+
+def test_a_bar_is_as_long_as_its_parts_together() -> None:
+    made = made_up()
+    for rank, bar in enumerate(re.findall(r'<div class="bar".*?</div>', page(made), re.DOTALL)):
+        total = sum(float(width) for width in re.findall(r"width:([\d.]+)%", bar))
+        assert total == pytest.approx(100, abs=1)
+        assert ("slow" in bar) == (rank == 1)
+
+
+def test_outliers_are_steps_far_above_the_ranks_median() -> None:
+    rows: list[list[float | None]] = [[0.1, 0.2], [0.101, 0.2], [0.3, 0.2], [None, 0.6], [0.1, 0.2], [0.099, None]]
+    found = [(one.index, one.rank, one.seconds) for one in find_outliers(rows)]
+    assert found == [(2, 0, 0.3), (3, 1, 0.6)]
+    assert find_outliers([]) == find_outliers([[None, None]]) == []
+    assert find_outliers([[0.1], [0.1], [0.105]]) == []  # the deviation is 0, but a twentieth is nothing to mark
+
+
+def test_the_ranks_that_say_most_are_the_straggler_and_the_extremes(large: Report) -> None:
+    chosen = notable_ranks(large, 8)
+    assert len(chosen) == 8
+    assert 13 in chosen
+    assert notable_ranks(made_up(5), 8) == [0, 1, 2, 3, 4]
+
+
+SEEN = """
+const problems = [];
+console.error = (...said) => problems.push(said.join(" "));
+const wait = (ms) => new Promise((done) => setTimeout(done, ms));
+const lanes = document.querySelector(".lanes"), range = () => [Number(lanes.dataset.from), Number(lanes.dataset.to)];
+const painted = (canvas) => {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height), seen = new Set();
+  for (let at = 0; at < data.length; at += 4) if (data[at + 3] === 255) seen.add(data.slice(at, at + 3).join());
+  return seen.size;
+};
+const key = (name) => lanes.dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true, cancelable: true }));
+const at = (part) => { const box = lanes.getBoundingClientRect(); return box.left + 84 + part * (box.width - 84); };
+const mouse = (kind, part, more = {}) => lanes.dispatchEvent(new PointerEvent(kind, { clientX: at(part), clientY:
+  lanes.getBoundingClientRect().top + 20, pointerId: 7, bubbles: true, button: 0, pointerType: "mouse", ...more }));
+"""
+ZOOMS = (
+    SEEN
+    + """
+(async () => {
+  await wait(200);
+  const [, end] = range();
+  report(["whole", range()[0] === 0, painted(lanes) > 5]);
+  document.querySelector('[data-do="+"]').click();
+  report(["button", range()[0] / end, range()[1] / end]);
+  key("ArrowRight");
+  report(["keys move", range()[0] / end, range()[1] / end]);
+  key("Home");
+  lanes.dispatchEvent(new WheelEvent("wheel", { deltaY: -300, ctrlKey: true, clientX: at(0), cancelable: true }));
+  report(["wheel", range()[0] < end * 0.01, range()[1] < end * 0.6]);
+  const scrolled = new WheelEvent("wheel", { deltaY: 300, cancelable: true });
+  const before = range()[1];
+  lanes.dispatchEvent(scrolled);
+  report(["a wheel alone scrolls the page", scrolled.defaultPrevented, range()[1] === before]);
+  key("0");
+  mouse("pointerdown", 0.25);
+  mouse("pointermove", 0.5);
+  mouse("pointerup", 0.5);
+  report(["selected", Math.abs(range()[0] / end - 0.25) < 0.03, Math.abs(range()[1] / end - 0.5) < 0.03]);
+  lanes.dispatchEvent(new MouseEvent("dblclick", { bubbles: true }));
+  report(["double click", range()[0], range()[1] === end]);
+  key("n");
+  key("n");
+  report(["read out", document.querySelector(".spoken").textContent]);
+  mouse("pointermove", 0.3);
+  report(["tip", document.querySelector(".tip").textContent]);
+  report(["problems", problems, performance.getEntriesByType("resource").length]);
+})();
+"""
+)
+
+
+def test_the_timeline_zooms_by_button_keys_wheel_and_mouse(tmp_path: Path) -> None:
+    said = run_in_page(page(made_up()), ZOOMS, tmp_path, "--window-size=1280,900")
+    assert said == [
+        ["whole", True, True],
+        ["button", 0.25, 0.75],
+        ["keys move", pytest.approx(0.35), pytest.approx(0.85)],
+        ["wheel", True, True],
+        ["a wheel alone scrolls the page", False, True],
+        ["selected", True, True],
+        ["double click", 0, True],
+        ["read out", "rank 0: forward, 21.0 ms, from 3.0 ms"],
+        ["tip", "rank 0: backward, 38.0 ms, from 24.0 ms"],
+        ["problems", [], 0],
+    ]
+
+
+LOOK = (
+    SEEN
+    + """
+const light = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((one) => one / 255)
+  .map((one) => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, one, index) => sum + one * [0.2126, 0.7152, 0.0722][index], 0);
+const contrast = (one, other) =>
+  (Math.max(light(one), light(other)) + 0.05) / (Math.min(light(one), light(other)) + 0.05);
+const ground = () => getComputedStyle(document.body).backgroundColor;
+const worst = () => Math.min(...[...document.querySelectorAll("h1, h2, p, a, dt, dd, td, th, summary, .gain b, .who")]
+  .map((one) => contrast(getComputedStyle(one).color, ground())));
+(async () => {
+  await wait(300);
+  const first = light(ground()), charts = [...document.querySelectorAll(".plot canvas, .lanes")];
+  report({ wide: document.documentElement.scrollWidth <= innerWidth, ground: first, worst: worst(),
+    charts: charts.length, painted: charts.every((one) => painted(one) > 1) });
+  document.querySelector("#theme").click();
+  await wait(100);
+  report({ turned: (light(ground()) > 0.5) !== (first > 0.5), worst: worst(), problems,
+    fetched: performance.getEntriesByType("resource").length });
+})();
+"""
+)
+
+
+@pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 390)])  # it turns to the other theme itself
+def test_the_page_can_be_read_in_both_themes_and_on_a_phone(theme: str, width: int, tmp_path: Path) -> None:
+    option = f"--blink-settings=preferredColorScheme={int(theme == 'light')}"
+    first, turned = run_in_page(page(made_up()), LOOK, tmp_path, option, f"--window-size={width},900")
+    assert first["wide"]
+    assert (first["ground"] > 0.5) == (theme == "light")
+    assert min(first["worst"], turned["worst"]) >= 4.5  # WCAG AA
+    assert (first["charts"], first["painted"]) == (3, True)
+    assert (turned["turned"], turned["problems"], turned["fetched"]) == (True, [], 0)
+
+
+QUIET = (
+    SEEN + "wait(300).then(() => report([document.title, problems, performance.getEntriesByType('resource').length]));"
+)
+
+
+@pytest.mark.parametrize("make", [gappy, open_ended, evil], ids=["holes", "open ends", "evil"])
+def test_odd_reports_raise_no_error_in_the_browser(make: Any, tmp_path: Path) -> None:
+    made = make()
+    assert run_in_page(page(made), QUIET, tmp_path) == [[f"Profile of {made.title}", [], 0]]
+
+
+MANY = (
+    SEEN
+    + """
+(async () => {
+  await wait(300);
+  const few = lanes.clientHeight, ranks = document.querySelector("[name=ranks]");
+  ranks.value = "all";
+  ranks.onchange();
+  const chosen = document.querySelector("[name=rank]"), metric = document.querySelector("[name=metric]");
+  chosen.value = "13";
+  chosen.onchange();
+  const picked = document.querySelector("#steps .u-legend").textContent.includes("rank 13");
+  metric.value = "bubble";
+  metric.onchange();
+  const heat = document.querySelector(".heat"), box = heat.getBoundingClientRect();
+  const scale = box.width / heat.dataset.width, place = (rank) => (44 + heat.dataset.cell * (rank + 0.5)) * scale;
+  heat.dispatchEvent(new PointerEvent("pointermove",
+    { clientX: box.left + place(13), clientY: box.top + place(40), bubbles: true }));
+  report({ grew: lanes.clientHeight > 3 * few, picked, tip: document.querySelector(".tip").textContent, problems,
+    wide: document.documentElement.scrollWidth <= innerWidth });
+})();
+"""
+)
+
+
+@pytest.mark.slow
+def test_sixty_four_ranks_can_be_looked_through_on_a_phone(large: Report, tmp_path: Path) -> None:
+    [seen] = run_in_page(page(large), MANY, tmp_path, "--window-size=390,900")
+    assert re.fullmatch(r"rank 40 waits \d+\.\d ms a step for rank 13", seen.pop("tip"))
+    assert seen == {"grew": True, "picked": True, "problems": [], "wide": True}
+
+
+def printed(table: Any, width: int = 200) -> str:
+    console = Console(width=width, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@each_shape
+def test_the_summary_says_the_verdict_first_and_nothing_is_cut(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make()
+    print_summary(made)
+    said = capsys.readouterr().out
+    assert said.startswith(f"{made.headline}\n")
+    assert "\x1b" not in said
+    assert "…" not in said
+    for one in made.advice[:3]:
+        assert f"{sentence(one.text)} {sentence(one.reason)}\n" in said
+
+
+def test_the_table_has_the_time_and_share_of_each_part() -> None:
+    said = printed(parts_table(made_up()))
+    assert re.search(r" rank 1 +mean *\n.*rank 0 +slow +of 2", said)
+    assert re.search(r"length +110 ms +110 ms +110 ms", said)
+    assert re.search(r"forward +21\.\d ms +19% +51\.\d ms +46% +36\.\d ms +33%", said)
+    assert "checkpoint" not in said  # there was none
+
+
+def test_the_table_of_many_ranks_has_those_that_say_most_and_fits_a_terminal(large: Report) -> None:
+    said = printed(parts_table(large, between="\n"), width=80)
+    assert "…" not in said
+    assert max(map(len, said.splitlines())) <= 80
+    assert re.search("rank 13.*mean *\n.*slow.*of 64", said)
+
+
+def test_two_runs_are_compared_by_the_sample_where_their_steps_differ() -> None:
+    one, two = made_up(slow=None), made_up(slow=None, samples_per_step=128.0)
+    # Steps of the same length for twice the samples: half the time for a sample, and for each part of it.
+    found = compare(one, two, ("before", "after"))
+    assert found.headline == "after takes 50% less time for a sample than before."
+    by_name = {pair.name: pair for pair in found.pairs}
+    assert by_name["forward, 1,000 samples"].ratio == pytest.approx(0.5)
+    assert by_name["samples per second"].ratio == pytest.approx(2.0)
+    assert by_name["step, median"].verdict == ""
+    assert by_name["samples per second"].verdict == "better"
+
+
+def test_the_part_that_made_the_difference_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    slow, even = made_up(), made_up(slow=None)
+    found = compare(slow, even)
+    assert re.fullmatch(r"B takes 2\d% less time for a sample than A\.", found.headline)
+    assert re.fullmatch(r"Most of it is \w+: [\d.]+ ms for a step in A, [\d.]+ ms in B\.", found.detail)
+    back = compare(even, slow)
+    assert " more time " in back.headline
+    print_comparison(found)
+    said = capsys.readouterr().out
+    assert said.startswith(f"{found.headline}\n{found.detail}\n")
+    assert re.search(r"bubble, a step +15\.\d ms +\d\.\d ms +× 0\.\d\d better", said)
+
+
+def test_equal_runs_and_runs_without_steps_are_called_that() -> None:
+    one = made_up()
+    assert compare(one, one).headline == "A and B take the same time for a sample, within 2.0%."
+    assert compare(one, empty()).headline == "B took no step that was measured."
+    assert compare(empty(), empty()).headline == "A and B took no step that was measured."
+
+
+@pytest.mark.parametrize("other", [empty, gappy, evil, lambda: made_up(64, 20)], ids=["nothing", "holes", "evil", "64"])
+def test_any_two_runs_have_a_page(other: Any) -> None:
+    assert Elements(comparison_page(compare(made_up(), other(), ("a<b>", EVIL)))).open == []
+
+
+def test_the_page_of_two_runs_raises_no_error_in_the_browser(tmp_path: Path) -> None:
+    made = comparison_page(compare(made_up(), evil(), ("a<b>", EVIL)))
+    [[title, problems, fetched]] = run_in_page(made, QUIET, tmp_path)
+    assert (title, problems, fetched) == (f"a<b> and {EVIL}", [], 0)
+
+
+@each_shape
+def test_a_report_comes_back_from_json(make: Any, tmp_path: Path) -> None:
+    made = make()
+    data = json.loads(json.dumps(made.to_json(), allow_nan=False))
+    (tmp_path / "report.json").write_text(json.dumps({**data, "unknown": None}))
+    for found in (report_from_json(data), read_report(tmp_path), read_report(tmp_path / "report.json")):
+        assert json.loads(json.dumps(found.to_json())) == data
+        assert page(found) == page(made)
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(json.dumps(made_up(2, 4).to_json()))
+    return {**data, **values}
+
+
+PARTS_OF = made_up(2, 4).to_json()["parts"]
+WRONG = {
+    "no object": ([1], "it is [1], and has to be an object"),
+    "no title": ({"backend": "gloo"}, "'title' is missing"),
+    "text": (changed(title=3), "title is 3, and has to be a text"),
+    "truth": (changed(steps=[True, 2, 3, 4]), "steps[0] is True, and has to be a whole number"),
+    "number": (changed(overlap="x"), "overlap is 'x', and has to be a finite number"),
+    "infinite": (changed(shares={"data": float("inf")}), "shares.data is inf, and has to be a finite number"),
+    "deep": (changed(ranks=[{"rank": "0"}]), "ranks[0].rank is '0', and has to be a whole number"),
+    "steps": (changed(steps=[1, 2]), "step_seconds has 4 entries, and there are 2 steps"),
+    "ranks": (changed(waited_for=[[0.0], [0.0]]), "waited_for[0] has 1 entries, and there are 2 ranks"),
+    "part": (changed(parts={}), "'parts.data' is missing"),
+    "row": (changed(parts={**PARTS_OF, "data": [[1.0]] * 4}), "parts.data[0] has 1 entries, and there are 2 ranks"),
+    "empty table": (changed(step_seconds={}), "step_seconds is {}, and has to be a list"),
+}
+
+
+@pytest.mark.parametrize(("data", "reason"), WRONG.values(), ids=WRONG)
+def test_a_report_that_cannot_be_right_is_refused_by_name(data: Any, reason: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        report_from_json(data, "runs/a/report.json")
+    assert f"runs/a/report.json is no profile that can be shown: {reason}; " in str(caught.value)
+
+
+def test_a_file_that_is_no_json_or_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"report\.json cannot be read: No such file"):
+        read_report(tmp_path)
+    for text in ("", "{", '{"a": 1, "a": 2}', "[" * 100_000, "\xff"):
+        (tmp_path / "report.json").write_text(text, "latin-1")
+        with pytest.raises(UsageError, match=r"report\.json is no JSON: "):
+            read_report(tmp_path)
+
+
+def test_words_of_advice_become_sentences() -> None:
+    assert sentence("communication costs 12% of a step") == "Communication costs 12% of a step."
+    assert sentence("Pin them.") == "Pin them."
+    assert sentence("paceline.accumulate helps") == "paceline.accumulate helps."
+    assert sentence("") == ""
+
+
+def test_the_mean_parts_leave_out_ranks_without_steps() -> None:
+    assert mean_parts(gappy()).keys() == set(PARTS)
+    assert mean_parts(gappy())["forward"] > 0.02
+    assert set(mean_parts(empty()).values()) == {0.0}
+    assert RankInfo(0, "a", "cpu", 1, 1, None).peak_memory is None

@@ -1,0 +1,312 @@
+"""Profiles of ordinary programs that do more than train one wrapper: nothing breaks, or is counted wrongly."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline import DistributedDataParallel, UsageError
+from paceline.core.processes.world import World
+from paceline.core.telemetry.spans import recorder
+from paceline.profiler import profile
+from paceline.profiler.analysis.analyze import read_facts, report_of
+from paceline.profiler.recording import recorder as session
+from paceline.profiler.recording.recorder import Session
+from paceline.profiler.records.rank_file import FOLDER, path_of, read_ranks
+from paceline.profiler.records.steps import MOST
+from paceline.profiler.report.report import Report
+from paceline.profiler.results import write_results
+from paceline.tools.profile.profile_command import ProfileSettings
+from processes import paceline
+from ranks import run_ranks
+
+
+def make_report(folder: Path) -> Report:
+    return report_of(read_facts(folder))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(4, 16)).square().mean().backward()
+    optimizer.step()
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def with_a_model_of_its_own(world: World, folder: Path) -> None:
+    model, local = DistributedDataParallel(net()), net()
+    optimizers = sgd(model), sgd(local)
+    with profile(folder, operators=False):
+        for number in range(14):
+            step(model, optimizers[0])
+            if world.rank == 0 and number % 3 == 0:
+                step(local, optimizers[1])
+
+
+def test_steps_of_a_model_that_one_rank_trains_by_itself_do_not_shift_its_steps(tmp_path: Path) -> None:
+    """Steps are matched by number: with more of them on one rank, bubbles were sought in different steps."""
+    run_ranks(2, with_a_model_of_its_own, tmp_path)
+    assert [len(record.steps) for record in read_ranks(tmp_path)] == [14, 14]
+
+
+def with_torchs_profiler(world: World, folder: Path, begin: int, use: str) -> list[int]:
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    own: Any = torch.profiler.profile() if use == "profiler" else torch.autograd.profiler.profile()
+    if use == "schedule":
+        own = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=begin, active=4, repeat=1))
+    with profile(folder):
+        for number in range(16):
+            if number == (0 if use == "schedule" else begin):
+                own.__enter__()
+            step(model, optimizer)
+            if use == "schedule":
+                own.step()
+            elif number == 12:
+                own.__exit__(None, None, None)
+        if use == "schedule":
+            own.__exit__(None, None, None)
+    return [len(own.key_averages())]
+
+
+@pytest.mark.parametrize(("use", "begin"), [("profiler", 1), ("profiler", 9), ("autograd", 9), ("schedule", 9)])
+def test_a_program_that_profiles_itself_keeps_its_profile(tmp_path: Path, use: str, begin: int) -> None:
+    """Two profilers of torch in a process end it with a segmentation fault, or leave one of them empty."""
+    assert min(run_ranks(1, with_torchs_profiler, tmp_path, begin, use)[0]) > 3
+    report = make_report(tmp_path)
+    assert not report.operators
+    assert any("ran a profiler of torch itself" in note for note in report.missing)
+
+
+def with_frozen_layers(world: World, folder: Path) -> None:
+    model = DistributedDataParallel(net(), bucket_cap_mb=0.001)
+    model.module[0].requires_grad_(False)
+    with profile(folder, operators=False):
+        optimizer = sgd(model)
+        for _ in range(12):
+            step(model, optimizer)
+
+
+def test_layers_frozen_after_wrapping_leave_a_report(tmp_path: Path) -> None:
+    """Gradients are numbered among all wrapped parameters, and the simulation of buckets knows the trained ones."""
+    run_ranks(2, with_frozen_layers, tmp_path)
+    assert make_report(tmp_path).steps
+
+
+def with_compile(world: World, folder: Path, what: str) -> None:
+    wrap: Any = nn.parallel.DistributedDataParallel if what == "torch" else DistributedDataParallel
+    model = wrap(torch.compile(net(), backend="eager") if what == "module" else net())
+    optimizer = sgd(model)
+    with profile(folder, operators=False):
+        run: Any = model if what == "module" else torch.compile(model, backend="eager")
+        for _ in range(10):
+            step(run, optimizer)
+
+
+@pytest.mark.parametrize(("what", "backend"), [("module", None), ("wrapper", None), ("torch", "gloo")])
+def test_what_torch_compile_has_made_is_seen(tmp_path: Path, what: str, backend: str | None) -> None:
+    """A compiled wrapper was traced through the function that notes its forward; names had a prefix of torch's."""
+    run_ranks(2, with_compile, tmp_path, what, backend=backend)
+    for record in read_ranks(tmp_path):
+        assert [one.rows for one in record.steps] == [4] * 10
+        assert record.wrapper == ("torch" if what == "torch" else "paceline")
+        sizes = sum(nbytes for _, nbytes in record.parameters)
+        assert sum(record.buckets) == (0 if what == "torch" else sizes) < sizes + 1
+        assert record.parameters[0][0] == "0.weight"
+
+
+def train_in_a_child() -> None:
+    model = net()
+    optimizer = sgd(model)
+    assert not recorder.on
+    for _ in range(4):
+        step(model, optimizer)
+
+
+def with_forks(world: World, folder: Path) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    with profile(folder):
+        for number in range(14):
+            step(model, optimizer)
+            if number in (4, 9):
+                child = multiprocessing.get_context("fork").Process(target=train_in_a_child)
+                child.start()
+                child.join(20)
+                assert child.exitcode == 0
+
+
+def test_a_forked_child_records_nothing_and_its_parent_goes_on(tmp_path: Path) -> None:
+    """A child inherits the open file, and would write its steps among those of its parent."""
+    run_ranks(1, with_forks, tmp_path)
+    [record] = read_ranks(tmp_path)
+    assert [one.number for one in record.steps] == list(range(14))
+    assert record.ended == ""
+
+
+def elsewhere(world: World, folder: Path) -> None:
+    os.chdir(folder.parent)
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    with profile(folder.name):
+        os.chdir("/")
+        for _ in range(14):
+            step(model, optimizer)
+        dist.destroy_process_group()
+
+
+def test_a_program_may_change_its_folder_and_destroy_its_group(tmp_path: Path) -> None:
+    """Rank 0 waits for the others' records without a collective, for which there may be no group any more."""
+    run_ranks(2, elsewhere, tmp_path / "out")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert not any("killed" in note or "no record" in note for note in summary["missing"])
+    assert make_report(tmp_path / "out").operators
+
+
+def short(world: World, folder: Path) -> None:
+    with profile(folder, operators=False):
+        model = DistributedDataParallel(net())
+        optimizer = sgd(model)
+        for _ in range(6):
+            step(model, optimizer)
+
+
+def test_a_second_profile_in_a_folder_shows_nothing_of_the_first(tmp_path: Path) -> None:
+    """All ranks of a host start their clocks when it boots, so that alone does not tell which record is newer."""
+    run_ranks(3, short, tmp_path)
+    (tmp_path / FOLDER / "rank-00000.torch.json").write_text("{}")
+    third = path_of(tmp_path, 2).read_text()
+    run_ranks(2, short, tmp_path)
+    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["rank-00000.jsonl", "rank-00001.jsonl"]
+    path_of(tmp_path, 1).write_text(third.replace('"rank": 2', '"rank": 1'))
+    assert [record.ended for record in read_ranks(tmp_path)] == ["", "missing"]
+
+
+def before_its_world(world: World, folder: Path) -> str:
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    with suppress(AssertionError), profile(folder / str(world.rank), operators=False):
+        dist.init_process_group("gloo", f"file://{folder}/store", rank=world.rank, world_size=world.size)
+        model = nn.parallel.DistributedDataParallel(net())
+        with pytest.raises(UsageError) as raised:
+            step(model, sgd(model))
+    return str(raised.value)
+
+
+def test_a_profile_that_begins_before_the_world_is_refused(tmp_path: Path) -> None:
+    """Every process took itself for rank 0, and all wrote the same file."""
+    for rank, message in enumerate(run_ranks(2, before_its_world, tmp_path)):
+        assert message.startswith(f"rank {rank} of 2 was not there when its profile began; call paceline.init()")
+
+
+def crowding(world: World, folder: Path) -> int:
+    session.CROWD = 50  # type: ignore[misc]
+    model = DistributedDataParallel(net())
+    optimizer, most = sgd(model), 0
+    with profile(folder, operators=False):
+        for number in range(10):
+            for _ in range(100 if number == 6 else 1):
+                model(torch.ones(4, 16)).square().mean().backward()
+                most = max(most, len(recorder.spans))
+            optimizer.step()
+            optimizer.zero_grad()
+    return most
+
+
+def test_a_step_with_very_many_spans_takes_bounded_memory_and_counts_in_no_figure(tmp_path: Path) -> None:
+    assert run_ranks(1, crowding, tmp_path)[0] < 80
+    assert make_report(tmp_path).steps == [3, 4, 5, 7, 8, 9]
+
+
+def by_hand(world: World, folder: Path) -> None:
+    model = DistributedDataParallel(net())
+    with profile(folder, operators=False):
+        for _ in range(5):
+            model(torch.ones(4, 16)).square().mean().backward()
+
+
+def test_a_loop_without_an_optimizer_is_told_what_ends_a_step(tmp_path: Path) -> None:
+    run_ranks(1, by_hand, tmp_path)
+    with pytest.raises(UsageError, match=r"a step ends with an optimizer's of torch.optim after a backward"):
+        write_results(tmp_path)
+
+
+def on_a_full_disk(world: World, folder: Path) -> int:
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    full = Session(folder, operators=False)
+    full._file.close()
+    full._file = Path("/dev/full").open("w")  # noqa: SIM115 — the session closes it
+    session.FLUSH_S = 0.0  # type: ignore[misc]
+    for _ in range(5):
+        step(model, optimizer)
+    assert not recorder.on
+    with suppress(OSError):
+        full.close()
+    return 5
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_a_disk_that_is_full_ends_the_profile_and_not_the_training(tmp_path: Path) -> None:
+    assert run_ranks(1, on_a_full_disk, tmp_path) == [5]
+
+
+def test_files_of_others_and_too_many_steps_are_refused(tmp_path: Path) -> None:
+    """``--out .`` removed a project's own summary.json; with more steps than are kept the program did not end."""
+    own = tmp_path / "summary.json"
+    own.write_text("mine")
+    with pytest.raises(UsageError, match=r"has a summary.json that is not of a profile and would be lost"):
+        ProfileSettings(str(tmp_path)).check()
+    assert own.read_text() == "mine"
+    with pytest.raises(UsageError, match=r"--steps must be at most 10000"):
+        ProfileSettings(str(tmp_path / "new"), steps=MOST + 1).check()
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+import torch
+import paceline, beside
+assert Path(__file__).is_absolute() and sys.argv[1:] == ["--a", "b c"], (__file__, sys.argv)
+assert sys.path[0] == os.path.dirname(beside.__file__), sys.path
+paceline.init()
+model = paceline.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+os.chdir("/")
+for _ in range(8):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+os._exit(CODE)
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_script_runs_as_python_runs_it_and_may_leave_by_os_exit(tmp_path: Path, code: int) -> None:
+    """Its own folder is the first on the path, not the current one; a link is followed; the file's path is absolute."""
+    real = tmp_path / "the real one"
+    real.mkdir()
+    (real / "train.py").write_text(SCRIPT.replace("CODE", str(code)))
+    (real / "beside.py").write_text("")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link.py").symlink_to(real / "train.py")
+    arguments = ["--nproc", "1", "--no-operators", "--out", "an out", "link/../link.py", "--a", "b c"]
+    result = paceline(tmp_path, "profile", *arguments, fork="all")
+    assert result.returncode == bool(code), result.stderr
+    assert json.loads((tmp_path / "an out" / "summary.json").read_text())["steps"] == 5

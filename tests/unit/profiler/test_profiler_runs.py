@@ -1,0 +1,258 @@
+"""Profiles of real ranks: what is recorded, on both backends and both wrappers, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import DistributedDataParallel, UsageError
+from paceline.core.processes.world import World
+from paceline.core.telemetry.spans import recorder
+from paceline.profiler import profile
+from paceline.profiler.records.rank_file import KILLED, path_of, read_ranks
+from paceline.profiler.results import write_results
+from ranks import run_ranks
+
+STEPS = 22
+PATCHED = (
+    (torch.autograd, "backward"),
+    (dist, "all_reduce"),
+    (nn.parallel.DistributedDataParallel, "__call__"),
+)
+
+
+def originals() -> list[Any]:
+    return [getattr(owner, name) for owner, name in PATCHED]
+
+
+def train(model: nn.Module, steps: int, sleep: float = 0.0, where: str = "forward") -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = TensorDataset(torch.randn(8 * steps, 64, generator=torch.Generator().manual_seed(1)))
+    for (x,) in DataLoader(data, batch_size=8):
+        optimizer.zero_grad()
+        if where == "data":
+            time.sleep(sleep)
+        out = model(x)
+        if where == "forward":
+            time.sleep(sleep)
+        out.square().mean().backward()
+        optimizer.step()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+
+
+def profiled(world: World, folder: Path, wrapper: str, sleep: float, options: dict[str, Any]) -> list[bool]:
+    before = originals()
+    wrap: Any = DistributedDataParallel if wrapper == "paceline" else nn.parallel.DistributedDataParallel
+    model = wrap(net(), **options)
+    with profile(folder):
+        train(model, STEPS, sleep * (world.rank == 1))
+    same = [one is other for one, other in zip(before, originals(), strict=True)]
+    return [*same, not recorder.on, not recorder.detailed, not recorder.spans, recorder.norms is None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [None, "gloo"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_sleeps_is_found_and_all_files_are_there(tmp_path: Path, backend: str | None, ranks: int) -> None:
+    options = {"bucket_cap_mb": 0.02}
+    # Long, as other work on the machine makes ranks wait, too.
+    restored = run_ranks(ranks, profiled, tmp_path / "out", "paceline", 0.15, options, backend=backend)
+    assert all(map(all, restored)), "what was put into torch is taken out again"
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["straggler_rank"] == 1
+    assert summary["steps"] == STEPS - 3 - 3 - 1, "without those that warm up, are traced, or end the trace"
+    assert summary["bubble_ms_per_step"]["0"] > summary["bubble_ms_per_step"]["1"]
+    assert set(summary["bubble_ms_per_step"]) == set(map(str, range(ranks)))
+    assert summary["advice"][0]["kind"] == "straggler"
+    assert summary["samples_per_step"] == 8 * ranks
+    assert 0 < summary["allreduce_share"] < 1
+    assert summary["overlap"] is not None
+    parts = summary["parts_ms_per_step"]["1"]
+    assert parts["other"] > 140, "the sleep is in the loop's own code"
+    trace = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in trace} == set(range(ranks))
+    names = {event["name"] for event in trace}
+    assert {"forward", "wait", "bucket 0", "bucket 1", "aten::addmm"} <= names
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Rank 1" in page
+
+
+def test_parts_add_up_to_the_measured_steps(tmp_path: Path) -> None:
+    run_ranks(2, profiled, tmp_path, "paceline", 0.0, {})
+    for record in read_ranks(tmp_path):
+        for step in record.steps:
+            assert sum(step.seconds.values()) == pytest.approx(step.length, rel=0.01)
+        assert (record.loaders_seen, record.wrapper, record.ended) == (True, "paceline", "")
+        assert [step.number for step in record.steps] == list(range(STEPS))
+        assert record.memory["optimizer"] > record.memory["parameters"]
+
+
+def test_torchs_wrapper_is_seen_from_outside_and_what_is_missing_is_said(tmp_path: Path) -> None:
+    restored = run_ranks(2, profiled, tmp_path, "torch", 0.0, {}, backend="gloo")
+    assert all(map(all, restored))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == STEPS - 7
+    assert summary["parts_ms_per_step"]["0"]["backward"] > 0 < summary["parts_ms_per_step"]["0"]["forward"]
+    assert any("torch's DistributedDataParallel" in note for note in summary["missing"])
+
+
+def alone(world: World, folder: Path) -> None:
+    with profile(folder):
+        train(DistributedDataParallel(net()), 12)
+
+
+def test_a_world_of_one_has_steps_and_nobody_to_wait_for(tmp_path: Path) -> None:
+    run_ranks(1, alone, tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["steps"], summary["bubble_share"], summary["straggler_rank"]) == (5, 0, None)
+
+
+def enough(world: World, folder: Path) -> int:
+    model = DistributedDataParallel(net())
+    with profile(folder, steps=4, operators=False):
+        train(model, 12)
+        return len(recorder.spans)
+
+
+def test_after_as_many_steps_as_were_wanted_the_block_goes_on(tmp_path: Path) -> None:
+    assert run_ranks(2, enough, tmp_path) == [0, 0]
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 4
+
+
+def without_wrapper(world: World, folder: Path) -> None:
+    with profile(folder, operators=False):
+        train(net(), 12)
+
+
+def test_a_program_without_a_wrapper_is_told_so(tmp_path: Path) -> None:
+    run_ranks(2, without_wrapper, tmp_path)
+    with pytest.raises(UsageError, match="trained no model in DistributedDataParallel"):
+        write_results(tmp_path)
+
+
+def accumulating(world: World, folder: Path) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with profile(folder, operators=False):
+        for _ in range(12):
+            for last in (False, False, True):
+                with nullcontext() if last else model.no_sync():
+                    model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_accumulated_batches_are_one_step_and_all_their_backwards_count(tmp_path: Path) -> None:
+    run_ranks(2, accumulating, tmp_path)
+    for record in read_ranks(tmp_path):
+        assert [(step.batches, step.rows) for step in record.steps] == [(3, 12)] * 12
+        backwards = [sum(span.label == "backward" for span in step.spans) for step in record.steps]
+        assert min(backwards) >= 3
+
+
+def test_every_stretch_is_recorded_once(tmp_path: Path) -> None:
+    """What the wrapper and the step guard record inside torch's backward and step would double the cost of spans."""
+    run_ranks(2, enough, tmp_path)
+    for record in read_ranks(tmp_path):
+        for step in record.steps:
+            labels = [span.label for span in step.spans]
+            assert [labels.count(label) for label in ("forward", "backward", "optimizer", "wait")] == [1] * 4
+            assert ("bucket wait" in labels) == (step.kind == "detailed")
+
+
+def test_an_optimizer_that_failed_costs_no_later_step_its_span(tmp_path: Path) -> None:
+    run_ranks(2, failing_optimizer, tmp_path)
+    for record in read_ranks(tmp_path):
+        found = [[span.label for span in step.spans].count("optimizer") for step in record.steps]
+        assert found[-4:] == [1] * 4
+
+
+def failing_optimizer(world: World, folder: Path) -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if fails[0]:
+                raise ValueError("as planted")
+            return super().step(closure)
+
+    model, fails = DistributedDataParallel(net()), [False]
+    optimizer = Failing(model.parameters(), lr=0.1)
+    with profile(folder, operators=False):
+        for number in range(12):
+            fails[0] = number == 6
+            model(torch.randn(4, 64)).square().mean().backward()
+            with suppress(ValueError):
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+def two_optimizers(world: World, folder: Path) -> None:
+    model = DistributedDataParallel(net())
+    halves = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model.module[0], model.module[2])]
+    with profile(folder, operators=False):
+        for _ in range(12):
+            model(torch.randn(4, 64)).square().mean().backward()
+            for optimizer in halves:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_two_optimizers_of_one_backward_make_one_step(tmp_path: Path) -> None:
+    run_ranks(2, two_optimizers, tmp_path)
+    assert len(read_ranks(tmp_path)[0].steps) == 12
+
+
+def failing(world: World, folder: Path) -> str:
+    model = DistributedDataParallel(net())
+    try:
+        with profile(folder, operators=False):
+            train(model, 10)
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        return "ended"
+
+
+def test_what_was_recorded_before_an_interrupt_is_written(tmp_path: Path) -> None:
+    assert run_ranks(2, failing, tmp_path) == ["ended"] * 2
+    report = write_results(tmp_path)
+    assert len(report.steps) == 7
+    assert any("ended with an error: KeyboardInterrupt" in note for note in report.missing)
+
+
+def test_a_record_that_was_cut_off_or_is_missing_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
+    run_ranks(2, profiled, tmp_path, "paceline", 0.0, {})
+    first, second = (path_of(tmp_path, rank) for rank in (0, 1))
+    lines = second.read_text().splitlines()
+    second.write_text("\n".join(lines[:15]) + "\n" + lines[15][:40])
+    assert read_ranks(tmp_path)[1].ended == KILLED
+    report = write_results(tmp_path)
+    assert "rank 1 was killed; its last steps may be missing" in report.missing
+    second.unlink()
+    assert any("rank 1 left no record" in note for note in write_results(tmp_path).missing)
+    first.write_text("nonsense\n")
+    with pytest.raises(UsageError, match="is no record of a rank"):
+        write_results(tmp_path)
+
+
+def test_folders_that_cannot_be_written_to_and_profiles_inside_profiles_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(UsageError, match="cannot be written to"), profile(file / "below"):
+        pass
+    with pytest.raises(UsageError, match="holds no profile"):
+        write_results(tmp_path)
+    with profile(tmp_path / "outer"), pytest.raises(UsageError, match="is being recorded already"), profile(tmp_path):
+        pass
+    assert not recorder.on

@@ -1,0 +1,281 @@
+"""Traces that other programs read: the merged one of Perfetto, and those of Holistic Trace Analysis."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import DistributedDataParallel
+from paceline.core.processes.world import World
+from paceline.core.telemetry.spans import BACKWARD, DONE, FORWARD, LAUNCH, OPTIMIZER, REDUCE, SENT, WAIT, Span
+from paceline.profiler import profile
+from paceline.profiler.analysis.analyze import facts_of
+from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, lanes
+from paceline.profiler.analysis.metrics import Facts
+from paceline.profiler.analysis.operator_table import OperatorTable, overlap_of_kernels
+from paceline.profiler.records.intervals import shared, total
+from paceline.profiler.records.rank_file import trace_of
+from paceline.profiler.records.steps import Step
+from paceline.profiler.traces.chrome_trace import trace_events
+from paceline.profiler.traces.hta_traces import ALL_REDUCE, COMPUTE, write_hta_traces
+from profile_records import records
+from ranks import run_ranks
+
+Event = dict[str, Any]
+SLACK_US = 20.0
+"""By how much clocks may differ after they were compared."""
+
+
+def deep(world: World, folder: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[layer for _ in range(5) for layer in (nn.Linear(192, 192), nn.ReLU())])
+    model = DistributedDataParallel(net, bucket_cap_mb=0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with profile(folder):
+        for _ in range(13):
+            optimizer.zero_grad()
+            model(torch.randn(64, 192)).square().mean().backward()
+            optimizer.step()
+
+
+def lanes_of(events: list[Event]) -> dict[Any, list[Event]]:
+    found: dict[Any, list[Event]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            found[event["pid"], event["tid"]].append(event)
+    return found
+
+
+def crossing(events: list[Event]) -> list[tuple[Event, Event]]:
+    """Return the pairs of one lane that overlap without one lying inside the other."""
+    pairs = []
+    for lane in lanes_of(events).values():
+        around: list[Event] = []
+        for event in sorted(lane, key=lambda event: (event["ts"], -event["dur"])):
+            while around and around[-1]["ts"] + around[-1]["dur"] <= event["ts"] + 1e-3:
+                around.pop()
+            if around and event["ts"] + event["dur"] > around[-1]["ts"] + around[-1]["dur"] + 1e-3:
+                pairs.append((around[-1], event))
+            around.append(event)
+    return pairs
+
+
+def read(file: Path) -> Any:
+    return json.loads(file.read_text("utf-8"))
+
+
+def rank_traces(folder: Path) -> dict[int, Any]:
+    traces = [read(file) for file in (folder / "hta").iterdir()]
+    return {trace["distributedInfo"]["rank"]: trace for trace in traces}
+
+
+def overlap(events: list[Event]) -> float:
+    """Return the share of the time of NCCL's kernels in which others run, as HTA 0.5 defines it."""
+    kinds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in events:
+        if event.get("cat") == "kernel":
+            kinds[event["name"].startswith("ncclDevKernel")].append((event["ts"], event["ts"] + event["dur"]))
+    return shared(kinds[True], kinds[False]) / total(kinds[True])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "backend"), [(2, None), (2, "gloo"), (4, None), (4, "gloo")])
+def test_traces_of_a_run_nest_agree_and_are_on_one_clock(tmp_path: Path, ranks: int, backend: str | None) -> None:
+    run_ranks(ranks, deep, tmp_path, backend=backend)
+    merged = read(tmp_path / "trace.json")["traceEvents"]
+    assert not crossing(merged)
+    processes = [event["pid"] for event in merged if event["name"] == "process_name"]
+    assert sorted(processes) == list(range(ranks)), "one row for each rank"
+    assert {event["pid"] for event in merged} == set(range(ranks))
+    ids = [(event["pid"], event["id"]) for event in merged if event["ph"] == "s"]
+    assert len({number for _, number in ids}) == len(ids) > 0, "an arrow stays on its rank"
+    for rank in range(ranks):
+        operators_lie_in_their_phase([event for event in merged if event["pid"] == rank])
+
+    summary = read(tmp_path / "summary.json")
+    traces = rank_traces(tmp_path)
+    assert set(traces) == set(range(ranks))
+    for rank, trace in traces.items():
+        assert overlap(trace["traceEvents"]) == pytest.approx(summary["overlap_by_rank"][str(rank)], abs=1e-6)
+    shares = summary["overlap_by_rank"].values()
+    assert summary["overlap"] == pytest.approx(sum(shares) / ranks)
+    holistic_trace_analysis_agrees(tmp_path, summary)
+
+
+def operators_lie_in_their_phase(events: list[Event]) -> None:
+    phases: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    operators: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            found = phases if event["cat"] == "paceline" else operators
+            found[event["name"]].append((event["ts"], event["ts"] + event["dur"]))
+    assert len(operators["aten::addmm"]) == 3 * 5, "of the traced steps"
+    for name, phase in (("aten::addmm", "forward"), ("aten::threshold_backward", "backward")):
+        for begin, end in operators[name]:
+            assert any(b - SLACK_US <= begin and end <= e + SLACK_US for b, e in phases[phase]), (name, begin, end)
+
+
+def holistic_trace_analysis_agrees(folder: Path, summary: Any) -> None:
+    """Compare with the program itself, where it is installed: ``pip install HolisticTraceAnalysis==0.5.0``."""
+    try:
+        from hta.trace_analysis import TraceAnalysis
+    except ImportError:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table = TraceAnalysis(trace_dir=str(folder / "hta")).get_comm_comp_overlap(visualize=False)
+    found = dict(zip(table["rank"], table["comp_comm_overlap_pctg"], strict=True))
+    assert {str(rank) for rank in found} == set(summary["overlap_by_rank"])
+    for rank, share in summary["overlap_by_rank"].items():
+        assert found[int(rank)] == pytest.approx(100 * share, abs=0.01)
+    assert sum(found.values()) / len(found) == pytest.approx(100 * summary["overlap"], abs=0.01)
+
+
+def test_a_rank_trace_has_what_the_program_looks_for(tmp_path: Path) -> None:
+    made = records(2, buckets=[100, 200, 300, 400], travel=0.004)
+    write_hta_traces(tmp_path, Facts(made, OperatorTable()))
+    lines = (tmp_path / "hta" / "rank-1.json").read_text().splitlines()
+    assert '"rank": 1' in next(line for line in lines if '"rank"' in line), "the first one counts"
+    trace = rank_traces(tmp_path)[1]
+    assert trace["distributedInfo"] == {"backend": "gloo", "rank": 1, "world_size": 2}
+    kernels = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
+    assert all(isinstance(kernel[key], int) for kernel in kernels for key in ("ts", "dur", "pid", "tid"))
+    assert min(kernel["dur"] for kernel in kernels) > 0
+    names = defaultdict(set)
+    for kernel in kernels:
+        names[kernel["args"]["stream"]].add(kernel["name"])
+    assert names[COMPUTE] == {"forward", "backward", "optimizer"}
+    assert names[ALL_REDUCE] == {f"ncclDevKernel_AllReduce(bucket {number})" for number in range(4)}
+    steps = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    assert steps == [f"step {number}" for number in range(3, 8)], "of which single buckets are known"
+    assert not crossing([event | {"pid": 0} for event in kernels])
+    assert overlap(trace["traceEvents"]) == pytest.approx(0.75)
+
+
+def test_files_of_ranks_that_are_gone_are_removed(tmp_path: Path) -> None:
+    write_hta_traces(tmp_path, Facts(records(4), OperatorTable()))
+    write_hta_traces(tmp_path, Facts(records(2), OperatorTable()))
+    assert set(rank_traces(tmp_path)) == {0, 1}
+
+
+def test_without_known_all_reduces_there_is_nothing_for_that_program(tmp_path: Path) -> None:
+    made = records(2)
+    for record in made:
+        for one in record.steps:
+            one.spans[:] = [span for span in one.spans if span.label != DONE]
+    facts = Facts(made, OperatorTable())
+    assert facts.overlap == {}
+    write_hta_traces(tmp_path, facts)
+    assert not (tmp_path / "hta").exists()
+
+
+def kernel(name: str, start: float, end: float, stream: int) -> Event:
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start, "args": {"stream": stream}}
+
+
+def test_kernels_of_a_gpu_are_what_that_program_reads_and_overlap_is_theirs(tmp_path: Path) -> None:
+    events = [
+        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0.0, 40.5, 20),
+        kernel("ampere_sgemm_128x64_nn", 10.0, 20.0, 7),
+        kernel("vectorized_elementwise_kernel", 15.0, 30.25, 9),
+        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 30.0, "dur": 9.0, "args": {"stream": 7}},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 100.0, "tid": 1},
+    ]
+    assert overlap_of_kernels(events) == pytest.approx(20.25 / 40.5)
+    assert overlap_of_kernels(events[1:]) is None
+    made = records(2)
+    made[0].steps[9] = Step(**vars(made[0].steps[9]) | {"kind": "traced"})
+    trace_of(tmp_path, 0).parent.mkdir()
+    trace_of(tmp_path, 0).write_text(json.dumps({"baseTimeNanoseconds": 5, "traceEvents": events}))
+    facts = facts_of(tmp_path, made)
+    assert facts.overlap == {0: pytest.approx(0.5)}
+    write_hta_traces(tmp_path, facts)
+    traces = rank_traces(tmp_path)
+    assert set(traces) == {0}
+    assert traces[0]["traceEvents"] == events
+    assert (traces[0]["baseTimeNanoseconds"], traces[0]["distributedInfo"]) == (5, {"rank": 0, "world_size": 2})
+
+
+def step(spans: list[Span]) -> Step:
+    return Step(3, "detailed", 0.0, 1.0, {}, [], 1, 1, None, spans)
+
+
+def test_what_a_rank_does_for_communication_hides_nothing() -> None:
+    """In shared memory a rank reduces its share on the core that computes: that is no overlap."""
+    spans = [
+        Span(FORWARD, 0.0, 0.2),
+        Span(BACKWARD, 0.2, 0.7),
+        Span(LAUNCH, 0.3, 0.4, 0),
+        Span(SENT, 0.35, 0.35, 0),
+        Span(REDUCE, 0.5, 0.6),
+        Span(WAIT, 0.65, 0.7),
+        Span(OPTIMIZER, 0.8, 0.9),
+    ]
+    steps = [step(spans), step([s for s in spans if s.label != LAUNCH] + [Span(LAUNCH, 0.1, 0.2, 0)])]
+    [first, _] = lanes(steps, bucket_times(steps, [8]))
+    assert first is not None
+    assert first.all_reduces == [(0, 350_000, 600_000)], "from what is sent, not from the end of the launch"
+    assert first.busy_and_hidden() == (250_000, 100_000)
+
+
+def test_spans_that_cross_and_buckets_under_way_at_once_get_lanes_in_which_they_nest() -> None:
+    """A wrapper's and the profiler's span of one optimizer step begin in hooks, and end in the same order."""
+    made = records(2, buckets=[100, 200, 300])
+    for record in made:
+        for one in record.steps:
+            last = max(span.end for span in one.spans)
+            one.spans.append(Span(OPTIMIZER, last - 0.003, last + 0.00001))
+            one.spans[:] = [
+                Span(span.label, span.start - 0.008, span.end - 0.008, span.bucket) if span.label == LAUNCH else span
+                for span in one.spans
+            ]
+    assert len(detailed_steps(made)) == 5
+    events = list(trace_events(made, [{}] * 2))
+    assert not crossing(events)
+    buckets = [event for event in events if str(event["name"]).startswith("bucket ")]
+    assert len(buckets) == 2 * 5 * 3
+    assert len({event["tid"] for event in buckets}) > 1
+
+
+@pytest.mark.parametrize("wrong", [-0.04, 0.0, 0.04])
+def test_operators_are_placed_by_spans_around_them_where_the_time_of_day_is_wrong(wrong: float) -> None:
+    """A rank that is interrupted while it compares two clocks would see its operators tens of milliseconds away."""
+    [record] = records(1, started_ns=10**18 + round(wrong * 1e9))
+    traced = record.steps[8:11]
+    record.steps[8:11] = [Step(**vars(step) | {"kind": "traced"}) for step in traced]
+    forwards = [span for step in traced for span in step.spans if span.label == FORWARD]
+    launches = [span for step in traced for span in step.spans if span.label == LAUNCH]
+    launches_us = [(f"{LAUNCH} 0", span.start * 1e6, 0.0) for span in launches]
+    inside = [(FORWARD, span.start * 1e6 + 5, span.seconds * 1e6 - 10) for span in forwards]
+    events = [
+        {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 9, "pid": 77}
+        for cat, name, ts, dur in [
+            *(("user_annotation", *one) for one in [*inside, *launches_us]),
+            *(("cpu_op", "aten::addmm", ts + 1, 100.0) for _, ts, _ in inside),
+        ]
+    ]
+    made = list(trace_events([record], [{"baseTimeNanoseconds": 10**18, "traceEvents": events}]))
+    zero = record.steps[0].start * 1e6
+    placed = [event["ts"] for event in made if event["name"] == "aten::addmm"]
+    assert placed == pytest.approx([ts + 1 - zero for _, ts, _ in inside], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([], [], 0),
+        ([(0, 10)], [(2, 3), (5, 20), (5, 6)], 6),
+        ([(5, 6), (0, 2), (1, 4)], [(3, 9)], 2),
+        ([(0, 1), (1, 2)], [(0, 2)], 2),
+        ([(0, 1)], [(1, 2)], 0),
+    ],
+)
+def test_shared_time_is_that_of_both_sets(first: Any, second: Any, expected: float) -> None:
+    assert shared(first, second) == shared(second, first) == expected

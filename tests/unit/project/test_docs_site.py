@@ -1,0 +1,130 @@
+"""The docs site: every page has its place, links hold there, and a build with warnings as errors passes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from docs_site import generated, pages
+from docs_site.links import Links
+from docs_site.notebook import write_page
+
+import paceline
+
+ROOT = Path(__file__).parents[3]
+SHOWN = [page for entries in pages.NAV.values() for page in entries] + list(pages.ABOUT)
+
+
+def test_every_page_is_in_the_sidebar_or_named_as_left_out() -> None:
+    there = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    missing = there - set(SHOWN) - set(pages.LEFT_OUT)
+    assert not missing, f"add {sorted(missing)} to NAV, or to LEFT_OUT with the reason, in scripts/docs_site/pages.py"
+
+
+def test_the_sidebar_names_each_page_once_and_no_other() -> None:
+    assert len(set(SHOWN)) == len(SHOWN)
+    assert set(SHOWN) <= set(pages.pages().values())
+    assert not set(SHOWN) & set(pages.LEFT_OUT)
+    assert all((ROOT / "docs" / f"{page}.md").is_file() for page in pages.LEFT_OUT)
+
+
+def test_links_between_files_become_links_between_pages(tmp_path: Path) -> None:
+    for name in ("README.md", "docs/a.md", "docs/decisions/1.md", "src/x.py", "docs/pictures/ring.svg"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    decisions = {"docs/decisions/1.md": "decisions/1", "docs/decisions": "decisions/index"}
+    links = Links(tmp_path, {"README.md": "index", "docs/a.md": "a", **decisions})
+    text = (
+        "[a](docs/a.md#b) [why](docs/decisions) [code](src/x.py) [gone](docs/gone.md) [out](https://example.org/a.md)"
+    )
+    assert links.rewrite(text, "README.md", "index") == (
+        "[a](a.md#b) [why](decisions/index.md) [code](source/src/x.py.md) [gone](docs/gone.md) "
+        "[out](https://example.org/a.md)"
+    )
+    assert links.sources == {"src/x.py"}
+    assert links.rewrite("[up](../a.md), [`me`](1.md)", "docs/decisions/1.md", "decisions/1") == (
+        "[up](../a.md), [`me`](1.md)"
+    )
+    assert links.rewrite("![r](pictures/ring.svg) [top](../README.md#x)", "docs/a.md", "a") == (
+        "![r](pictures/ring.svg) [top](index.md#x)"
+    )
+
+
+@pytest.mark.parametrize("code", ["```\n[a](docs/a.md)\n```\n", "text\n\n    [a](docs/a.md)\n", "`[a](docs/a.md)`"])
+def test_code_is_left_as_it_is(tmp_path: Path, code: str) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").touch()
+    assert Links(tmp_path, {"docs/a.md": "a"}).rewrite(code, "README.md", "index") == code
+
+
+def test_a_notebook_shows_what_it_printed_and_drew(tmp_path: Path) -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "text"]},
+        {
+            "cell_type": "code",
+            "source": "%%rank [0]\nprint(1)",
+            "outputs": [
+                {"output_type": "stream", "name": "stdout", "text": ["\x1b[31m1\x1b[0m\n"]},
+                {"output_type": "display_data", "data": {"image/png": "iVBORw0KGgo=", "text/plain": "<Figure>"}},
+                {"output_type": "execute_result", "data": {"text/plain": "'two'"}},
+                {"output_type": "error", "ename": "E", "evalue": "", "traceback": ["\x1b[1mTraceback", "E: wrong"]},
+            ],
+        },
+    ]
+    notebook = tmp_path / "1-first.ipynb"
+    notebook.write_text(json.dumps({"cells": cells}))
+    write_page(notebook, tmp_path, str.upper)
+    page = (tmp_path / "1-first.md").read_text()
+    assert page.startswith("# TITLE\nTEXT\n")
+    shown = ["%%rank [0]\nprint(1)\n~", "\n\n1\n~", "](1-first-1-1.png)", "\n\n'two'\n~", "\n\nTraceback\nE: wrong\n~"]
+    positions = [page.index(part) for part in shown]
+    assert positions == sorted(positions)
+    assert "\x1b" not in page
+    assert "<Figure>" not in page
+    assert (tmp_path / "1-first-1-1.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_reference_describes_every_public_name_once() -> None:
+    names = generated.documented(paceline)
+    assert set(names) >= {"paceline", "paceline.data", "paceline.train", "paceline.checkpoint", "paceline.profiler"}
+    assert names["paceline.data"]["DataLoader"] == "paceline.data.DataLoader"
+    assert names["paceline.checkpoint"]["Checkpointer"] == "paceline.Checkpointer"  # shown by both
+    for module in generated.public_modules(paceline):
+        own = names[module.__name__]
+        assert own, module
+        text = generated.reference_page(module, own)
+        assert all(re.search(rf"(:: |<){re.escape(full)}\b", text) for full in own.values())
+
+
+def test_every_result_is_on_the_page_of_benchmarks() -> None:
+    page = generated.benchmarks_page(ROOT / "benchmarks" / "results")
+    files = list((ROOT / "benchmarks" / "results").glob("*.json"))
+    assert files
+    for file in files:
+        assert re.search(rf"^\| {file.name[:10]} \| \[.+\]\(.*/{re.escape(file.name)}\)", page, re.MULTILINE), file
+
+
+def installed(*modules: str) -> bool:
+    return all(importlib.util.find_spec(module) for module in modules)
+
+
+@pytest.mark.skipif(not installed("sphinx", "myst_parser", "furo"), reason="the extra 'docs' is not installed")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    # It is a program of its own, as `make docs` runs it; what it builds is read from the disk alone.
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, str(ROOT / "scripts" / "docs_site"), "--out", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"the site is {tmp_path / 'site' / 'index.html'}"
+    html = list((tmp_path / "site").glob("**/*.html"))
+    assert {"guide.html", "drop-in.html", "paceline.data.html", "benchmarks.html"} <= {page.name for page in html}
+    for page in html:
+        loaded = re.findall(r"<(?:script|img|link)\b[^>]*\b(?:src|href)=\"(https?:[^\"]+)", page.read_text("utf-8"))
+        assert not loaded, page

@@ -1,0 +1,127 @@
+"""What an error says that is not in its caller's words."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.telemetry import failure_callbacks
+from paceline.errors import MissingExtra, PacelineError, UsageError, WorldError, WrapError
+from processes import paceline
+
+CLONE = {"url": "file:///home/me/my%20clone", "dir_info": {"editable": True}}
+COPY = {"url": "file:///home/me/clone", "dir_info": {}}
+WHEEL = {"url": "file:///tmp/paceline-0.1.0-py3-none-any.whl", "archive_info": {}}
+COMMIT = {"url": "https://host/paceline.git", "vcs_info": {"vcs": "git", "commit_id": "4002d00"}}
+ORIGINS = {
+    "an index": (None, "run: pip install 'paceline[wandb]'"),
+    "a clone": (CLONE, "in /home/me/my clone run: pip install -e '.[wandb]'"),
+    "a copy of a clone": (COPY, "run: pip install 'paceline[wandb] @ file:///home/me/clone'"),
+    "a wheel": (WHEEL, f"run: pip install 'paceline[wandb] @ {WHEEL['url']}'"),
+    "a commit": (COMMIT, "run: pip install 'paceline[wandb] @ git+https://host/paceline.git'"),
+}
+
+
+@pytest.mark.parametrize(("origin", "words"), ORIGINS.values(), ids=ORIGINS)
+def test_a_missing_package_is_installed_as_paceline_was(
+    origin: dict[str, Any] | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # «pip install 'paceline[wandb]'» found nothing from a clone: no index has it under that name.
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            return json.dumps(origin) if origin is not None and name == "direct_url.json" else None
+
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
+    assert str(MissingExtra("wandb", "wandb", "--wandb")).endswith(f", which is not installed; {words}")
+
+
+def test_without_metadata_the_name_is_all_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", none)
+    assert "run: pip install 'paceline[wandb]'" in str(MissingExtra("wandb", "wandb", "--wandb"))
+
+
+SCRIPT = """
+import sys, torch, paceline
+if "hook" in sys.argv:
+    sys.excepthook = lambda *_: print("mine")
+world = paceline.init()
+if "saving" in sys.argv:
+    from paceline.core.telemetry.failure_callbacks import at_failure
+    at_failure(lambda error: print("saved"))
+if "other" in sys.argv:
+    raise ValueError("x")
+paceline.DistributedDataParallel(torch.nn.Flatten())
+"""
+
+
+ONE_LINE = "error: the module has no parameter that requires a gradient"
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "out", "first"),
+    [
+        ("real", 2, "", ONE_LINE),  # an interpreter of its own
+        ("saving", 2, "saved\n", ONE_LINE),
+        ("hook", 1, "mine\n", ""),
+        ("other", 1, "", "[rank0]: Traceback"),
+    ],
+)
+def test_a_mistake_in_a_script_of_its_own_is_one_line(
+    tmp_path: Path, given: str, code: int, out: str, first: str
+) -> None:
+    # It was a traceback, with exit code 1.
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = paceline(tmp_path, program=("train.py", given), fork="launcher" if given == "real" else "all")
+    assert (done.returncode, done.stdout) == (code, out), done.stderr
+    assert done.stderr.startswith(first)
+    if code == 2:
+        assert done.stderr.endswith("train.py, line 11)\n")
+        assert done.stderr.count("\n") == 1
+
+
+class Ended(RuntimeError):
+    """A consequence of another rank's end."""
+
+    blamed = ()
+
+
+def raised(error: BaseException, origin: BaseException | None = None) -> BaseException:
+    """Return `error` as if it had been raised here from `origin`."""
+    try:
+        raise error from origin
+    except BaseException as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one_line"),
+    [
+        (UsageError("x"), True),
+        (WrapError("x"), True),
+        (raised(WorldError("x"), ValueError("y")), True),
+        (PacelineError("x"), False),
+        (ValueError("x"), False),
+        (WorldError("x").because_of([0]), False),
+        (raised(UsageError("x"), Ended("y")), False),
+    ],
+)
+def test_only_a_mistake_of_the_script_ends_in_one_line(
+    error: BaseException, is_one_line: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[BaseException] = []
+    monkeypatch.setattr(sys, "__excepthook__", lambda kind, error, trace: shown.append(error))
+    if is_one_line:
+        with pytest.raises(SystemExit, match="2"):
+            failure_callbacks._show(type(error), error, error.__traceback__)
+        assert capfd.readouterr().err.startswith("error: x")
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # where the mistake does not end Python
+    failure_callbacks._show(type(error), error, error.__traceback__)
+    assert shown == [error]

@@ -1,0 +1,296 @@
+"""The examples run as their heads say, and what cannot run here is well-formed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from drawn import LONG
+from processes import paceline
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples"
+EXAMPLE = EXAMPLES / "plain_loop.py"
+RESILIENT = EXAMPLE.with_name("resilient_loop.py")
+
+
+def accuracy(
+    folder: Path, *arguments: str, program: tuple[str, ...] = (), fork: str = "launcher", strike: str = ""
+) -> str:
+    done = paceline(folder, *arguments, program=program, fork=fork, OMP_NUM_THREADS="1", PACELINE_FAILPOINTS=strike)
+    assert done.returncode == 0, done.stderr
+    assert ("starting all ranks again from step 99" in done.stderr) == bool(strike)
+    [line] = [line for line in done.stdout.splitlines() if "accuracy" in line]
+    return line
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The line that the script prints as an ordinary one, without a launcher."""
+    return accuracy(tmp_path_factory.mktemp("alone"), program=(str(EXAMPLE),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_plain_loop_ends_with_the_same_accuracy_on_any_number_of_ranks(
+    alone: str, tmp_path: Path, size: int
+) -> None:
+    assert accuracy(tmp_path, "run", "--nproc", str(size), str(EXAMPLE), fork="all") == alone
+    assert alone.startswith("accuracy 0.9")
+
+
+def test_the_lines_without_a_mark_are_those_of_an_ordinary_script() -> None:
+    _, docstring, code = EXAMPLE.read_text().split('"""', 2)
+    assert "Only the lines marked with ## differ" in docstring
+    unmarked = [line for line in code.splitlines() if "##" not in line]
+    assert not [line for line in unmarked if "paceline" in line or "world" in line]
+    # An indented block belongs to its head, which differs, so it is marked, too.
+    lines = code.splitlines()
+    heads = [number for number, line in enumerate(lines) if line.strip().startswith("with ") and "##" in line]
+    assert heads
+    assert all("##" in lines[number + 1] for number in heads)
+
+
+def test_the_resilient_loop_ends_with_the_same_accuracy_though_a_rank_is_killed(alone: str, tmp_path: Path) -> None:
+    assert accuracy(tmp_path, "run", "--nproc", "2", str(RESILIENT), strike="forward rank=1 at=100") == alone
+
+
+def test_the_resilient_loop_needs_five_marked_lines_more() -> None:
+    plain, resilient = (file.read_text().split('"""', 2)[2].splitlines() for file in (EXAMPLE, RESILIENT))
+    assert sum("##" in line for line in resilient) <= sum("##" in line for line in plain) + 5
+    unmarked = [line for line in resilient if "##" not in line]
+    assert all(line in plain for line in unmarked)
+
+
+only_long = pytest.mark.skipif(not LONG, reason="each rank imports much: make test-long")
+FRAMEWORKS = [
+    pytest.param("accelerate_loop", "accelerate", marks=only_long),
+    pytest.param("hugging_face_trainer", "transformers", marks=only_long),
+    pytest.param("fabric_loop", "lightning_fabric"),
+]
+
+
+@pytest.mark.parametrize(("name", "framework"), FRAMEWORKS)
+def test_a_framework_trains_with_our_wrapper(tmp_path: Path, name: str, framework: str) -> None:
+    pytest.importorskip(framework)
+    program = tmp_path / "program.py"
+    program.write_text(CHECKED.format(example=str(EXAMPLES / f"{name}.py")))
+    done = paceline(tmp_path, "run", "--nproc", "2", str(program), fork="all", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    [line] = re.findall(r"^accuracy (0\.9\d*) on 2 ranks$", done.stdout, re.MULTILINE)
+    assert float(line) > 0.9
+    # Half of the micro-batches are only accumulated, and the framework tells our wrapper so.
+    assert done.stdout.count("forwards of our wrapper: [False, True]") == 2
+
+
+CHECKED = """
+import runpy, torch, paceline
+own, forwards = paceline.DistributedDataParallel.forward, []
+def counted(self, *arguments, **named):
+    forwards.append(self.require_backward_grad_sync)
+    return own(self, *arguments, **named)
+paceline.DistributedDataParallel.forward = counted
+runpy.run_path({example!r}, run_name="__main__")
+print("forwards of our wrapper:", sorted(set(forwards)), flush=True)
+"""
+
+SCRIPTS = [EXAMPLES / "torchrun_two_hosts.sh", EXAMPLES / "slurm.sbatch"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_shell_scripts_are_well_formed(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(script)], check=True, timeout=60)
+    assert os.access(script, os.X_OK) or script.suffix == ".sbatch"
+
+
+@pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
+def test_the_script_for_two_hosts_says_what_to_set(missing: str) -> None:
+    environment = {"PATH": os.environ["PATH"], "NODE_RANK": "0", "MASTER_ADDR": "localhost"}
+    del environment[missing]
+    done = subprocess.run([str(SCRIPTS[0])], env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode != 0
+    assert f"set {missing} to" in done.stderr
+
+
+def own_path(folder: Path) -> str:
+    """Return a search path on which `paceline` and `torchrun` are this interpreter's."""
+    return f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+@only_long
+def test_two_launchers_make_one_world(tmp_path: Path, alone: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NPROC": "1",
+        "PATH": own_path(tmp_path),
+    }
+    jobs = [
+        subprocess.Popen(
+            [str(SCRIPTS[0])],
+            env=common | {"NODE_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [job.communicate(timeout=280)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0]
+    assert [line for line in outputs[0].splitlines() if "accuracy" in line] == [alone]
+    assert "accuracy" not in outputs[1]
+
+
+SLOW_LOOP = """
+import time, pathlib, torch, paceline
+world = paceline.init()
+with paceline.set_seed(0):
+    model = paceline.DistributedDataParallel(torch.nn.Linear(4, 2))
+checkpointer = paceline.Checkpointer("checkpoints")
+checkpointer.register("model", model)
+optimizer = checkpointer.register("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+done = checkpointer.restore() if checkpointer.steps() else 0
+while done < 5 or (done < 10_000 and not pathlib.Path("second").exists()):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    done = checkpointer.step()
+    if done == 5:
+        pathlib.Path(f"trains-{world.rank}").touch()
+    time.sleep(0.01)
+world.print(f"ends after step {done}")
+checkpointer.close()
+"""
+
+
+@only_long
+def test_the_slurm_job_is_put_back_only_when_its_step_is_saved(tmp_path: Path) -> None:
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> requeued\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    (tmp_path / "loop.py").write_text(SLOW_LOOP)
+    environment = os.environ | {"PATH": own_path(tmp_path), "SLURM_JOB_ID": "42", "OMP_NUM_THREADS": "1"}
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = ["bash", str(SCRIPTS[1]), *arguments]
+        return subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+
+    job = start("loop.py")
+    while not all((tmp_path / f"trains-{rank}").exists() for rank in range(2)):
+        assert job.poll() is None
+        time.sleep(0.1)
+    job.send_signal(signal.SIGUSR1)  # to the batch shell alone, as --signal=B:USR1 does
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, output
+    assert (tmp_path / "requeued").read_text() == "requeue 42\n"
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
+    (tmp_path / "second").touch()
+    again = start("loop.py")
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == 0
+    assert "ends after step" in output
+    assert (tmp_path / "requeued").read_text() == "requeue 42\n"  # a job that is done is not put back
+    broken = start("nowhere.py")
+    broken.communicate(timeout=120)
+    assert broken.returncode not in (0, 85)
+    assert (tmp_path / "requeued").read_text() == "requeue 42\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "saves", "code", "is_put_back"),
+    [
+        (signal.SIGUSR1, True, 0, True),
+        (signal.SIGUSR1, False, 0, True),  # before Python listens it ends the launcher, with code 138
+        (signal.SIGTERM, True, 85, False),  # a cancelled job stays away, though its step is saved
+        (signal.SIGTERM, False, 143, False),
+    ],
+)
+def test_the_slurm_job_is_put_back_only_after_the_warning_of_its_time_limit(
+    tmp_path: Path, number: signal.Signals, saves: bool, code: int, is_put_back: bool
+) -> None:
+    launcher = "#!/bin/bash\n" + ("trap 'exit 85' USR1 TERM\n" if saves else "")
+    launcher += "touch started\nwhile :; do sleep 0.05; done\n"
+    for name, text in (("paceline", launcher), ("scontrol", '#!/bin/sh\necho "$@" >> requeued\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
+    job = subprocess.Popen(["bash", str(SCRIPTS[1]), "loop.py"], env=environment, cwd=tmp_path)
+    try:
+        while not (tmp_path / "started").exists():
+            assert job.poll() is None
+            time.sleep(0.01)
+        job.send_signal(number)
+        assert job.wait(60) == code
+    finally:
+        job.kill()
+    assert (tmp_path / "requeued").exists() is is_put_back
+
+
+@pytest.fixture(scope="module")
+def manifests() -> dict[str, Any]:
+    text = (EXAMPLES / "kubernetes" / "trainjob.yaml").read_text("utf-8")
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def test_the_train_job_has_what_the_schema_requires(manifests: dict[str, Any]) -> None:
+    assert set(manifests) == {"TrainingRuntime", "TrainJob"}
+    for document in manifests.values():
+        assert document["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", document["metadata"]["name"])
+    runtime, job = manifests["TrainingRuntime"], manifests["TrainJob"]["spec"]
+    reference = job["runtimeRef"]
+    assert reference == {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": "TrainingRuntime",
+        "name": runtime["metadata"]["name"],
+    }
+    # By this label and this name Trainer finds the container that it changes.
+    [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert replicated["name"] == container["name"] == "node"
+    assert "torch" in runtime["spec"]["mlPolicy"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/dev/shm"}
+    assert container["image"] == job["trainer"]["image"]
+    assert isinstance(job["trainer"]["numProcPerNode"], int)
+
+
+def test_the_image_holds_what_the_job_starts(manifests: dict[str, Any]) -> None:
+    dockerfile = (EXAMPLES / "kubernetes" / "Dockerfile").read_text("utf-8")
+    copied = [line.split()[1:-1] for line in dockerfile.splitlines() if line.startswith("COPY")]
+    assert copied
+    assert all((ROOT / source).exists() for sources in copied for source in sources)
+    assert manifests["TrainJob"]["spec"]["trainer"]["image"] in dockerfile
+    started = [*manifests["TrainJob"]["spec"]["trainer"]["command"], *re.findall(r'"([^"]+)"', dockerfile)]
+    scripts = [word.removeprefix("/app/") for word in started if word.endswith(".py")]
+    assert len(scripts) == 2
+    assert all((ROOT / script).is_file() for script in scripts)
+    [extras] = re.findall(r"'\.\[(\w+)\]'", dockerfile)
+    assert f"\n{extras} = [" in (ROOT / "pyproject.toml").read_text("utf-8")
+
+
+def test_every_example_is_in_the_gallery_and_says_what_was_not_tried() -> None:
+    gallery = (ROOT / "docs" / "examples.md").read_text("utf-8")
+    files = [file for file in EXAMPLES.glob("**/*") if file.is_file() and "__pycache__" not in file.parts]
+    assert len(files) >= 9
+    for file in files:
+        assert f"](../{file.relative_to(ROOT).as_posix()})" in gallery, file
+        if file not in (EXAMPLE, RESILIENT):
+            assert re.search(r"Not tried: |docs/gpu-status\.md", file.read_text("utf-8")), file

@@ -1,0 +1,991 @@
+"""The pytest plug-in, run by pytest in pytest: what users see of tests on ranks."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch._dynamo  # noqa: F401  # or each run inside would load it, and forget it
+
+import paceline.testing.pytest_plugin.controller  # noqa: F401  # likewise
+
+BUGGY = Path(__file__).parents[2] / "buggy"
+HEAD = """
+import logging, os, sys, time, unittest, warnings
+import pytest, torch
+import torch.distributed as dist
+from torch import nn
+import paceline
+from paceline import testing
+"""
+TORCHS = "from torch.nn.parallel import DistributedDataParallel as Wrapper\n"
+OPTIONS = ("-p", "pytest_paceline", "-p", "no:cacheprovider", "-W", "default")  # not our suite's "error"
+
+
+@pytest.fixture
+def outcome(pytester: pytest.Pytester) -> Any:
+    """Runs a file of tests, and gives what pytest printed."""
+
+    def run(text: str, *options: str, **counts: int) -> str:
+        pytester.makepyfile(test_it=HEAD + text)
+        result = pytester.runpytest_inprocess(*OPTIONS, "-rA", *options)
+        result.assert_outcomes(**counts)
+        return result.stdout.str()
+
+    return run
+
+
+# -- bodies that pass --------------------------------------------------------------------------------------------------
+
+
+def test_the_body_runs_on_ranks_with_the_fixtures_of_the_test_process(outcome: Any) -> None:
+    """Also after OpenMP and autograd have worked in the test process, whose threads a fork does not have."""
+    outcome(
+        """
+def test_before():
+    torch.set_num_threads(2)
+    x = torch.randn(500, 500); (x @ x).sum()
+    nn.Linear(300, 300)(torch.randn(400, 300)).sum().backward()
+
+@pytest.fixture(scope="module")
+def wide():
+    return lambda x: x + 1   # cannot be pickled
+
+@pytest.mark.ranks(2)
+def test_body(world, wide, tmp_path, capsys, capfd_disabled, monkeypatch, caplog):
+    x = torch.randn(500, 500); (x @ x).sum()
+    nn.Linear(300, 300)(torch.randn(400, 300)).sum().backward()
+    tensor = torch.full((2,), wide(float(world.rank)))
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [3.0, 3.0]
+    print("rank", world.rank)
+    assert capsys.readouterr().out == f"rank {world.rank}\\n"
+    monkeypatch.setenv("OWN", str(world.rank))
+    logging.getLogger("mine").warning("of %d", world.rank)
+    assert caplog.messages == [f"of {world.rank}"]
+    (tmp_path / str(world.rank)).touch()
+    dist.barrier()
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+@pytest.fixture
+def capfd_disabled():
+    yield
+
+def test_nothing_of_the_ranks_is_left():
+    assert "OWN" not in os.environ and "RANK" not in os.environ and not dist.is_initialized()
+
+@pytest.mark.ranks(2)
+def test_own_descriptors(world, capfd):
+    os.system(f"echo {world.rank}")
+    print(world.rank)
+    assert capfd.readouterr().out.split() == [str(world.rank)] * 2
+""",
+        passed=4,
+    )
+
+
+def test_several_counts_are_as_if_parametrized(outcome: Any) -> None:
+    printed = outcome(
+        """
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("value", [pytest.param(1, id="one"), pytest.param(2, marks=pytest.mark.xfail(strict=True))])
+def test_it(world, value):
+    assert world.size == dist.get_world_size() and value == 1
+
+@pytest.mark.ranks(2)
+class TestClass:
+    def setup_method(self):
+        self.value = 3
+
+    def test_of_class(self, world):
+        assert (self.value, world.size) == (3, 2)
+
+    @pytest.mark.ranks(3)
+    def test_of_method(self, world):
+        assert world.size == 3
+""",
+        passed=4,
+        xfailed=2,
+    )
+    assert "test_it[ranks=1-one]" in printed or "test_it[one-ranks=1]" in printed
+
+
+def test_fixtures_that_need_the_world_live_on_the_ranks(outcome: Any) -> None:
+    printed = outcome(
+        """
+@pytest.fixture
+def model(world):
+    yield nn.Linear(2, 2)
+    print("torn down on", world.rank)
+
+@pytest.fixture
+def wrapped(model):
+    return paceline.DistributedDataParallel(model)
+
+@pytest.mark.ranks(2)
+def test_it(wrapped, request):
+    request.addfinalizer(lambda: print("and its request"))
+    wrapped(torch.ones(1, 2)).sum().backward()
+    testing.assert_replicas_equal(wrapped)
+""",
+        passed=1,
+    )
+    for rank in (0, 1):
+        section = printed.partition(f"Captured stdout of rank {rank} call")[2].partition("---\n")[2]
+        assert section.startswith(f"and its request\ntorn down on {rank}\n")
+
+
+def test_unittest_cases_run_on_ranks(outcome: Any) -> None:
+    printed = outcome(
+        """
+class TestCase(unittest.TestCase):
+    def setUp(self):
+        self.rank = dist.get_rank()
+
+    @pytest.mark.ranks(2)
+    def test_passes(self):
+        self.assertIn(self.rank, (0, 1))
+
+    @pytest.mark.ranks(2)
+    def test_fails(self):
+        self.assertEqual(self.rank, 0)
+
+    @pytest.mark.ranks(2)
+    def test_skips(self):
+        self.skipTest("not today")
+
+    @pytest.mark.ranks(2)
+    def test_fails_in_a_subtest(self):
+        for number in range(3):
+            with self.subTest(number=number):
+                self.assertNotEqual(number, 1)
+""",
+        passed=1,
+        failed=2,
+        skipped=1,
+    )
+    assert "rank 1: AssertionError: 1 != 0" in printed
+
+
+def test_a_test_may_make_the_process_group_itself(outcome: Any) -> None:
+    outcome(
+        """
+@pytest.mark.ranks(2)
+def test_from_the_environment():
+    dist.init_process_group("gloo")
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == 2
+    dist.destroy_process_group()
+
+@pytest.mark.ranks(2)
+def test_from_a_file(tmp_path):
+    dist.init_process_group("gloo", f"file://{tmp_path}/meet", rank=int(os.environ["RANK"]), world_size=2)
+    dist.barrier()
+""",
+        passed=2,
+    )
+
+
+def test_setup_functions_of_spawned_tests_work_as_they_are(outcome: Any) -> None:
+    """They name a port, on which rank 0 has to make the store, and import torch's functions by name."""
+    ports = [_free_port() for _ in range(2)]
+    outcome(
+        f"""
+from torch.distributed import init_process_group as init, destroy_process_group
+
+def setup(rank, size):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "{ports[0]}"
+    init("gloo", rank=rank, world_size=size)
+
+@pytest.mark.ranks(2, timeout=20)
+@pytest.mark.parametrize("again", [False, True])
+def test_environment(world, again):
+    setup(world.rank, world.size)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor == 2
+    destroy_process_group()
+
+@pytest.mark.ranks(2, timeout=20)
+def test_address(world):
+    dist.init_process_group("gloo", "tcp://127.0.0.1:{ports[1]}", rank=world.rank, world_size=world.size)
+    dist.barrier()
+""",
+        passed=3,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_exceptions_in_threads_and_destructors_warn(outcome: Any) -> None:
+    """As they do in other tests; with warnings as errors the test fails."""
+    text = """
+import threading
+
+def fail():
+    raise OSError("aside")
+
+class Odd:
+    def __del__(self):
+        fail()
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("run", [lambda: threading.Thread(target=fail), Odd], ids=["thread", "destructor"])
+def test_it(run):
+    task = run()
+    if isinstance(task, threading.Thread):
+        task.start()
+        task.join()
+    del task
+"""
+    printed = outcome(text, passed=2, warnings=2)
+    assert "PytestUnhandledThreadExceptionWarning" in printed
+    assert "PytestUnraisableExceptionWarning" in printed
+    outcome(text, "-W", "error", failed=2)
+
+
+def test_collectives_of_helper_modules_are_compared(outcome: Any, pytester: pytest.Pytester) -> None:
+    """Also if they have imported torch's functions by name."""
+    pytester.makepyfile(
+        helper_of_it="""
+from torch.distributed import all_reduce
+
+def send(tensor):
+    return all_reduce(tensor, async_op=True)
+"""
+    )
+    printed = outcome(
+        """
+from helper_of_it import send
+
+@pytest.mark.ranks(2)
+def test_it(world):
+    if world.rank == 0:
+        send(torch.ones(1))
+""",
+        failed=1,
+    )
+    assert "rank 0 called all_reduce at helper_of_it.py:4; rank 1 called none" in printed
+
+
+def test_numbers_on_single_parameters_count_or_are_refused(outcome: Any) -> None:
+    printed = outcome(
+        """
+def with_ranks(*counts):
+    return pytest.param(counts, marks=pytest.mark.ranks(*counts))
+
+@pytest.mark.parametrize("counts", [with_ranks(1), with_ranks(2), with_ranks(1, 2)])
+def test_it(world, counts):
+    assert world.size == counts[0]
+""",
+        passed=2,
+        errors=1,
+    )
+    assert "the ranks marker on a single parameter takes one number" in printed
+
+
+# -- bodies that do not ------------------------------------------------------------------------------------------------
+
+
+def test_the_failing_ranks_traceback_comes_first_then_where_the_others_were(outcome: Any) -> None:
+    printed = outcome(
+        """
+@pytest.mark.ranks(2)
+def test_it(world):
+    print("printed by", world.rank)
+    value = {"rank": world.rank}
+    if world.rank == 1:
+        assert value == {"rank": 0}
+    dist.all_reduce(torch.ones(1))
+""",
+        failed=1,
+    )
+    order = [
+        "AssertionError: assert {'rank': 1} == {'rank': 0}",
+        "rank 1 of 2 raised this; the others",
+        "rank 0 is in all_reduce, its collective 1, called at test_it.py:",
+        "printed by 1",
+        "FAILED test_it.py::test_it - rank 1: AssertionError: assert {'rank': 1} ==",
+    ]
+    places = [printed.index(text) for text in order]
+    assert places == sorted(places)
+    assert "_pytest/" not in printed
+
+
+def test_a_hang_is_ended_by_the_timeout_with_every_ranks_stack(outcome: Any) -> None:
+    printed = outcome(
+        """
+def deep():
+    time.sleep(600)
+
+@pytest.mark.ranks(2, timeout=2)
+def test_it(world):
+    dist.barrier() if world.rank == 0 else deep()
+""",
+        failed=1,
+    )
+    assert re.search(
+        r"no end within 2 s: rank 0 is in barrier, its collective 1, called at test_it.py:\d+; "
+        r"rank 1 is at test_it.py:\d+ in deep",
+        printed,
+    )
+    assert printed.count("in test_it\n") == 2
+
+
+def test_a_collective_that_a_rank_left_out_is_named(outcome: Any) -> None:
+    """At once where another waits for it, and also where nobody does."""
+    printed = outcome(
+        """
+@pytest.mark.ranks(2)
+def test_waited_for(world):
+    if world.rank == 0:
+        dist.barrier()
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_not_waited_for(world):
+    if world.rank == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+
+@pytest.mark.ranks(2)
+def test_among_part_of_the_ranks(world):
+    group = dist.new_group([0])
+    if world.rank == 0:
+        dist.barrier(group)
+
+@pytest.mark.ranks(2, timeout=10)
+def test_lost(world, faults):
+    faults.lose(1, collective=2)
+    for _ in range(2):
+        dist.all_reduce(torch.ones(1))
+""",
+        failed=3,
+        passed=1,
+    )
+    assert "rank 1 never came to a collective: rank 0 is in barrier, its collective 1, called at" in printed
+    assert re.search(
+        r"left a collective unmatched: .* rank 0 called all_reduce at test_it.py:\d+; rank 1 called none", printed
+    )
+    assert "rank 1 never came to a collective: rank 0 is in all_reduce, its collective 2" in printed
+
+
+def test_a_rank_that_dies_is_named_although_others_fail_because_of_it(outcome: Any) -> None:
+    printed = outcome(
+        """
+@pytest.mark.ranks(2, backend="gloo")
+def test_exits(world):
+    if world.rank == 1:
+        os._exit(3)
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_crashes(world):
+    if world.rank == 1:
+        import ctypes
+        ctypes.string_at(0)
+    dist.barrier()
+""",
+        failed=2,
+    )
+    assert "rank 1 ended with exit code 3 before the end of the test" in printed
+    assert "rank 1 was killed by SIGSEGV before the end of the test" in printed
+    assert "in test_crashes" in printed  # the stack of the crash
+
+
+def test_skips_expected_failures_and_exits_are_what_they_are_elsewhere(outcome: Any) -> None:
+    outcome(
+        """
+class Odd(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} {two}")
+
+@pytest.mark.ranks(2)
+def test_skips(world):
+    pytest.skip("not here")
+
+@pytest.mark.ranks(2)
+def test_all_know_it(world):
+    pytest.xfail("known")
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=ValueError, strict=True)
+def test_expected(world):
+    raise ValueError("this")
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=ValueError, strict=True)
+def test_another_than_expected(world):
+    raise KeyError("that")
+
+@pytest.mark.ranks(2)
+def test_not_picklable(world):
+    raise Odd(1, 2)
+
+@pytest.mark.ranks(2)
+def test_ends_itself(world):
+    sys.exit(0)
+""",
+        skipped=1,
+        xfailed=2,
+        failed=3,
+    )
+
+
+def test_a_test_that_only_some_ranks_leave_out_fails_and_names_them(outcome: Any) -> None:
+    """It passed, or was expected to fail, though some ranks had run nothing of it."""
+    printed = outcome(
+        """
+import unittest
+
+@pytest.mark.ranks(2)
+def test_skipped(world):
+    if world.rank:
+        pytest.skip("no data")
+
+@pytest.mark.ranks(3)
+def test_skipped_while_others_wait(world):
+    if world.rank:
+        raise unittest.SkipTest("no data")
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_imported(world):
+    if world.rank == 0:
+        pytest.importorskip("no_such_module_anywhere")
+
+@pytest.mark.ranks(2)
+def test_expected(world):
+    if world.rank:
+        pytest.xfail("known")
+
+@pytest.mark.ranks(2)
+def test_expected_while_others_wait(world):
+    if world.rank:
+        pytest.xfail("known")
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_in_two_ways(world):
+    (pytest.xfail if world.rank else pytest.skip)("known")
+
+@pytest.mark.ranks(2)
+def test_another_error_comes_first(world):
+    if world.rank:
+        pytest.skip("no data")
+    assert world.size == 3
+
+@pytest.mark.ranks(2)
+def test_another_rank_was_ordered_to_end(world, kill):
+    kill(1, at="optimizer")
+    if world.rank == 0:
+        pytest.skip("rank 1 is to end")
+    parameter = torch.nn.Parameter(torch.ones(1))
+    torch.optim.SGD([parameter]).step()
+""",
+        failed=7,
+        skipped=1,
+    )
+    for line in (
+        "rank 1 skipped (no data), and rank 0 did not; decide by what is the same on all ranks",
+        "ranks 1, 2 skipped (no data), and rank 0 did not",
+        "rank 0 skipped (could not import 'no_such_module_anywhere'",
+        "rank 1 xfailed (known), and rank 0 did not",
+        "rank 0 skipped (known), rank 1 xfailed (known); decide by",
+        "E       AssertionError: assert 2 == 3",
+    ):
+        assert line in printed, line
+
+
+def test_a_failure_shows_the_users_frames_first_and_no_hint_for_trainings(outcome: Any) -> None:
+    """There were up to twenty frames of torch and Paceline, and the advice to start again from a checkpoint."""
+    printed = outcome(
+        """
+def train(model):
+    model(torch.ones(2, 2)).sum().backward()
+
+@pytest.mark.ranks(2)
+def test_hook(world):
+    model = paceline.DistributedDataParallel(torch.nn.Linear(2, 2))
+    if world.rank:
+        model.module.weight.register_post_accumulate_grad_hook(lambda _: os._exit(3))
+    train(model)
+
+@pytest.mark.ranks(2)
+def test_drifted(world):
+    model = paceline.DistributedDataParallel(torch.nn.Linear(2, 2), check_replicas_every=1)
+    if world.rank:
+        model.module.weight.data.add_(1)
+    train(model)
+    torch.optim.SGD(model.parameters()).step()
+    train(model)
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_from_torch(world):
+    dist.all_reduce(torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.MAX)
+
+ADVICE = "it has ended; look there, and start again from the last checkpoint"  # a traceback shows no line of here
+
+@pytest.mark.ranks(1)
+def test_cleanup_fails_too(world):
+    try:
+        raise paceline.errors.CommunicationError(ADVICE)
+    finally:
+        try:
+            {}["absent"]
+        except KeyError:
+            raise OSError("of the cleanup")
+""",
+        failed=4,
+    )
+    for advice in ("start again", "last checkpoint"):
+        assert advice not in printed
+    for test, library in (("hook", "/paceline/"), ("drifted", "/paceline/"), ("from_torch", "/torch/")):
+        report = printed[printed.index(f"_ test_{test} _") :]
+        users, _, below = report[: report.index("\n____", 9) if "\n____" in report[9:] else None].partition(
+            "raised by a library, the innermost frame first"
+        )
+        assert "test_it.py:" in users, report
+        assert library not in users.replace("/site-packages/torch/", "/torch/"), report
+        assert library in below
+
+
+def test_an_exit_on_a_rank_ends_pytest_with_its_return_code(pytester: pytest.Pytester) -> None:
+    """It was 2 whatever the rank had said."""
+    pytester.makepyfile(
+        test_it=HEAD
+        + """
+@pytest.mark.ranks(2)
+def test_it(world):
+    pytest.exit("enough", returncode=7)
+"""
+    )
+    assert pytester.runpytest_inprocess(*OPTIONS).ret == 7
+
+
+def test_native_tracebacks_of_ranks_stand_on_lines_of_their_own(outcome: Any) -> None:
+    printed = outcome(
+        """
+@pytest.mark.ranks(2)
+def test_it(world):
+    raise OSError(f"on {world.rank}")
+""",
+        "--tb=native",
+        failed=1,
+    )
+    assert re.search(r"^OSError: on \d\n-+ rank \d of 2 raised this; the others -+\nrank \d raised, too", printed, re.M)
+
+
+def test_what_ranks_record_is_in_the_tests_report_once(outcome: Any, pytester: pytest.Pytester) -> None:
+    outcome(
+        """
+@pytest.mark.ranks(2)
+def test_it(world, record_property):
+    record_property("size", world.size)
+    record_property("rank", world.rank)
+""",
+        "--junitxml=report.xml",
+        "-ojunit_family=legacy",
+        passed=1,
+    )
+    found = re.findall(r'<property name="(\w+)" value="(\d)"', (pytester.path / "report.xml").read_text())
+    assert found == [("size", "2"), ("rank", "0"), ("rank", "1")]
+
+
+def test_ranks_draw_the_same_examples_and_may_use_the_world(outcome: Any) -> None:
+    """Each rank drew its own, and a fixture that only ranks have was an error in the test process."""
+    printed = outcome(
+        """
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+def gathered(value):
+    everyone = [None, None]
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+@pytest.fixture
+def mine(world):
+    return world.rank
+
+class TestDrawn:
+    @pytest.mark.ranks(2)
+    @settings(max_examples=10, deadline=None, database=None)
+    @given(drawn=st.integers())
+    def test_it(self, world, kill, drawn):
+        assert gathered(drawn) == [drawn, drawn]
+
+@pytest.mark.ranks(2)
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(drawn=st.integers())
+def test_fixture_of_ranks(mine, drawn):
+    assert gathered(mine) == [0, 1]
+
+@pytest.mark.ranks(2)
+@given(drawn=st.integers())
+def test_refused_by_hypothesis(mine, drawn):
+    pass
+""",
+        passed=2,
+        failed=1,
+    )
+    assert "uses a function-scoped fixture 'mine'" in printed
+
+
+def test_warnings_of_ranks_are_passed_on_once(outcome: Any) -> None:
+    printed = outcome(
+        """
+@pytest.mark.ranks(2)
+def test_it(world):
+    warnings.warn("careful", FutureWarning)
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("error")
+def test_error(world):
+    warnings.warn("careful", FutureWarning)
+""",
+        passed=1,
+        failed=1,
+        warnings=1,
+    )
+    assert len(re.findall(r"test_it.py:\d+: FutureWarning: careful\n", printed)) == 1
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mark", "said"),
+    [
+        ("ranks", "the ranks marker got (), not one or more whole numbers above 0"),
+        ("ranks(0)", "the ranks marker got (0,), not one or more whole numbers above 0"),
+        ("ranks(2.0)", "not one or more whole numbers"),
+        ("ranks(1000)", "asks for 1000 ranks, and at most 64 are started; take fewer, or give pytest --max-ranks"),
+        ("ranks(2, time=3)", "the ranks marker knows no time"),
+        ("ranks(2, timeout=0)", "timeout=0; give seconds above 0"),
+        ("ranks(2, backend='mpi')", "backend='mpi', which is none of 'paceline', 'gloo', 'nccl'"),
+        ("ranks(3, hosts=2)", "hosts=2, among which (3,) ranks cannot be dealt evenly"),
+        ("ranks(2, slow_rank={2: 1})", "slow_rank names rank 2, and the test has ranks 0 to 1"),
+    ],
+)
+def test_a_wrong_marker_is_one_line(outcome: Any, mark: str, said: str) -> None:
+    printed = outcome(f"@pytest.mark.{mark}\ndef test_it(): pass", errors=1)
+    [line] = {line for line in printed.splitlines() if said in line and not line.startswith("ERROR")}
+    assert line.startswith("test_it: ")
+
+
+def test_a_count_that_comes_twice_is_refused(outcome: Any) -> None:
+    assert "got (2, 2), where a number comes twice; give each once" in outcome(
+        "@pytest.mark.ranks(2, 2)\ndef test_it(): pass", errors=2
+    )
+
+
+def test_what_ranks_cannot_have_is_refused(outcome: Any) -> None:
+    printed = outcome(
+        """
+def test_without_ranks(world): pass
+
+@pytest.fixture(scope="module")
+def wide(world): pass
+
+@pytest.mark.ranks(2)
+def test_wide(wide): pass
+
+class TestCase(unittest.TestCase):
+    @pytest.mark.ranks(1, 2)
+    def test_counts(self): pass
+
+@pytest.mark.ranks(2, backend="nccl")
+def test_needs_gpus(world): pass
+
+def test_joins(tmp_path):
+    dist.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+
+@pytest.mark.ranks(2)
+def test_forked(world): pass
+
+def test_leaves():
+    dist.destroy_process_group()
+""",
+        passed=2,
+        skipped=1,
+        failed=2,
+        errors=2,
+    )
+    assert "the fixture 'world' is for tests with ranks; mark the test with @pytest.mark.ranks(2)" in printed
+    assert "ScopeMismatch: You tried to access the function scoped fixture world with a module scoped" in printed
+    assert "a method of a unittest.TestCase cannot run on (1, 2) ranks one after the other; give one number" in printed
+    assert "NCCL needs 2 GPUs, and this host has 0" in printed
+    assert "the test process itself is in a process group, which ranks would inherit" in printed
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_at_the_moment_that_was_ordered(outcome: Any) -> None:
+    outcome(
+        """
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("at", "step"), [("forward", 2), ("backward", 1), ("optimizer", 2)])
+def test_it(world, kill, at, step, tmp_path):
+    kill(1, at=at, step=step)
+    model = paceline.DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(paceline.errors.CommunicationError, match="rank 1"):
+        for number in range(1, 4):
+            (tmp_path / f"{world.rank}-{number}").touch()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (tmp_path / f"1-{step}").exists() and not (tmp_path / f"1-{step + 1}").exists()
+
+@pytest.mark.ranks(2, timeout=5)
+def test_hangs(world, faults):
+    faults.hang(1, at="forward")
+    nn.Linear(2, 2)(torch.ones(2))
+    assert world.rank == 0
+
+@pytest.mark.ranks(2)
+def test_nobody(world, kill):
+    with pytest.raises(paceline.UsageError, match="there is no rank 2; the test has ranks 0 to 1"):
+        kill(2)
+    with pytest.raises(paceline.UsageError, match="'bucket' is none of the moments"):
+        kill(1, at="bucket")
+
+@pytest.mark.ranks(2, slow_rank={1: 0.2})
+def test_slow(world):
+    begin = time.monotonic()
+    nn.Linear(2, 2)(torch.ones(2))
+    assert world.rank == 0 or time.monotonic() - begin >= 0.2
+
+@pytest.mark.ranks(4, hosts=2)
+def test_hosts(world):
+    assert (world.node, world.local_size) == (world.rank // 2, 2)
+    model = paceline.DistributedDataParallel(nn.Linear(2, 2))
+    testing.assert_replicas_equal(model)
+""",
+        passed=7,
+    )
+
+
+# -- assertions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["torch", "paceline"])
+def test_the_assertions_hold_for_both_wrappers(outcome: Any, wrapper: str) -> None:
+    outcome(
+        TORCHS
+        + ("" if wrapper == "torch" else "Wrapper = paceline.DistributedDataParallel\n")
+        + """
+def build():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+def data(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)
+
+@pytest.mark.ranks(2)
+def test_it(world):
+    testing.assert_equals_one_process(build, data, 3, wrap=Wrapper)
+    model = Wrapper(build())
+    testing.assert_replicas_equal(model)
+    testing.assert_no_desync()
+    with torch.no_grad():
+        model.module[0].bias[1] += world.rank
+    with pytest.raises(AssertionError, match="'0.bias' on rank 1 differs from rank 0's by up to 1; 1 of 4 tensors"):
+        testing.assert_replicas_equal(model)
+
+@pytest.mark.ranks(2)
+def test_unequal_beginnings(world):
+    torch.manual_seed(world.rank)
+    with pytest.raises(AssertionError, match="before the first step, replicas differ: '0.weight' on rank 1"):
+        testing.assert_equals_one_process(build, data, 3, wrap=lambda module: module)
+
+@pytest.mark.ranks(2)
+def test_uneven(world):
+    with pytest.raises(paceline.UsageError, match="has 7 samples, which 2 ranks cannot divide evenly"):
+        testing.assert_equals_one_process(build, [(torch.ones(7, 4), torch.ones(7, 2))], 1, wrap=Wrapper)
+
+@pytest.mark.ranks(2)
+def test_out_of_step(world):
+    work = dist.all_reduce(torch.ones(1), async_op=True) if world.rank else None
+    with pytest.raises(AssertionError, match=r"rank 0 called none; rank 1 called all_reduce at test_it.py:\\d+"):
+        testing.assert_no_desync()
+    work or dist.all_reduce(torch.ones(1))
+
+@pytest.mark.ranks(2)
+def test_absent(world, tmp_path):
+    if world.rank == 0:
+        with pytest.raises(AssertionError, match=r"0.2 s later rank 1 had not come there"):
+            testing.assert_no_desync(0.2)
+        (tmp_path / "told").touch()
+    while not (tmp_path / "told").exists():
+        time.sleep(0.01)
+
+def test_alone():
+    with pytest.raises(paceline.UsageError, match="there is no process group"):
+        testing.assert_replicas_equal(build())
+""",
+        passed=6,
+    )
+
+
+FOUND = {
+    "clipped_locally": "replicas differ: '0.weight' on rank 1 differs from rank 0's",
+    "collective_on_rank_0": "rank 0 is in all_reduce, its collective 1, called at collective_on_rank_0.py",
+    "early_stopping": "rank 1 is at assert_no_desync.* rank 0 had not come there",
+    "learning_rate_on_rank_0": "replicas differ: '0.weight' on rank 1 differs from rank 0's",
+    "loss_not_divided": "gradient of '0.weight' .* it is 2 times as large",
+    "module_called": "call the wrapper and not model.module",
+    "no_sampler": "ranks 0 and 1 share 32 of 32 samples",
+    "no_sync_around_the_last": "the last backward ran under no_sync",
+    "one_batch_fewer": "rank 1 is at assert_no_desync.* rank 0 had not come there",
+    "other_dtype": "rank 0: all_reduce of 1 × float32 by SUM; rank 1: all_reduce of 1 × int32",
+    "other_model": "'3.weight' has shape .3, 2., torch.float32 on rank 1 but shape .2, 2.",
+    "other_order": "rank 0: all_reduce of 1 × float32 by SUM; rank 1: barrier",
+    "other_sizes": "rank 0: all_reduce of 1 × float32 by SUM; rank 1: all_reduce of 2 × float32",
+    "seeds_of_samplers": "ranks 0 and 1 share 11 of 16 samples",
+    "set_epoch_forgotten": "epoch 1 has the same samples in the same order as epoch 0",
+    "skipped_backward": "rank 1 is at assert_no_desync.* rank 0 had not come there",
+    "skipped_optimizer_step": "rank 0 has 3, rank 1 has 2 optimizer steps",
+    "stale_gradients": "step 1, rank 0: the gradient of '0.weight' differs from one process's",
+    "summed_loss": "gradient of '0.weight' .* it is 1/2 of it",
+    "weights_loaded_on_rank_0": "replicas differ: '0.weight' on rank 1 differs from rank 0's",
+}
+HARMLESS = {"batch_norm_drift", "branch_by_rank"}
+"""Mistakes under torch DDP; Paceline's wrapper trains on as one process would."""
+
+
+@pytest.mark.slow
+def test_every_buggy_training_is_found_and_named_in_one_line(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "600")
+    monkeypatch.delenv("BUGGY_UNDER", raising=False)
+    own = pytester.makeini("[pytest]")  # not the one of our suite, where warnings are errors
+    result = pytester.runpytest_inprocess(*OPTIONS, "-c", str(own), "--tb=no", "-rfp", str(BUGGY / "run_buggy.py"))
+    lines = dict(re.findall(r"^(?:FAILED|PASSED) \S*::test_finds\[(\w+)\](.*)$", result.stdout.str(), re.MULTILINE))
+    assert lines.keys() == FOUND.keys() | HARMLESS
+    for name, pattern in FOUND.items():
+        assert re.search(pattern, lines[name]), f"{name}: {lines[name]}"
+    assert not any(lines[name] for name in HARMLESS)
+
+
+# -- beside other tools ------------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_ranks_load_is_loaded_here_before_the_next_test(outcome: Any) -> None:
+    """Or every rank of every test would load it again."""
+    outcome(
+        """
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("turn", [0, 1])
+def test_it(world, turn):
+    name = "torch.utils.show_pickle"
+    assert (name in sys.modules) == (turn == 1)
+    __import__(name)
+""",
+        passed=2,
+    )
+
+
+def test_the_plug_in_loads_nothing_before_a_test_uses_it() -> None:
+    code = "import pytest_paceline, sys; assert not {'torch', 'paceline'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_the_debugger_opens_on_one_rank(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        HEAD
+        + """
+@pytest.mark.ranks(2, timeout=3)
+def test_it(world):
+    secret = 41
+    assert secret == world.rank
+"""
+    )
+    commands = b"p 'it is', secret\nimport time; time.sleep(3.5)\np 'still', secret\nq\n"
+    result = pytester.run(sys.executable, "-m", "pytest", *OPTIONS, "-x", "--pdb", stdin=commands)
+    printed = result.stdout.str()
+    assert printed.count("entering PDB") == 1
+    assert "('it is', 41)" in printed
+    assert "('still', 41)" in printed
+    assert "Quitting debugger" in printed
+
+
+@pytest.mark.slow
+def test_coverage_sees_what_ranks_run(pytester: pytest.Pytester) -> None:
+    coverage = pytest.importorskip("coverage")
+    pytester.makepyfile(judged="def f(rank):\n    if rank:\n        return 1\n    return 0\n")
+    body = "import judged\n@pytest.mark.ranks(2)\ndef test_it(world): assert judged.f(world.rank) == world.rank\n"
+    pytester.makepyfile(test_it=HEAD + body)
+    command = ("-m", "coverage", "run", "--branch", "--include=judged.py", "-m", "pytest", *OPTIONS, "test_it.py")
+    pytester.run(sys.executable, *command).assert_outcomes(passed=1)
+    assert sorted(path.name for path in pytester.path.glob(".coverage*")) == [".coverage"]
+    data = coverage.CoverageData(basename=str(pytester.path / ".coverage"))
+    data.read()
+    [file] = data.measured_files()
+    arcs = {arc for arc in data.arcs(file) if min(arc) > 0}
+    assert arcs == {(2, 3), (2, 4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", ["source = src", "source_dirs = src", "include = src/*", "source = src\nrelative_files = true"]
+)
+def test_coverage_has_the_same_paths_on_ranks_whatever_folder_a_test_is_in(
+    pytester: pytest.Pytester, config: str
+) -> None:
+    """A rank took relative paths for those below its own folder: all its lines were missing, often most of a report."""
+    coverage = pytest.importorskip("coverage")
+    pytester.mkdir("src").joinpath("judged.py").write_text(
+        "def f(rank):\n    if rank:\n        return 1\n    return 0\n"
+    )
+    pytester.path.joinpath("rc.ini").write_text(f"[run]\n{config}\n")
+    body = """
+sys.path.insert(0, os.path.abspath("src"))
+import judged
+
+@pytest.mark.ranks(2)
+def test_it(world, tmp_path, monkeypatch):
+    assert os.getcwd() == str(tmp_path)
+    assert judged.f(world.rank) == world.rank
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+"""
+    pytester.makepyfile(test_it=HEAD + body)
+    command = ("-m", "coverage", "run", "--rcfile=rc.ini", "-m", "pytest", *OPTIONS, "test_it.py")
+    pytester.run(sys.executable, *command).assert_outcomes(passed=1)
+    data = coverage.CoverageData(basename=str(pytester.path / ".coverage"))
+    data.read()
+    [file] = [name for name in data.measured_files() if name.endswith("judged.py")]
+    assert sorted(data.lines(file)) == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_coverage_of_a_rank_that_runs_nothing_of_the_source_is_no_failure(pytester: pytest.Pytester) -> None:
+    """Its warning ended the rank, where warnings are errors."""
+    pytest.importorskip("coverage")
+    pytester.makepyfile(judged="def f():\n    return 1\n")
+    body = "import judged\n@pytest.mark.ranks(2)\ndef test_it(world): assert world.size == 2\n"
+    pytester.makepyfile(test_it=HEAD + body)
+    command = ("-m", "coverage", "run", "--source=judged", "-m", "pytest", *OPTIONS, "-W", "error", "test_it.py")
+    pytester.run(sys.executable, *command).assert_outcomes(passed=1)
+
+
+@pytest.mark.slow
+def test_workers_of_xdist_fork_ranks(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(HEAD + "@pytest.mark.ranks(1, 2)\ndef test_it(world): world.barrier()\n")
+    pytester.run(sys.executable, "-m", "pytest", *OPTIONS, "-n2").assert_outcomes(passed=2)

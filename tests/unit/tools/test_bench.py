@@ -1,0 +1,291 @@
+"""``paceline bench collectives``: what it computes, refuses, and finds out with real ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+import xml.etree.ElementTree as ElementTree
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from test_cli import run
+
+from paceline.comm.algorithms import build
+from paceline.comm.algorithms.cost import Model
+from paceline.core.output.tables import print_table
+from paceline.errors import UsageError
+from paceline.launch import job as launching
+from paceline.tools.bench.bench_config import BACKENDS, OPS, BenchConfig, parse_names, parse_sizes
+from paceline.tools.bench.plot import HIGH, TOP, Panel, plot
+from paceline.tools.bench.result_page import table
+from paceline.tools.bench.rows import Row, bus_factor, fitted
+from paceline.tools.bench.turns import take_turns
+from paceline.tools.bench.variants import OURS
+from processes import Running, gone_after, paceline
+
+
+@pytest.mark.parametrize(
+    ("op", "ranks", "factor"),
+    [
+        # as nccl-tests' doc/PERFORMANCE.md defines them
+        ("all_reduce", 2, 1.0),
+        ("all_reduce", 4, 1.5),
+        ("all_reduce", 1, 0.0),
+        ("reduce_scatter", 4, 0.75),
+        ("all_gather", 8, 0.875),
+        ("broadcast", 8, 1.0),
+        ("reduce", 3, 1.0),
+    ],
+)
+def test_bus_bandwidth_is_that_of_nccl_tests(op: str, ranks: int, factor: float) -> None:
+    assert bus_factor(op, ranks) == factor
+    row = Row(op, "gloo", None, ranks, 4_000_000, 1_000_000, 0.002, 0)
+    assert (row.algbw, row.busbw) == (pytest.approx(2.0), pytest.approx(2.0 * factor))
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("4", [4]),
+        ("1M,4K", [4096, 2**20]),
+        ("4k, 4KiB,4096,4KB", [4096]),
+        ("25M,1G", [25 * 2**20, 2**30]),
+    ],
+)
+def test_sizes_are_read_with_their_units(text: str, sizes: list[int]) -> None:
+    assert parse_sizes(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "0", "3", "6", "4K,", "-4", "4.5M", "4T", "four", "4K;8K"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^--sizes: '"):
+        parse_sizes(text)
+
+
+def test_names_are_taken_once_with_either_dash() -> None:
+    assert parse_names("--ops", "all-gather,all_reduce,all_gather", OPS) == ["all_reduce", "all_gather"]
+
+
+def test_every_algorithm_that_is_measured_does_what_its_op_says() -> None:
+    for op, names in OURS.items():
+        assert {build(name, 4).result for name in names} == {op.replace("_", "-")}
+
+
+def rows_of(model: Model, ranks: int = 4) -> list[Row]:
+    rows = []
+    for size in (4096, 2**20, 2**24):
+        for name in OURS["all_reduce"]:
+            seconds = model.seconds(build(name, ranks), size)
+            rows.append(Row("all_reduce", name, name, ranks, size, size // 4, seconds, 0))
+        rows.append(Row("all_reduce", "gloo", None, ranks, size, size // 4, 0.001, 0))
+    return rows
+
+
+def test_the_model_is_fitted_to_our_algorithms_only() -> None:
+    truth = Model(1e-4, 1e-9, 2e-10, 2)
+    model, rows = fitted(rows_of(truth), 2)
+    assert model is not None
+    assert tuple(model[:3]) == pytest.approx(truth[:3], rel=1e-3)
+    for row in rows:
+        assert row.model_seconds == (None if row.schedule is None else pytest.approx(row.seconds, rel=1e-3))
+
+
+def test_one_size_is_too_little_for_a_model() -> None:
+    rows = [row for row in rows_of(Model(1e-4, 1e-9)) if row.nbytes == 4096]
+    assert fitted(rows, 2) == (None, rows)
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".html"])
+def test_the_plot_has_a_point_for_each_row_where_its_numbers_say(suffix: str) -> None:
+    _, rows = fitted(rows_of(Model(1e-4, 1e-9, 2e-10, 2)), 2)
+    drawn = plot(rows, 2, suffix)
+    ElementTree.fromstring(re.sub(r"<!DOCTYPE html>|<meta[^>]*>", "", drawn))
+    hints = re.findall(
+        r'cx="([\d.]+)" cy="([\d.]+)" [^>]*><title>([\w-]+): ([\d,]+) bytes, [^<]* ([\d.]+) of Gloo\'s<', drawn
+    )
+    panel = Panel(rows)
+    assert len(hints) == len(rows)
+    for row in rows:
+        relative = row.seconds / 0.001  # which is Gloo's time
+        x, y = f"{panel.x(row.nbytes):.1f}", f"{panel.y(relative):.1f}"
+        assert (x, y, row.variant, f"{row.nbytes:,}", f"{relative:.3f}") in hints
+
+
+def test_times_relative_to_gloo_stand_on_a_linear_axis_that_begins_at_0() -> None:
+    panel = Panel(rows_of(Model(1e-4, 1e-9)))
+    marks = [panel.y(number * panel.step) for number in range(panel.marks + 1)]
+    assert marks[0] - marks[-1] == pytest.approx(HIGH)
+    assert [one - other for one, other in pairwise(marks)] == [pytest.approx(HIGH / panel.marks)] * panel.marks
+    longest = max(row.seconds for row in panel.rows) / 0.001
+    assert (panel.marks - 1) * panel.step < longest <= panel.marks * panel.step
+
+
+def words_of(drawn: str) -> list[str]:
+    return [one.text or "" for one in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_the_plot_has_a_title_and_titled_axes_with_units() -> None:
+    words = words_of(plot(rows_of(Model(1e-4, 1e-9)), 2, ".svg"))
+    assert "all-reduce: time relative to Gloo's, 4 ranks on 2 cores" in words
+    assert {"time ÷ Gloo's time", "size of the whole tensor (bytes)", "Gloo's time", "1 ms", "0", "1M"} <= set(words)
+
+
+def test_without_gloo_the_plot_says_what_its_times_are_relative_to() -> None:
+    rows = [row for row in rows_of(Model(1e-4, 1e-9)) if row.variant != "gloo"]
+    words = words_of(plot(rows, 2, ".svg"))
+    assert "all-reduce: time relative to ring_all_reduce's, 4 ranks on 2 cores" in words
+    assert not any("Gloo" in one for one in words)
+
+
+@pytest.mark.parametrize("slower", [1.0, 3.3, 70.0, 5e4])
+def test_the_axis_of_times_has_few_marks_however_slow_a_variant_is(slower: float) -> None:
+    rows = [
+        Row("reduce", "gloo", None, 2, 4096, 1024, 1e-5, 0),
+        Row("reduce", "tree", None, 2, 4096, 1024, slower * 1e-5, 0),
+    ]
+    assert 1 <= Panel(rows).marks <= 10
+    assert Panel(rows).y(slower) == pytest.approx(TOP + HIGH - HIGH * slower / (Panel(rows).marks * Panel(rows).step))
+
+
+def test_a_plot_of_one_rank_or_one_size_is_drawn_too() -> None:
+    alone = [Row("all_reduce", "gloo", None, 1, 4096, 1024, 1e-5, 0)]
+    once = [Row("broadcast", "gloo", None, 2, 4096, 1024, 1e-5, 0)]
+    assert "all-reduce: time relative to Gloo's, 1 rank on 1 core<" in plot(alone, 1, ".svg")
+    assert plot(once, 2, ".svg").count("<circle") == 1
+
+
+PLAIN = re.compile(r"\x1b\[[\d;]*m")
+
+
+@pytest.mark.parametrize("columns", [None, "30", "80", "200"])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_no_column_is_cut_however_narrow_or_unknown_the_window(
+    columns: str | None, terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A pipe has no width, and rich takes it for 80 characters: the last columns of a long tensor became "…".
+    for name, value in (("COLUMNS", columns), ("FORCE_COLOR", "1" if terminal else None)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    rows = [
+        Row("broadcast", name, None, 16, nbytes, nbytes // 4, seconds, 0, 2 * seconds)
+        for nbytes, seconds in ((1024, 1e-5), (64 * 2**30, 1234.5))
+        for name in ("scatter-all-gather", "linear")
+    ]
+    print_table(table("broadcast", rows, 2))
+    out = PLAIN.sub("", capsys.readouterr().out)
+    assert "…" not in out
+    whole = [line.split() for line in out.splitlines() if "linear" in line or "gather" in line]
+    assert [line[:4] for line in whole] == [
+        [str(row.nbytes), str(row.count), row.variant, f"{1e6 * row.seconds:.1f}"] for row in rows
+    ]
+    assert [line[-1] for line in whole] == [f"{2e6 * row.seconds:.1f}" for row in rows]
+
+
+def test_variants_take_turns_and_the_first_round_may_warm_up() -> None:
+    calls: list[str] = []
+    turns = {name: partial(lambda name: (calls.append(name), len(calls))[1], name) for name in "ab"}
+    assert take_turns(turns, 2) == {"a": [3, 5], "b": [4, 6]}
+    assert calls == list("ababab")
+    calls.clear()
+    assert take_turns(turns, 2, warm_up=False) == {"a": [1, 3], "b": [2, 4]}
+    calls.clear()
+    assert take_turns(turns, 2, warm_up=2, rotated=True) == {"a": [5, 8], "b": [6, 7]}
+    assert calls == list("abbaabba")
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "size": (["--sizes", "4K,oops"], "--sizes: 'oops' is no size"),
+    "part of a float": (["--sizes", "6"], "'6' is no whole number of float32"),
+    "too big": (["--sizes", "4000G"], "give smaller sizes"),
+    "op": (["--ops", "all_to_all"], "--ops: 'all_to_all' is unknown; choose among all_reduce"),
+    "backend": (["--backends", "nccl"], "--backends: 'nccl' is unknown; choose among algorithms, gloo, paceline"),
+    "ranks": (["--nproc", "0"], "--nproc=0 is less than 1"),
+    "rounds": (["--rounds", "0"], "--rounds=0 is less than 1"),
+    "plot": (["--plot", "plot.png"], "--plot plot.png: the name has to end in .svg or .html"),
+    "folder": (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: the folder /nowhere does not exist"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_one_line_and_no_rank_is_started(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launching, "launch", lambda job: pytest.fail("ranks were started"))
+    assert run(monkeypatch, "bench", "collectives", *arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+
+
+def test_the_configuration_travels_to_the_ranks() -> None:
+    config = BenchConfig([4, 8], ["broadcast"], ["gloo"], 3, "a.json", "b.svg")
+    assert BenchConfig.from_json(config.to_json()) == config
+
+
+def measured(folder: Path, ranks: int, *options: str) -> tuple[str, list[dict[str, object]]]:
+    arguments = ("bench", "collectives", "--nproc", str(ranks), "--json", "found.json", *options)
+    done = paceline(folder, *arguments, fork="all", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads((folder / "found.json").read_text())["rows"]
+
+
+@pytest.mark.slow
+def test_real_ranks_measure_every_variant_and_get_right_results(tmp_path: Path) -> None:
+    options = ("--sizes", "20,64K", "--ops", ",".join(OPS), "--rounds", "1", "--plot", "found.svg")
+    out, rows = measured(tmp_path, 3, *options)
+    want = {(op, name) for op in OPS for name in OURS[op]}
+    assert {(row["op"], row["schedule"]) for row in rows if row["schedule"]} == want
+    for op in OPS:
+        others = {row["variant"] for row in rows if row["op"] == op and row["schedule"] is None}
+        assert others == {"gloo", "paceline"} | ({"paceline zero-copy"} if op == "all_reduce" else set())
+        # 20 bytes are 5 elements, which 3 ranks cannot share equally
+        sizes = {row["nbytes"] for row in rows if row["op"] == op}
+        assert sizes == ({24, 65544} if op in ("reduce_scatter", "all_gather") else {20, 65536})
+    assert {row["wrong"] for row in rows} == {0}
+    assert all(row["seconds"] > 0 for row in rows)  # type: ignore[operator]
+    assert all((row["model_seconds"] is None) == (row["schedule"] is None) for row in rows)
+    assert "model fitted to our algorithms" in out
+    assert len(out.splitlines()) > len(rows)
+    assert "of 20 cases" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+    assert ElementTree.parse(tmp_path / "found.svg").getroot().tag.endswith("svg")
+
+
+def test_one_rank_is_no_error_and_only_the_backends_asked_for_run(tmp_path: Path) -> None:
+    out, rows = measured(tmp_path, 1, "--sizes", "4K", "--rounds", "1", "--backends", "paceline,algorithms")
+    assert [row["variant"] for row in rows][-2:] == ["paceline", "paceline zero-copy"]
+    assert "gloo" not in [row["variant"] for row in rows]
+    assert {row["busbw"] for row in rows} == {0.0}
+    assert "model fitted" not in out
+
+
+def test_ctrl_c_ends_it_and_its_ranks(tmp_path: Path) -> None:
+    options = ("--nproc", "2", "--sizes", "4,4M", "--rounds", "100000")
+    with Running(tmp_path, "bench", "collectives", *options, fork="all") as job:
+        deadline = time.monotonic() + 60
+        while len(family := job.family()) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(1)
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 130
+        assert job.stderr.splitlines()[-1] == "interrupted"
+        assert "Traceback" not in job.stderr
+        gone_after(family, 5)
+    assert job.stdout == ""
+
+
+def test_backends_and_ops_are_named_in_the_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "bench") == 0
+    assert "collectives" in capsys.readouterr().out
+    assert run(monkeypatch, "bench", "collectives", "--help") == 0
+    out = capsys.readouterr().out
+    assert [word for word in (*OPS, *BACKENDS, "--sizes", "--plot", "--nproc", "1K,4K") if word not in out] == []

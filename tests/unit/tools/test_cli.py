@@ -1,0 +1,381 @@
+"""The command line: help, refusals, and what ``paceline train`` starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+import paceline
+from paceline.errors import UsageError
+from paceline.launch import job as launching
+from paceline.launch.program import option
+from paceline.tools.cli import main as cli
+from paceline.tools.recipes import commands as recipe_commands
+
+
+@dataclass(frozen=True)
+class Config:
+    """Stands in for the digits recipe's configuration."""
+
+    epochs: int = 20
+    batch_size: int = 64
+    lr: float = 0.125
+    seed: int = 0
+    accumulate: int = 1
+    checkpoint_dir: str | None = None
+    checkpoint_every: int = 10
+    resume: bool = False
+    json: str | None = None
+    backend: str | None = None
+
+    def check(self) -> None:
+        if self.epochs < 1:
+            raise UsageError(f"epochs={self.epochs} is less than 1; give 1 or more")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[launching.Job]:
+    """The jobs that would have been launched."""
+    jobs: list[launching.Job] = []
+    monkeypatch.setattr(recipe_commands, "config_class", lambda recipe: Config)
+    monkeypatch.setattr(launching, "launch", lambda job: jobs.append(job) or 0)
+    return jobs
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code
+
+
+REFUSED = {
+    "unknown command": (["foo"], "unknown command 'foo'; known commands: explain, estimate-memory, run,"),
+    "mistyped command": (["trian", "digits"], "unknown command 'trian'; did you mean train?"),
+    "mistyped command of a group": (["checkpoint", "lst"], "unknown command 'lst'; did you mean list?"),
+    "mistyped recipe": (["train", "dgits"], "unknown recipe 'dgits'; did you mean digits?"),
+    "mistyped recipe to profile": (["profile", "dgits"], "neither a recipe nor a file; did you mean digits?"),
+    "mistyped recipe to compare": (["compare", "--nproc", "2", "dgits"], "a file; did you mean digits?"),
+    "no recipe": (["train", "--lr", "3"], "--lr is an option of a recipe; name one: digits, lm"),
+    "no value behind a recipe": (["compare", "digits", "--steps"], "--steps needs a value"),
+    "mistyped option": (["train", "digits", "--epohcs", "3"], "No such option: --epohcs; did you mean --epochs?"),
+    "mistyped option of run": (["run", "--nporc", "3", "x.py"], "no option --nporc; did you mean --nproc?"),
+    "unknown option": (["--foo"], "--foo"),
+    "unknown recipe": (["train", "foo"], "unknown recipe 'foo'; known recipes: digits"),
+    "unknown recipe option": (["train", "digits", "--foo"], "--foo"),
+    "no number": (["train", "digits", "--epochs", "many"], "'--epochs'"),
+    "refused by the recipe": (["train", "digits", "--epochs", "0"], "epochs=0 is less than 1"),
+    "no ranks": (["train", "digits", "--nproc", "0"], "--nproc=0 is less than 1"),
+    "no script": (["run"], "there is no script to run"),
+    "missing script": (["run", "nope.py"], "the script 'nope.py' does not exist"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    started: list[launching.Job],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+    assert started == []
+
+
+def test_train_starts_the_recipe_with_only_what_was_asked(
+    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(monkeypatch, "train", "digits", "--nproc", "2", "--batch-size", "32", "--resume") == 0
+    [job] = started
+    assert job.nproc == 2
+    assert list(job.command[:-1]) == [sys.executable, "-u", "-m", "paceline.tools.recipes", "digits"]
+    assert json.loads(job.command[-1]) == {**asdict(Config()), "batch_size": 32, "resume": True}
+
+
+def test_train_supervises_as_run_does(started: list[launching.Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only --grace and --hang-… were there.
+    options = ["--max-restarts", "5", "--report", "ended.json", "--pin", "--hang-timeout", "90", "--hang-action=report"]
+    assert run(monkeypatch, "train", "digits", "--nproc", "1", *options) == 0
+    assert run(monkeypatch, "train", "digits", "--nproc", "1") == 0
+    asked, usual = started
+    assert (asked.max_restarts, asked.report, asked.pin) == (5, "ended.json", True)
+    assert (asked.supervision.hang_timeout, asked.supervision.hang_action) == (90.0, "report")
+    assert (usual.max_restarts, usual.report, usual.pin, usual.supervision.hang_timeout) == (None, None, False, None)
+
+
+def test_options_of_a_recipe_may_stand_before_its_name(
+    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(monkeypatch, "train", "--nproc", "1", "--seed", "3", "digits", "--epochs", "2") == 0
+    told = json.loads(started[0].command[-1])
+    assert (told["seed"], told["epochs"]) == (3, 2)
+
+
+TAKES = {"--nproc": 1, "--steps": 1, "--both": 2, "--watch": 0, "--no-watch": 0}
+ORDERS = {
+    "before": ("--nproc 2 --watch digits --lr 1", "--nproc 2 --watch digits --lr 1"),
+    "behind": ("digits --nproc 2 --lr 1 --watch", "--nproc 2 --watch digits --lr 1"),
+    "around": ("--steps=3 digits --lr 1 --nproc=2", "--steps=3 --nproc=2 digits --lr 1"),
+    "two values": ("digits --both a b --lr 1", "--both a b digits --lr 1"),
+    "a script's": ("--watch digits.py --nproc 2", "--watch digits.py --nproc 2"),
+    "a script's argument like a recipe": ("train.py digits --nproc 2", "train.py digits --nproc 2"),
+    "a value like a recipe": ("--nproc lm train.py --steps 1", "--nproc lm train.py --steps 1"),
+    "nothing": ("", ""),
+}
+
+
+@pytest.mark.parametrize(("given", "order"), ORDERS.values(), ids=ORDERS)
+def test_a_commands_own_options_stand_anywhere_with_a_recipe(given: str, order: str) -> None:
+    assert recipe_commands.own_first(given.split(), TAKES) == order.split()
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A configuration with kinds of fields that the digits recipe has not."""
+
+    width: int = option(3, "Features a layer.", "FEATURES")
+    rate: float = 0.5
+    name: str = "plain"
+    shuffle: bool = option(True, "Whether samples are shuffled.")
+    quiet: bool = False
+
+    def check(self) -> None:
+        pass
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@pytest.mark.parametrize("command", ["profile --out {} digits", "train digits --profile {}"])
+def test_a_profile_of_a_recipe_bears_the_command_that_a_user_would_give(
+    monkeypatch: pytest.MonkeyPatch, started: list[launching.Job], tmp_path: Path, command: str
+) -> None:
+    """Its ranks run a module with the whole configuration as JSON, which nobody reads in a title."""
+    arguments = [*command.format(tmp_path / "out").split(), "--epochs", "3", "--checkpoint-dir", "my runs", "--resume"]
+    run(monkeypatch, *arguments)  # fails in the end, as no rank was started that could leave a record
+    settings = json.loads(started[0].command[started[0].command.index("paceline.profiler") + 1])
+    assert settings["title"] == "paceline train digits --epochs 3 --checkpoint-dir 'my runs' --resume"
+
+
+def test_a_recipes_options_are_the_fields_of_its_configuration(
+    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # They stood in cli.py by hand, so that a new field of a configuration was no option.
+    monkeypatch.setattr(recipe_commands, "config_class", lambda recipe: Grown)
+    assert run(monkeypatch, "train", "digits", "--help") == 0
+    out = capsys.readouterr().out
+    for text in ("--width", "FEATURES", "Features a layer. [default: 3]", "--no-shuffle", "--quiet"):
+        assert text in " ".join(out.replace("│", " ").split()), text
+    assert "--epochs" not in out
+    assert "--no-quiet" not in out
+    assert run(monkeypatch, "train", "digits", "--nproc", "1", "--rate", "2", "--no-shuffle", "--quiet") == 0
+    assert json.loads(started[0].command[-1]) == {
+        "width": 3,
+        "rate": 2.0,
+        "name": "plain",
+        "shuffle": False,
+        "quiet": True,
+    }
+    assert run(monkeypatch, "train", "digits", "--width", "2.5") == 2
+    assert "'--width'" in capsys.readouterr().err
+
+
+def test_train_tells_the_ranks_how_long_a_collective_waits(
+    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(monkeypatch, "train", "digits", "--nproc", "1", "--timeout", "30") == 0
+    assert run(monkeypatch, "train", "digits", "--nproc", "1") == 0
+    assert [job.env for job in started] == [{"PACELINE_TIMEOUT": "30"}, {"PACELINE_TIMEOUT": "600"}]
+
+
+def test_ctrl_c_says_how_to_continue(
+    started: list[launching.Job],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launching, "launch", lambda job: 130)
+    points = tmp_path / "points"
+    arguments = ("train", "digits", "--nproc", "1", "--checkpoint-dir", str(points))
+    assert run(monkeypatch, *arguments) == 130
+    assert capsys.readouterr().err == "", "there is nothing to continue"
+    (points / "step-00000012").mkdir(parents=True)
+    assert run(monkeypatch, *arguments) == 130
+    assert "points are kept; to continue" in capsys.readouterr().err
+    assert run(monkeypatch, "train", "digits", "--nproc", "1") == 130
+    assert capsys.readouterr().err == ""
+
+
+HELP = {
+    "top": ([], ["run", "train", "--version"]),
+    "train": (["train"], ["digits"]),
+    "digits": (["train", "digits", "--help"], ["--batch-size", "--checkpoint-dir", "--nproc", "0.125"]),
+    "explain": (
+        ["explain", "--help"],
+        ["ring", "halving-doubling", "bucket-overlap", "workflow", "bubble", "reduce", "--ranks", "--out", ".svg"],
+    ),
+    "run": (["run", "--help"], ["--nproc", "--timeout", "10 minutes", "--max-restarts", "--rdzv-endpoint", "loopback"]),
+    "run, later": (["run", "--nproc", "2", "--nnodes", "1", "--help"], ["--nproc", "--max-restarts"]),
+    "completion": (["--help"], ["--install-completion"]),
+}
+
+
+def test_help_of_run_begins_with_what_most_people_need(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "run", "--help") == 0
+    first = capsys.readouterr().out.splitlines()[:16]
+    assert "    paceline run --nproc 2 train.py --lr 0.1      two ranks of 'python train.py --lr 0.1'" in first
+    assert any(line.startswith("  --nproc N ") for line in first)
+    assert not any("--nnodes" in line for line in first)
+
+
+def test_help_shows_types_of_values_and_none_of_flags(
+    started: list[launching.Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # '--resume <bool>' reads as if a value had to follow.
+    assert run(monkeypatch, "train", "digits", "--help") == 0
+    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("│ --")}
+    assert "int" in lines["--epochs"].lower()
+    assert "SECONDS" in lines["--timeout"]
+    assert "bool" not in "".join(lines.values()).lower()
+
+
+def test_env_prints_what_a_report_of_a_defect_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_TIMEOUT", "90")
+    monkeypatch.setenv("PACELINE_SECRET", "hidden")
+    assert run(monkeypatch, "env") == 0
+    out = capsys.readouterr().out
+    facts = dict(line.split(": ", 1) for line in out.splitlines())
+    assert facts["paceline"].split(",")[0].strip() == paceline.__version__ == version("paceline")
+    assert facts["torch"].split(",")[0].strip() == torch.__version__
+    assert "paceline, gloo" in facts["backends"]
+    assert facts["cores"].split()[0] == str(len(os.sched_getaffinity(0)))
+    assert "open files" in facts["limits"]
+    assert "PACELINE_TIMEOUT=90" in facts["settings"]
+    assert "hidden" not in out
+
+
+@pytest.mark.parametrize(("arguments", "words"), HELP.values(), ids=HELP)
+def test_help_names_what_there_is(
+    arguments: list[str],
+    words: list[str],
+    started: list[launching.Job],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(monkeypatch, *arguments) == 0
+    out, err = capsys.readouterr()
+    assert [word for word in words if word not in out] == []
+    assert err == ""
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command in and below `group`."""
+    yield path
+    for name in group.list_commands(None) if hasattr(group, "list_commands") else ():
+        yield from commands(group.get_command(None, name), (*path, name))
+
+
+COMMANDS = [*commands(typer.main.get_command(cli.app))]
+NO_TORCH = """
+import io, json, sys
+from contextlib import redirect_stdout
+import paceline_command
+
+loaded = {}
+for words in json.load(sys.stdin):
+    sys.argv, out = ["paceline", *words], io.StringIO()
+    with redirect_stdout(out):
+        try:
+            paceline_command.main()
+        except SystemExit as end:
+            loaded[" ".join(words)] = [end.code, "torch" in sys.modules, bool(out.getvalue())]
+print(json.dumps(loaded))
+"""
+
+
+def test_help_version_and_completion_import_no_torch() -> None:
+    # They took two to five seconds.
+    assert len(COMMANDS) > 15
+    asked = [[*words, "--help"] for words in COMMANDS]
+    asked += [["--version"], ["--show-completion", "bash"], [], ["train"], ["checkpoint"]]
+    # Without a terminal there may be no shell above this process that could be found.
+    environment = {**os.environ, "COLUMNS": "80", "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-c", NO_TORCH]
+    done = subprocess.run(
+        command, input=json.dumps(asked), env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert {words: [0, False, True] for words in map(" ".join, asked)} == json.loads(done.stdout)
+
+
+SWALLOWS = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+
+
+@pytest.mark.parametrize("arguments", [["run", "script.py"], ["train", "digits"], ["profile", "x"], ["compare", "x"]])
+def test_a_ctrl_c_that_the_import_of_torch_swallows_ends_the_command_in_one_line(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    # torch imports numpy in a place where it clears every exception; the command went on.
+    (tmp_path / "torch.py").write_text(SWALLOWS)
+    code = f"import sys\nsys.argv[1:] = {arguments!r}\nimport paceline_command\npaceline_command.main()"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_the_installed_command_imports_no_torch_itself() -> None:
+    assert 'paceline = "paceline_command:main"\n' in (Path(__file__).parents[3] / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("tr", "train"),
+        ("train di", "digits"),
+        ("train digits --epo", "--epochs"),
+        ("run --nproc 2 --hang-t", "--hang-timeout"),
+    ],
+)
+def test_a_shell_completes_commands_recipes_and_options(typed: str, offered: str) -> None:
+    words = ["paceline", *typed.split()]
+    asked = {"_PACELINE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    code = "import sys, paceline_command; sys.argv = ['paceline']; paceline_command.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True, timeout=60
+    )
+    assert offered in done.stdout.split()
+
+
+def test_python_m_paceline_is_the_command(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "--version"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == f"paceline {version('paceline')}\n"

@@ -1,0 +1,356 @@
+"""``paceline compare``: its figures from planted records, and whole comparisons by the command."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import UsageError
+from paceline.tools.compare.bars import draw
+from paceline.tools.compare.comparison import Row, compare_weights, figures, table_of
+from paceline.tools.compare.modes import MODES, choose_modes, devices_of, ranks_of
+from paceline.tools.compare.turn_taking import TURN, Place, Turns
+from processes import Running, paceline, script
+
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+import paceline
+from paceline import DistributedDataParallel
+
+with paceline.init() as world:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 2).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(64, 4, dtype=torch.float64), torch.randn(64, 2, dtype=torch.float64))
+    for x, y in paceline.data.DataLoader(data, batch_size=int(sys.argv[1])):
+        with model.weight(len(y)):
+            (model(x) - y).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def record(seconds: list[list[float]], rows: int = 8, batches: int = 1, **changes: Any) -> dict[str, Any]:
+    """What ranks with these times of steps would have written."""
+    ranks = [
+        {
+            "seconds": times,
+            "waited": 0.1 * (rank + 1),
+            "batches": [batches] * len(times),
+            "rows": [rows] * len(times),
+            "largest": rows // batches,
+            "memory": 1000 * (rank + 1),
+            "sha256": "same",
+        }
+        for rank, times in enumerate(seconds)
+    ]
+    turns = -(-len(seconds[0]) // TURN)
+    return {"ranks": ranks, "all_reduce_seconds": [0.5] * turns, "wrappers": 1, **changes}
+
+
+def test_figures_are_those_of_the_slowest_rank_and_relative_to_one_device() -> None:
+    single = figures("single", record([[2.0, 2.0, 4.0]], rows=16), 2, None, "reference")
+    row = figures("ddp", record([[1.0, 1.0, 2.0], [1.0, 2.0, 1.0]]), 2, single, "equal")
+    assert (single.seconds, single.seconds_per_batch, single.samples_per_second) == (8, 2, 8)
+    assert (single.speedup, single.efficiency, single.all_reduce_share, single.waiting_share) == (1, 1, None, None)
+    assert (row.seconds, row.seconds_per_batch, row.rows_per_batch) == (5, 2, 16)
+    assert row.samples_per_second == 16 / 2
+    assert row.turns == (1.5, 2), "of two steps each, by their slowest rank"
+    assert row.speedup == pytest.approx((2 / 1.5 + 4 / 2) / 2)
+    assert row.efficiency == pytest.approx(row.speedup / 2)
+    assert row.all_reduce_share == pytest.approx((0.5 / 1.5 + 0.5 / 2) / 2)
+    assert row.waiting_share == pytest.approx(0.1 / 5), "of the rank that waits least: the others wait for it"
+    assert (row.memory_bytes, row.replicas_identical) == (2000, True)
+
+
+def test_load_that_comes_and_goes_changes_no_ratio() -> None:
+    """The modes have it alike, in each round: here rounds take 1, 3 and 9 times as long."""
+    load = [slowness for slowness in (1.0, 9.0, 3.0) for _ in range(TURN)]
+    single = figures("single", record([load], rows=16), 2, None, "reference")
+    alone = [0.1 * slowness for slowness in (1.0, 9.0, 3.0)]
+    halved = [slowness / 2 for slowness in load]
+    row = figures("ddp", record([halved] * 2, all_reduce_seconds=alone), 2, single, "equal")
+    assert (single.turns, row.turns) == ((1, 9, 3), (0.5, 4.5, 1.5))
+    assert (row.speedup, row.efficiency) == (2, 1)
+    assert row.all_reduce_share == pytest.approx(0.2)
+    # Even where a mode's own median is of another round than that of the mode single.
+    disturbed = [1.0] * TURN + halved[TURN:]
+    assert figures("ddp", record([disturbed] * 2), 2, single, "equal").speedup == 2
+
+
+def test_turns_of_modes_follow_each_other_and_their_ranks_share_them(tmp_path: Path) -> None:
+    file = tmp_path / "turns"
+    file.touch()
+    counts, rounds = [1, 3, 2], 3
+    events: list[tuple[str, int]] = []
+
+    def rank(mode: int) -> None:
+        turns = Turns(Place(str(file), sum(counts[:mode]), sum(counts)))
+        events.append(("warm", mode))
+        turns.end()
+        for _ in range(rounds):
+            turns.take()
+            events.append(("take", mode))
+            events.append(("end", mode))
+            turns.end()
+
+    threads = [threading.Thread(target=rank, args=(mode,)) for mode, count in enumerate(counts) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    warm_up = sum(counts)
+    assert sorted(events[:warm_up]) == [("warm", mode) for mode, count in enumerate(counts) for _ in range(count)]
+    of_a_round = [mode for mode, count in enumerate(counts) for _ in range(2 * count)]
+    assert [mode for _, mode in events[warm_up:]] == rounds * of_a_round
+
+
+def test_accumulation_halves_the_share_of_the_all_reduce() -> None:
+    row = figures("ddp-accumulate", record([[4.0, 4.0]] * 2, rows=16, batches=2), 2, None, "fewer steps")
+    assert (row.seconds_per_batch, row.rows_per_batch, row.speedup) == (2, 16, None)
+    assert row.all_reduce_share == pytest.approx(0.5 / 4)
+
+
+def test_without_rows_modes_are_compared_by_batches() -> None:
+    single = figures("single", record([[3.0]], rows=0), 2, None, "reference")
+    row = figures("dp", record([[2.0]], rows=0), 2, single, "equal")
+    assert (row.samples_per_second, row.speedup, row.efficiency) == (None, 1.5, 0.75)
+
+
+def test_weights_are_compared_relative_to_the_largest() -> None:
+    reference = {"a": torch.tensor([1.0, -4.0]), "b": torch.zeros(0)}
+    assert compare_weights(reference, {"a": torch.tensor([1.0, -4.0]), "b": torch.zeros(0)}) == "equal"
+    assert compare_weights(reference, {"a": torch.tensor([1.0, -4.004]), "b": torch.zeros(0)}) == "differ by 1e-03"
+    assert compare_weights(reference, {"a": torch.zeros(2)}) == "another model"
+    assert compare_weights({"a": torch.zeros(1)}, {"a": torch.ones(1)}) == "differ by 1e+00, absolutely"
+
+
+def rows_of(count: int) -> list[Row]:
+    single = figures("single", record([[2.0]], rows=16), count, None, "reference")
+    return [single, *(figures(name, record([[1.5]] * 2), count, single, "equal") for name in ("dp", "ddp"))]
+
+
+def test_the_table_warns_where_modes_did_different_work() -> None:
+    rows = rows_of(2)
+    assert "differ in size" not in str(table_of(rows, "x", 1).caption)
+    other = figures("ddp-torch", record([[1.5]] * 2, rows=16), 2, rows[0], "equal")
+    assert "differ in size" in str(table_of([*rows, other], "x", 1).caption)
+    # A mode that came to the short last batch of an epoch more often than another did the same work.
+    short = record([[1.5]] * 2, rows=7)
+    short["ranks"] = [{**rank, "largest": 8} for rank in short["ranks"]]
+    shorter = figures("ddp-torch", short, 2, rows[0], "equal")
+    assert "differ in size" not in str(table_of([*rows, shorter], "x", 1).caption)
+
+
+def test_the_plot_has_a_bar_for_each_mode_and_its_waiting() -> None:
+    drawing = draw(rows_of(2), "a < b")
+    assert drawing.count('class="k0"') == 3
+    assert drawing.count('class="k1"') == 1, "only Paceline's ranks count their waiting"
+    assert "a &lt; b" in drawing
+
+
+def test_modes_are_all_that_the_target_can_run_or_those_named() -> None:
+    assert choose_modes(None, is_recipe=True) == list(MODES)
+    assert choose_modes(None, is_recipe=False) == ["single", "dp", "ddp", "ddp-torch"]
+    assert choose_modes("ddp, single", is_recipe=False) == ["ddp", "single"]
+    assert [ranks_of(mode, 4) for mode in MODES.values()] == [1, 1, 4, 4, 4]
+    assert [devices_of(name, 4) for name in MODES] == [1, 4, 4, 4, 4]
+    for names in ("ddp,none", "ddp,ddp", "ddp-accumulate", ""):
+        with pytest.raises(UsageError, match="--modes"):
+            choose_modes(names, is_recipe=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py"], "'missing.py' is neither a recipe nor a file"),
+        (["--nproc", "1", "digits"], "--nproc 1 leaves nothing to compare"),
+        (["--nproc", "2", "--steps", "0", "digits"], "--steps must be at least 1, not 0"),
+        (["--nproc", "2", "--modes", "fast", "digits"], "--modes has 'fast', which is none of single, dp, ddp,"),
+        (["--nproc", "2", "--plot", "x.png", "digits"], "--plot x.png must end with .svg"),
+        (["--nproc", "2", "--json", "no/x.json", "digits"], "--json no/x.json: the folder"),
+        (["--nproc", "2", "digits", "--batch-size", "0"], "--batch-size must be at least 1, not 0"),
+        (["digits", "--batch-size", "0", "--nproc=2"], "--batch-size must be at least 1, not 0"),
+        (["digits", "--steps", "0", "--nproc", "2"], "--steps must be at least 1, not 0"),
+        (["--nproc", "2", "digits", "--timeout", "9"], "--timeout is for paceline train, not paceline compare"),
+        (["--nproc", "2", "digits", "--none"], "No such option: --none"),
+        (["--nproc", "2", "digits", "--checkpoint-dir", "points"], "--checkpoint-dir keeps files of one training"),
+        (["--nproc", "two", "digits"], "--nproc='two' is neither a number nor"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_runs(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = paceline(tmp_path, "compare", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("note:")]
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_a_script_is_compared_in_all_its_modes_with_equal_weights(tmp_path: Path) -> None:
+    name = script(tmp_path, SCRIPT)
+    options = ["--nproc", "2", "--steps", "4", "--json", "out.json", "--plot", "out.svg"]
+    done = paceline(tmp_path, "compare", *options, name, "8", fork="all", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads((tmp_path / "out.json").read_text())
+    modes = {row["mode"]: row for row in outcome["modes"]}
+    assert list(modes) == ["single", "dp", "ddp", "ddp-torch"]
+    assert {row["rows_per_batch"] for row in modes.values()} == {8}
+    assert all(row["replicas_identical"] for row in modes.values())
+    for row in list(modes.values())[1:]:
+        assert row["weights"] == "equal" or float(row["weights"].removeprefix("differ by ")) < 1e-12
+    assert modes["ddp"]["all_reduce_share"] > 0
+    assert "ddp-torch" in done.stdout
+    assert (tmp_path / "out.svg").read_text().startswith("<svg")
+
+
+def test_a_recipe_accumulates_batches_of_its_own_size(tmp_path: Path) -> None:
+    options = ["--nproc", "2", "--steps", "3", "--modes", "ddp,ddp-accumulate", "--json", "out.json"]
+    done = paceline(tmp_path, "compare", *options, "digits", "--batch-size", "64", fork="all", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["modes"]
+    assert [row["rows_per_batch"] for row in rows] == [64, 64]
+    assert [row["weights"] for row in rows] == ["reference", "fewer steps"]
+
+
+def test_a_program_that_takes_too_few_steps_says_how_many(tmp_path: Path) -> None:
+    done = paceline(tmp_path, "compare", "--nproc", "2", "--modes", "ddp", script(tmp_path, SCRIPT), "32", fork="all")
+    assert done.returncode == 2
+    assert "took 2 optimizer steps" in done.stderr
+    assert "smaller --steps" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+GAN = """
+import os, sys
+import torch
+from torch import nn
+import paceline
+from paceline import DistributedDataParallel
+
+with paceline.init() as world:
+    torch.manual_seed(int(os.environ.get("SEED", "0")) * world.size)
+    generator = DistributedDataParallel(nn.Linear(3, 4).double())
+    torch.manual_seed(1)
+    critic = DistributedDataParallel(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double())
+    makers = torch.optim.SGD(generator.parameters(), lr=0.1)
+    critics = torch.optim.SGD(critic.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(200, 4).double(), torch.randn(200, 3).double())
+    every, limit = int(sys.argv[1]), int(sys.argv[2])
+    for number, (real, noise) in enumerate(paceline.data.DataLoader(data, batch_size=8)):
+        if number == limit:
+            break
+        (critic(generator(noise).detach()) - critic(real)).mean().backward()
+        critics.step()
+        critics.zero_grad()
+        if number % every == every - 1:
+            (-critic(generator(noise))).mean().backward()
+            makers.step()
+            makers.zero_grad()
+            critics.zero_grad()
+"""
+
+
+def test_two_wrapped_models_are_measured_together_and_both_compared(tmp_path: Path) -> None:
+    """The figures were those of the model whose forward came last."""
+    options = ["--nproc", "2", "--steps", "5", "--json", "out.json"]
+    done = paceline(tmp_path, "compare", *options, script(tmp_path, GAN), "1", "20", fork="all")
+    assert done.returncode == 0, done.stderr
+    assert "wraps 2 models" in done.stdout
+    modes = {row["mode"]: row for row in json.loads((tmp_path / "out.json").read_text())["modes"]}
+    assert {row["wrappers"] for row in modes.values()} == {2}
+    assert {row["rows_per_batch"] for row in modes.values()} == {8}
+    assert all(row["replicas_identical"] for row in modes.values())
+    for row in list(modes.values())[1:]:
+        assert row["weights"] == "equal" or float(row["weights"].removeprefix("differ by ")) < 1e-12
+
+
+def test_a_difference_of_the_model_that_was_wrapped_first_is_seen(tmp_path: Path) -> None:
+    options = ["--nproc", "2", "--steps", "2", "--modes", "single,ddp", "--json", "out.json"]
+    done = paceline(tmp_path, "compare", *options, script(tmp_path, GAN), "1", "20", fork="all", SEED="7")
+    assert done.returncode == 0, done.stderr
+    said = json.loads((tmp_path / "out.json").read_text())["modes"][1]["weights"]
+    assert float(said.removeprefix("differ by ")) > 1e-3
+
+
+def test_a_step_is_one_of_the_optimizer_that_came_last(tmp_path: Path) -> None:
+    """So it holds all optimizers' work, where one of them steps every second time: nine batches hold four such steps,
+    before the first of which two of the other optimizer were counted."""
+    options = ["--nproc", "2", "--steps", "4", "--modes", "ddp"]
+    done = paceline(tmp_path, "compare", *options, script(tmp_path, GAN), "2", "9", fork="all")
+    assert done.returncode == 2
+    assert "took 6 optimizer steps" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("raise RuntimeError('no luck')", 1, "RuntimeError: no luck"),
+        ("sys.exit(3)", 1, "exit code 3"),
+        ("sys.exit(0)", 2, "took 2 optimizer steps"),
+        ("import os; os._exit(0)", 1, "mode ddp ended with exit code 1"),
+    ],
+)
+def test_a_mode_that_fails_ends_those_that_wait_for_their_turns(
+    tmp_path: Path, line: str, code: int, message: str
+) -> None:
+    text = SCRIPT.replace(
+        "for x, y in paceline.data.DataLoader", "for step, (x, y) in enumerate(paceline.data.DataLoader"
+    )
+    text = text.replace("1])):", "1]))):").replace(
+        "        with model.weight", f"        if world.size == 2 and step == 2: {line}\n        with model.weight"
+    )
+    name = script(tmp_path, text)
+    done = paceline(tmp_path, "compare", "--nproc", "2", "--modes", "single,ddp", "--steps", "4", name, "8", fork="all")
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert f"mode ddp ended with exit code {code}; to compare the others, give --modes single" in done.stderr
+    assert "interrupted" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_one_by_one_modes_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    text = SCRIPT.replace("    torch.manual_seed(0)", "    print(world.size, file=open('order', 'a'))")
+    options = ["--nproc", "2", "--steps", "2", "--modes", "ddp,single", "--one-by-one", "--json", "out.json"]
+    done = paceline(tmp_path, "compare", *options, script(tmp_path, text), "8", fork="all")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "order").read_text().split() == ["2", "2", "1"]
+    rows = json.loads((tmp_path / "out.json").read_text())["modes"]
+    assert [row["mode"] for row in rows] == ["ddp", "single"]
+    assert rows[0]["speedup"] > 0, "also where the mode single is not the first"
+
+
+def test_a_batch_without_samples_for_a_rank_is_a_step_of_it_too(tmp_path: Path) -> None:
+    old = SCRIPT[SCRIPT.index("    for x, y in") : SCRIPT.index("        optimizer.step")]
+    new = """
+    for batch in paceline.data.DataLoader(data, batch_size=int(sys.argv[1])):
+        if batch is None:
+            model.sync_gradients()
+        else:
+            with model.weight(len(batch[0])):
+                (model(batch[0]) - batch[1]).square().sum().backward()
+"""
+    text = SCRIPT.replace(old, new).replace("randn(64", "randn(65")  # the last batch has one sample
+    name = script(tmp_path, text)
+    done = paceline(tmp_path, "compare", "--nproc", "2", "--modes", "single,ddp", "--steps", "6", name, "8", fork="all")
+    assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    text = SCRIPT.replace(
+        "    for x, y in", "    open('ready', 'w').close(); import time; time.sleep(100)\n    for x, y in"
+    )
+    arguments = ["--nproc", "2", "--modes", "single,ddp", script(tmp_path, text), "8"]
+    with Running(tmp_path, "compare", *arguments, fork="all") as job:
+        job.wait_for("ready")
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 130
+    assert not re.search("Traceback", (tmp_path / "stderr").read_text())

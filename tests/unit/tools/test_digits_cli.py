@@ -1,0 +1,331 @@
+"""``paceline train digits`` as its users meet it: what it says, what it refuses, how it ends. Real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.checkpoint import Checkpointer
+from paceline.errors import installing
+from processes import TIMEOUT_S, Running, alive, paceline, script
+from recipe_reports import FIELDS
+
+SHORT = ["--epochs", "1", "--batch-size", "128"]
+KEPT = ["--checkpoint-dir", "points"]
+
+
+def digits(folder: Path, *options: str, nproc: int = 1, fork: str = "all", program: tuple[str, ...] = ()) -> Any:
+    """Run the command with `options` to its end."""
+    arguments = ("train", "digits", "--nproc", str(nproc), *options)
+    return paceline(folder, *arguments, program=program, fork=fork, OMP_NUM_THREADS="1")
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Every file below `folder` with its bytes, and every folder; without what the test itself puts there."""
+    ours = {folder / name for name in ("stdout", "stderr", "tmp", "torch")}
+    found = [path for path in folder.rglob("*") if not ours & {path, *path.parents}]
+    return {str(path): path.read_bytes() if path.is_file() else None for path in found}
+
+
+def living_in(folder: Path) -> list[int]:
+    """Process ids of whoever works in `folder`."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and alive(int(entry)):
+            try:
+                if Path(os.readlink(f"/proc/{entry}/cwd")) == folder:
+                    found.append(int(entry))
+            except OSError:
+                continue
+    return found
+
+
+def assert_refused(folder: Path, done: Any, before: dict[str, bytes | None], message: str) -> None:
+    """Exit code 2, one line on stderr that says `message`, nothing on stdout, nothing left behind."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert message in done.stderr
+    assert contents(folder) == before
+    assert living_in(folder) == []
+
+
+# -- what is refused before any rank starts ----------------------------------------------------------------------------
+
+REFUSED = {
+    "epochs": (["--epochs", "0"], "--epochs must be at least 1, not 0"),
+    "batch size": (["--batch-size", "0"], "--batch-size must be at least 1, not 0"),
+    "accumulate": (["--accumulate", "0"], "--accumulate must be at least 1, not 0"),
+    "uneven micro-batches": (["--batch-size", "32", "--accumulate", "3"], "must be a multiple of --accumulate 3"),
+    "lr of zero": (["--lr", "0"], "--lr must be a finite number greater than 0, not 0.0"),
+    "lr of nan": (["--lr", "nan"], "--lr must be a finite number greater than 0, not nan"),
+    "lr of inf": (["--lr", "inf"], "--lr must be a finite number greater than 0, not inf"),
+    "seed below 0": (["--seed", "-1"], "--seed must be at least 0"),
+    "seed beyond torch's": (["--seed", str(2**64)], "--seed must be at least 0 and below 2**63"),
+    "resume without folder": (["--resume"], "--resume needs --checkpoint-dir"),
+    "changed data without resume": (["--allow-changed-data"], "--allow-changed-data is about a checkpoint's data"),
+    "in the background without folder": (["--async-save"], "--async-save needs --checkpoint-dir"),
+    "every without folder": (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint-dir"),
+    "an empty folder": (["--checkpoint-dir", ""], "--checkpoint-dir must not be empty"),
+    "an empty folder to resume from": (["--checkpoint-dir", "", "--resume"], "--checkpoint-dir must not be empty"),
+    "every 0": (["--checkpoint-dir", "d", "--checkpoint-every", "0"], "--checkpoint-every must be at least 1, not 0"),
+    "json in no folder": (["--json", "nowhere/report.json"], "nowhere does not exist"),
+    "json is a folder": (["--json", "."], "--json . cannot be written: it is a folder"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_wrong_option_is_refused_before_any_rank_starts(options: list[str], message: str) -> None:
+    from paceline.errors import UsageError
+    from paceline.tools.recipes.digits import DigitsConfig
+
+    names = {
+        "--batch-size": "batch_size",
+        "--checkpoint-dir": "checkpoint_dir",
+        "--checkpoint-every": "checkpoint_every",
+        "--async-save": "async_save",
+        "--allow-changed-data": "allow_changed_data",
+    }
+    chosen: dict[str, Any] = {}
+    words = iter(options)
+    for word in words:
+        name = names.get(word, word.removeprefix("--"))
+        kind = {"lr": float, "json": str, "checkpoint_dir": str}.get(name, int)
+        chosen[name] = True if name in ("resume", "async_save", "allow_changed_data") else kind(next(words))
+    with pytest.raises(UsageError) as refused:
+        DigitsConfig(**chosen).check()
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+COMMANDS = {
+    "unknown recipe": (["train", "letters"], "unknown recipe 'letters'; known recipes: digits, lm,"),
+    "no ranks": (["train", "digits", "--nproc", "0"], "--nproc=0 is less than 1"),
+    "ranks in words": (["train", "digits", "--nproc", "two"], "--nproc='two' is neither a number nor auto, gpu or cpu"),
+    "batch size 0": (["train", "digits", "--batch-size", "0"], "--batch-size must be at least 1, not 0"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), COMMANDS.values(), ids=COMMANDS)
+def test_a_wrong_command_is_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    before = contents(tmp_path)
+    assert_refused(tmp_path, paceline(tmp_path, *arguments), before, message)
+
+
+def test_without_scikit_learn_the_pip_command_is_named(tmp_path: Path) -> None:
+    blocked = (
+        "import sys\n"
+        "for name in [name for name in sys.modules if name.split('.')[0] == 'sklearn']: del sys.modules[name]\n"
+        "sys.modules['sklearn'] = None\n"
+        "from paceline.tools.cli.main import main; main()"
+    )
+    done = digits(tmp_path, program=("-c", blocked))
+    assert_refused(tmp_path, done, {}, installing("digits"))
+
+
+def test_help_names_every_option(tmp_path: Path) -> None:
+    done = paceline(tmp_path, "train", "digits", "--help", COLUMNS="100")
+    assert (done.returncode, done.stderr) == (0, "")
+    names = "nproc epochs batch-size lr seed accumulate checkpoint-dir checkpoint-every resume json backend"
+    assert [name for name in names.split() if f"--{name} " not in done.stdout] == []
+
+
+# -- what the ranks refuse, before they train --------------------------------------------------------------------------
+
+
+def test_a_folder_below_a_regular_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("not a folder")
+    before = contents(tmp_path)
+    done = digits(tmp_path, "--checkpoint-dir", "plain/points", nproc=2)
+    assert_refused(tmp_path, done, before, "plain/points cannot be used: Not a directory; choose a folder")
+
+
+@pytest.mark.slow
+def test_a_folder_that_holds_something_else_keeps_it(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("…")
+    done = digits(tmp_path, *SHORT, "--checkpoint-dir", "home", fork="nothing")  # real commands, as everybody's
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(tmp_path / "home")) == ["step-00000012", "thesis.tex"]
+
+
+def test_nothing_to_resume_from_is_refused_and_no_folder_made(tmp_path: Path) -> None:
+    done = digits(tmp_path, "--checkpoint-dir", "runs/7", "--resume")
+    assert_refused(tmp_path, done, {}, "there is no folder runs/7 to resume from; check the path")
+
+
+def test_a_backend_that_pytorch_lacks_is_refused(tmp_path: Path) -> None:
+    done = digits(tmp_path, "--backend", "carrier-pigeon")
+    assert_refused(tmp_path, done, {}, "backend 'carrier-pigeon' is not available in this PyTorch")
+
+
+# -- a run and what it leaves ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder of a run of two ranks that has ended, and the run."""
+    folder = tmp_path_factory.mktemp("finished")
+    done = digits(folder, *SHORT, *KEPT, "--json", "report.json", nproc=2)
+    return folder, done
+
+
+@pytest.fixture
+def points(finished: tuple[Path, Any], tmp_path: Path) -> Path:
+    """A folder with a copy of that run's checkpoints."""
+    shutil.copytree(finished[0] / "points", tmp_path / "points")
+    return tmp_path
+
+
+PROMISED = {"accuracy": float, "test_loss": float, **FIELDS}
+
+
+def test_json_holds_what_was_promised(finished: tuple[Path, Any]) -> None:
+    folder, done = finished
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads((folder / "report.json").read_text())
+    assert {name: type(value) for name, value in report.items()} == PROMISED
+    assert (report["steps"], report["world_size"], report["replicas_identical"]) == (12, 2, True)
+    assert report["gradient_bytes_per_step"] == 30_634 * 4
+    first, second = report["replica_sha256"]
+    assert first == second
+    assert len(bytes.fromhex(first)) == 32
+    assert 0 <= report["exposed_share"] <= 1
+    assert 0 < report["accuracy"] <= 1
+    assert report["samples_per_second"] == pytest.approx(1437 / report["seconds"])
+
+
+def test_the_table_says_that_the_replicas_are_identical(finished: tuple[Path, Any]) -> None:
+    folder, done = finished
+    lines = [" ".join(line.replace("│", " ").split()) for line in done.stdout.splitlines()]
+    assert "digits, 2 ranks" in lines
+    assert "replicas identical yes" in lines
+    assert "steps 12" in lines
+    assert lines[0].startswith("epoch 1/1 train/loss ")
+    for word in ("accuracy", "seconds", "samples/s", "gradient bytes per step 122,536", "waiting for communication"):
+        assert any(line.startswith(word) for line in lines), word
+    assert "\x1b" not in done.stdout
+    sha = json.loads((folder / "report.json").read_text())["replica_sha256"][0]
+    assert sha in "".join(line.split()[-1] for line in lines if line)
+
+
+def test_a_finished_run_resumes_to_the_same_report(points: Path, finished: tuple[Path, Any]) -> None:
+    done = digits(points, *SHORT, *KEPT, "--resume", "--json", "report.json", nproc=2)
+    assert (done.returncode, done.stderr) == (0, "")
+    report, before = (json.loads((folder / "report.json").read_text()) for folder in (points, finished[0]))
+    assert report["resumed_from_step"] == report["steps"] == 12
+    for name in ("accuracy", "test_loss", "replica_sha256"):
+        assert report[name] == before[name]
+    assert "resumed from step" in done.stdout
+
+
+OTHER_RUN = {
+    "no resume": ([*SHORT], "already holds checkpoints up to step 12; continue them with --resume"),
+    "batch size": (["--epochs", "1", "--batch-size", "64", "--resume"], "batch_size=128, this run has batch_size=64"),
+    "lr": ([*SHORT, "--lr", "0.01", "--resume"], "lr=[0.1], this run has lr=[0.01]"),
+    "seed": ([*SHORT, "--seed", "1", "--resume"], "seed=0, this run has seed=1"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), OTHER_RUN.values(), ids=OTHER_RUN)
+def test_a_folder_of_another_run_is_refused_and_says_in_what_it_differs(
+    points: Path, options: list[str], message: str
+) -> None:
+    before = contents(points)
+    assert_refused(points, digits(points, *options, *KEPT), before, message)
+
+
+OTHER_CODE = {
+    "model": (
+        "digits.DigitsNet = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))",
+        "0.weight",
+    ),
+    "data": (
+        "whole = digits.load_digits\n"
+        "def load():\n"
+        "    train, test = whole()\n"
+        "    train.tensors[0][700, 0, 3, 3] += 0.0625\n"
+        "    return train, test\n"
+        "digits.load_digits = load",
+        "the training data are not those that the checkpoint was written with",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "message"), OTHER_CODE.values(), ids=OTHER_CODE)
+def test_another_model_or_one_changed_pixel_is_refused(tmp_path: Path, change: str, message: str) -> None:
+    program = f"import sys, torch, paceline.tools.recipes.digits as digits\n{change}\ndigits.main(sys.argv[-1])"
+    config = {"epochs": 1, "batch_size": 128, "checkpoint_dir": "points"}
+    done = paceline(tmp_path, json.dumps(config), program=("-c", program), fork="all", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    before = contents(tmp_path)
+    assert_refused(tmp_path, digits(tmp_path, *SHORT, *KEPT, "--resume"), before, message)
+
+
+@pytest.mark.slow
+def test_more_ranks_than_samples(tmp_path: Path) -> None:
+    # Each global batch of two leaves one of the ranks without a sample, and the last one leaves two.
+    program = (
+        "import sys, torch, paceline.tools.recipes.digits as digits\n"
+        "whole = digits.load_digits\n"
+        "def load():\n"
+        "    train, test = whole()\n"
+        "    return torch.utils.data.TensorDataset(*(tensor[:81] for tensor in train.tensors)), test\n"
+        "digits.load_digits = load\n"
+        "digits.main(sys.argv[-1])\n"
+    )
+    config = {"epochs": 1, "batch_size": 2, "json": "report.json"}
+    name = script(tmp_path, program)
+    done = paceline(tmp_path, "run", "--nproc", "3", name, json.dumps(config), fork="all", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["steps"], len(set(report["replica_sha256"]))) == (41, 1)
+
+
+def test_ctrl_c_ends_all_ranks_after_a_saved_step(tmp_path: Path) -> None:
+    options = ["--nproc", "2", "--epochs", "1000", *KEPT, "--checkpoint-every", "10"]
+    with Running(tmp_path, "train", "digits", *options, fork="all") as job:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not list(tmp_path.glob("points/step-*20")):
+            assert job.process.poll() is None, job.stderr
+            assert time.monotonic() < deadline, job.stderr
+            time.sleep(0.02)
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 130
+        said = r"interrupted, after step (\d+) was saved\nthe checkpoints in points are kept; .* with --resume\n$"
+        [saved] = re.findall(said, job.stderr)
+    assert living_in(tmp_path) == []
+    with Checkpointer(tmp_path / "points") as checkpointer:
+        newest = checkpointer.steps()[-1]
+        assert checkpointer.latest() == tmp_path / "points" / f"step-{newest:08d}"
+        assert newest == int(saved)
+
+
+def test_models_that_differ_between_ranks_are_one_line_from_the_launcher(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        "import torch, paceline\n"
+        "from paceline.launch.rank.failure_report import rank_main\n"
+        "def main():\n"
+        "    with paceline.init() as world:\n"
+        "        paceline.DistributedDataParallel(torch.nn.Linear(4, 2 + world.rank))\n"
+        "rank_main(main)\n",
+    )
+    before = contents(tmp_path)
+    done = paceline(tmp_path, "run", "--nproc", "2", name, fork="all")
+    assert_refused(
+        tmp_path,
+        done,
+        before,
+        "'weight' has shape (3, 4), torch.float32 on rank 1 but shape (2, 4), torch.float32 on rank 0",
+    )

@@ -1,0 +1,298 @@
+"""The parts of the recipe lm: text, tokens and windows, the model, the optimizer; and its training on several ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.core.processes.world import World
+from paceline.core.state.rng import set_seed
+from paceline.core.state.unwrapping import unwrap
+from paceline.errors import UsageError
+from paceline.tools.recipes.language_model.gpt import GPT
+from paceline.tools.recipes.language_model.muon import Muon, orthogonal
+from paceline.tools.recipes.language_model.text import (
+    IGNORED,
+    Characters,
+    Windows,
+    learn_subwords,
+    make_corpus,
+    read_text,
+    split,
+)
+from paceline.tools.recipes.lm import LmConfig, read_corpus, train_lm, written_on
+from twins import Pools
+
+SMALL: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "context": 16, "warmup_steps": 5, "sample": 0}
+
+
+def prose(words: int) -> str:
+    """Text of the same few words in another order each time."""
+    choose = random.Random(words).choice
+    return " ".join(choose(["the", "king", "of", "naïve", "rats", "is\n", "not", "here,"]) for _ in range(words))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lm") / "text.txt"
+    path.write_text(prose(600), "utf-8")
+    return path
+
+
+# -- text and tokens ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [9, 10, 11, 16, 17])
+def test_windows_predict_every_token_but_the_first_exactly_once(length: int) -> None:
+    tokens = torch.arange(length)
+    windows = Windows(tokens, 5)
+    pairs = [(int(i), int(t)) for x, y in (windows[k] for k in range(len(windows))) for i, t in zip(x, y, strict=True)]
+    assert [pair for pair in pairs if pair[1] != IGNORED] == [(k, k + 1) for k in range(length - 1)]
+    assert windows.tokens == length - 1
+    assert all(len(part) == 5 for k in range(len(windows)) for part in windows[k])
+
+
+def test_the_last_tenth_is_validation_and_its_first_character_is_predicted_too() -> None:
+    corpus = make_corpus("ab" * 50, Characters("ab"), 8)
+    assert (corpus.training.tokens, corpus.validation.tokens) == (89, 10)
+
+
+def test_characters_come_back_as_they_were() -> None:
+    words = "naïve 木 🙂\n\tend"
+    tokenizer = Characters(words)
+    assert tokenizer.size == len(set(words))
+    tokens = tokenizer.encode(words)
+    assert (tokens.dtype, int(tokens.max())) == (torch.int64, tokenizer.size - 1)
+    assert tokenizer.decode(tokens) == words
+
+
+def test_subwords_learn_the_same_every_time_and_take_text_that_they_never_saw() -> None:
+    pytest.importorskip("tokenizers")
+    first, second = (learn_subwords(prose(400), 300) for _ in range(2))
+    strange = "木 🙂 zebra\n"
+    assert first.decode(first.encode(strange)) == strange
+    assert first.encode(prose(50)).tolist() == second.encode(prose(50)).tolist()
+    assert 256 < first.size <= 300
+    assert len(first.encode(prose(50))) < len(prose(50)) / 2
+
+
+def test_a_byte_order_mark_is_no_character(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes("\ufeffabc".encode())
+    assert read_text(str(tmp_path / "text.txt")) == "abc"
+
+
+# -- the model and its optimizer ---------------------------------------------------------------------------------------
+
+
+def trained_a_little(vocabulary: int = 11) -> GPT:
+    with set_seed(1):
+        model = GPT(vocabulary, context=12, width=16, layers=2, heads=2)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)  # zeros hide mistakes
+    return model
+
+
+@torch.no_grad()
+def test_a_token_changes_no_prediction_before_it() -> None:
+    model = trained_a_little()
+    tokens = torch.randint(0, 11, (1, 12), generator=torch.Generator().manual_seed(0))
+    before = model(tokens)
+    for position in range(12):
+        changed = tokens.clone()
+        changed[0, position] = (tokens[0, position] + 1) % 11
+        after = model(changed)
+        torch.testing.assert_close(after[0, :position], before[0, :position])
+        assert (after[0, position] - before[0, position]).abs().max() > 1e-3
+
+
+def test_the_model_is_uniform_at_first() -> None:
+    with set_seed(0):
+        logits = GPT(11, context=12, width=16, layers=2, heads=2)(torch.zeros(2, 12, dtype=torch.int64))
+    assert logits.shape == (2, 12, 11)
+    assert not logits.any()
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (24, 8), (8, 24), (3, 8, 8)], ids=str)
+def test_orthogonal_brings_all_singular_values_close_to_one(shape: tuple[int, ...]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    result = orthogonal(matrix)
+    assert result.shape == matrix.shape
+    values = torch.linalg.svdvals(result)
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+    # The same singular vectors: U V' of the original is nearest.
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    assert (result - u @ v).abs().max() < 0.4
+
+
+def test_a_stack_of_matrices_is_trained_as_matrices() -> None:
+    stack = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(orthogonal(stack), torch.stack([orthogonal(matrix) for matrix in stack]))
+
+
+def test_all_else_is_trained_as_by_torchs_adamw() -> None:
+    ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 12)) for _ in range(2))
+    optimizers = [
+        Muon([], [ours], other_lr=0.01),
+        torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.99), eps=1e-10, weight_decay=0.0),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        gradient = torch.randn(12, generator=generator)
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+# -- training on several ranks -----------------------------------------------------------------------------------------
+
+
+def trained(world: World, config: LmConfig) -> tuple[dict[str, Any], list[str]]:
+    """The report of a training, and what rank 0 writes after it."""
+    corpus = read_corpus(config)
+    model, report, _ = train_lm(config, corpus, world)
+    sample = written_on(unwrap(model), corpus.validation[0][0][:1], 20, config.context, seed=3)
+    return json.loads(report.to_json()), [corpus.tokenizer.decode(sample)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokenizer", ["chars", "bpe"])
+def test_ranks_and_micro_batches_give_the_same_loss(pools: Pools, text: Path, tokenizer: str) -> None:
+    if tokenizer == "bpe":
+        pytest.importorskip("tokenizers")
+    config = LmConfig(data=str(text), tokenizer=tokenizer, vocabulary=280, epochs=1, batch_size=8, **SMALL)
+    losses = {}
+    for size, accumulate in ((1, 1), (2, 1), (4, 1), (2, 2)):
+        reports = [report for report, _ in pools.run(size, trained, replace(config, accumulate=accumulate))]
+        assert len({sha for report in reports for sha in report["replica_sha256"]}) == 1
+        losses[size, accumulate] = reports[0]["loss"]
+    assert list(losses.values()) == pytest.approx([losses[1, 1]] * 4, rel=1e-4)
+    assert losses[1, 1] < {"chars": 2.6, "bpe": 5.5}[tokenizer]  # uniform is 3.1 and 5.6
+
+
+def naive_loss(model: torch.nn.Module, tokens: Tensor, context: int) -> float:
+    """The definition of the reported loss, a token at a time."""
+    losses = []
+    for index in range(1, len(tokens)):
+        start = (index - 1) // context * context
+        logits = model(tokens[None, start:index])[0, -1]
+        losses.append(F.cross_entropy(logits, tokens[index]))
+    return float(torch.stack(losses).double().mean())
+
+
+def loss_twice(world: World, config: LmConfig) -> tuple[float, float]:
+    corpus = read_corpus(config)
+    model, report, _ = train_lm(config, corpus, world)
+    training, validation = (corpus.tokenizer.encode(part) for part in split(read_text(config.data)))
+    tokens = torch.cat([training[-1:], validation])
+    with torch.no_grad():
+        return report.metrics["loss"], naive_loss(unwrap(model), tokens, config.context)
+
+
+def test_the_reported_loss_is_the_mean_over_every_validation_token(pools: Pools, text: Path) -> None:
+    config = LmConfig(data=str(text), epochs=1, batch_size=16, **SMALL)
+    for reported, expected in pools.run(2, loss_twice, config):
+        assert reported == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_resumed_in_mid_epoch_ends_with_the_same_bits(pools: Pools, text: Path, tmp_path: Path) -> None:
+    config = LmConfig(data=str(text), epochs=2, batch_size=16, checkpoint_every=4, **SMALL)
+    whole = pools.run(2, trained, replace(config, checkpoint_dir=str(tmp_path)))
+    steps, per_epoch = whole[0][0]["steps"], whole[0][0]["steps"] // 2
+    saved = sorted(tmp_path.glob("step-*"))
+    middle = next(path for path in saved if int(path.name[5:]) > per_epoch)
+    assert int(middle.name[5:]) < steps, "not in mid-epoch"
+    for path in saved[saved.index(middle) + 1 :]:
+        shutil.rmtree(path)
+    again = pools.run(2, trained, replace(config, checkpoint_dir=str(tmp_path), resume=True))
+    for (one, sample), (other, other_sample) in zip(whole, again, strict=True):
+        assert (other["resumed_from_step"], other["steps"]) == (int(middle.name[5:]), steps)
+        assert (other["replica_sha256"], other["loss"]) == (one["replica_sha256"], one["loss"])
+        assert sample == other_sample
+        assert len(sample[0]) == 21
+
+
+def test_another_text_is_refused_on_resume(pools: Pools, text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text("utf-8").replace("king", "ring", 1), "utf-8")
+    config = LmConfig(data=str(text), epochs=1, batch_size=32, checkpoint_dir=str(tmp_path / "points"), **SMALL)
+    pools.run(1, trained, config)
+    with pytest.raises(AssertionError, match="the training data are not those"):
+        pools.run(1, trained, replace(config, data=str(other), resume=True))
+
+
+# -- models of Hugging Face --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The folder of a tiny model with random weights, and its tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    folder = str(tmp_path_factory.mktemp("llama"))
+    tokenizer = learn_subwords(prose(600), 270)
+    tokenizer._tokenizer.save(f"{folder}/tokenizer.json")
+    options = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.utils.logging.disable_progress_bar()
+    with set_seed(0):
+        config = transformers.LlamaConfig(vocab_size=tokenizer.size, max_position_embeddings=32, **options)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_of_hugging_face_trains_and_writes_with_its_own_tokenizer(
+    pools: Pools, text: Path, llama: str, dtype: str
+) -> None:
+    options: dict[str, Any] = {"epochs": 3, "batch_size": 8, "context": 16, "warmup_steps": 0, "sample": 0}
+    config = LmConfig(data=str(text), model=llama, model_lr=0.02, model_dtype=dtype, **options)
+    config.check()
+    (report, sample), _ = pools.run(2, trained, config)
+    assert report["replicas_identical"]
+    assert report["loss"] < 5  # uniform is 5.6
+    assert sample[0].strip()
+
+
+def test_a_model_that_does_not_fit_is_refused(text: Path, llama: str, tmp_path: Path) -> None:
+    config = LmConfig(data=str(text), model=llama)
+    with pytest.raises(UsageError, match="--context 128 is more than the 32 positions of --model"):
+        config.check()
+    with pytest.raises(UsageError, match=r"knows 270 tokens but the tokenizer \d+; leave --tokenizer out"):
+        replace(config, tokenizer="bpe", vocabulary=290, context=16).check()
+    alone = replace(config, model=str(tmp_path))
+    with pytest.raises(UsageError, match=r"the folder has no weights; give one that save_pretrained\(\) wrote"):
+        alone.check()
+    shutil.copy(f"{llama}/model.safetensors", tmp_path)
+    with pytest.raises(UsageError, match=r"--model .* there is no file .*tokenizer.json; give --tokenizer chars"):
+        alone.check()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"tokenizer.json is no tokenizer of the tokenizers library: "):
+        alone.check()
+    shutil.copy(f"{llama}/tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(UsageError, match=r"config.json cannot be read: "):
+        alone.check()
+
+
+def test_a_hub_out_of_reach_is_one_line_at_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(
+        UsageError, match=r"nobody/nothing is not on this machine, and http.* cannot be reached"
+    ) as refused:
+        LmConfig(data=str(text), model="nobody/nothing").check()
+    assert "--model DIR" in str(refused.value)
+    with pytest.raises(UsageError, match="'no/such/folder' is neither a folder nor the name of a model"):
+        LmConfig(data=str(text), model="no/such/folder").check()

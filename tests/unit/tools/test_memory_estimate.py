@@ -1,0 +1,577 @@
+"""``paceline estimate-memory``: what it counts is what ranks hold, and mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from test_cli import run
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import paceline
+from hub_server import Hub
+from paceline.core.processes.world import World
+from paceline.errors import installing
+from paceline.optim import ShardedOptimizer, sharding
+from paceline.tools.memory_estimate import hub_models
+from paceline.tools.memory_estimate.activations import measure_activations, without_mkldnn
+from paceline.tools.memory_estimate.contents import contents_of
+from paceline.tools.memory_estimate.strategies import (
+    DDP,
+    FSDP2,
+    SHARDED,
+    TORCH_DDP,
+    Footprint,
+    Training,
+    held_state,
+    plan_of,
+)
+from paceline.tools.memory_estimate.trial import parse_optimizer
+from processes import paceline as command
+from twins import Pools
+
+PAGE = Path(__file__).parents[3] / "docs" / "sharded-optimizer.md"
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 960,
+    "intermediate_size": 2560,
+    "num_attention_heads": 15,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 5,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+TINY = {**SMOLLM2, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 3, "num_key_value_heads": 1}
+TINY |= {"num_hidden_layers": 2, "vocab_size": 100, "max_position_embeddings": 64}
+
+
+# -- the optimizer's state ---------------------------------------------------------------------------------------------
+
+
+def held(state: Any) -> int:
+    """Return the bytes of the tensors in an optimizer's state."""
+    tensors = [value for entry in state.values() for value in entry.values() if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+OPTIMIZERS = (
+    "adamw",
+    "Adam+amsgrad",
+    "sgd",
+    "sgd+momentum",
+    "SGD+momentum=0.8+nesterov",
+    "adafactor",
+    "adagrad",
+    "rmsprop+centered+momentum",
+    "adamw+fused+betas=(0.9, 0.95)",
+    "rprop",
+    "asgd",
+)
+
+
+@pytest.mark.parametrize("text", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_of_any_shape_follows_from_a_step_on_a_tiny_parameter(text: str, dtype: torch.dtype) -> None:
+    trial = parse_optimizer(text)
+    for shape in ((), (33,), (48, 7), (7, 7), (4, 1, 3), (8, 3, 5, 5), (0,)):
+        if text == "adafactor" and 0 in shape:
+            continue  # it divides by the number of elements
+        parameter = nn.Parameter(torch.ones(shape, dtype=dtype))
+        parameter.grad = torch.ones(shape, dtype=dtype)
+        optimizer: Any = trial.optimizer_class([parameter], **trial.options)
+        optimizer.step()
+        assert trial.nbytes(shape, dtype) == held(optimizer.state), shape
+
+
+def test_an_optimizer_that_cannot_train_a_parameter_says_so() -> None:
+    cases: Any = (("muon", (3,), "1 dimensions"), ("lbfgs", (3, 2), "LBFGS"), ("sparseadam", (2,), "dense gradients"))
+    for text, shape, said in cases:
+        with pytest.raises(paceline.UsageError, match=said):
+            parse_optimizer(text).nbytes(shape, torch.float32)
+    with pytest.raises(paceline.UsageError, match="sparse"):
+        parse_optimizer("adamw").nbytes((3, 2), torch.float32, "sparse")
+
+
+# -- what ranks hold ---------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Layers of odd sizes: tied, frozen, sparse, in two dtypes, with buffers, and more than a bucket of parameters."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(301, 129, sparse=sparse)
+        self.layers = nn.ModuleList(nn.Linear(129, 129) for _ in range(3))
+        self.norm = nn.BatchNorm1d(129)
+        self.frozen = nn.Linear(129, 129).requires_grad_(False)
+        self.head = nn.Linear(129, 301, bias=False)
+        if not sparse:
+            self.head.weight = self.tokens.weight
+        self.wide = nn.Linear(301, 3, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.tokens(tokens).mean(1)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        found: Tensor = self.wide(self.head(self.frozen(self.norm(hidden))).double())
+        return found
+
+
+def elements(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def train(model: nn.Module, optimizer: Any, rank: int) -> None:
+    for step in range(3):
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randint(301, (6, 4), generator=generator)), torch.zeros(6).long()).backward()
+        optimizer.step()
+
+
+def held_by_ours(world: World, kind: type, options: dict[str, Any], sharding: dict[str, Any] | None, net: Any) -> Any:
+    """Weights, gradients, optimizer state and buckets of this rank, in bytes."""
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    module = Net(net == "sparse")
+    if net == "bf16":
+        module.to(torch.bfloat16)
+        module.wide.to(torch.float64)
+    model = paceline.DistributedDataParallel(module)
+    optimizer: Any = kind(model.parameters(), **options)
+    if sharding is not None:
+        optimizer = ShardedOptimizer(model, kind, **sharding, **options)
+    train(model, optimizer, world.rank)
+    state = held(optimizer.local_state()["state"] if sharding is not None else optimizer.state)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    weights = elements(model.parameters()) + elements(model.buffers())
+    buckets = model._engine.storage.nbytes  # type: ignore[attr-defined]
+    return weights, elements(gradient for gradient in gradients if not gradient.is_sparse), state, buckets
+
+
+def estimated(text: str, net: str = "plain", master: torch.dtype | None = None) -> Training:
+    module = Net(net == "sparse")
+    if net == "bf16":
+        module.to(torch.bfloat16)
+        module.wide.to(torch.float64)
+    return Training(contents_of(module, None), parse_optimizer(text), master)
+
+
+def row(training: Training, ranks: int, strategy: str) -> Footprint:
+    return next(each for each in training.footprints(ranks) if each.strategy == strategy)
+
+
+CASES: dict[str, tuple[str, str, type, dict[str, Any], dict[str, Any]]] = {
+    "adamw": ("adamw", "plain", torch.optim.AdamW, {}, {}),
+    "momentum": ("sgd+momentum", "plain", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {}),
+    "sparse": ("adagrad", "sparse", torch.optim.Adagrad, {}, {}),
+    "by tensor": ("adafactor", "plain", torch.optim.Adafactor, {}, {"by": "tensor"}),
+    "masters": ("adamw", "bf16", torch.optim.AdamW, {}, {"master_dtype": torch.float32}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_hold_the_bytes_that_were_estimated(pools: Pools, case: str) -> None:
+    text, net, kind, options, how = CASES[case]
+    training = estimated(text, net, how.get("master_dtype"))
+    ours = row(training, 2, SHARDED)
+    states = [held_state(training, pieces) for pieces in plan_of(training, 2).held]
+    found = pools.run(2, held_by_ours, kind, options, how, net)
+    gradients = training.contents.gradient_bytes
+    assert found == [(ours.weights, gradients, state, gradients) for state in states]  # gradients lie in the buckets
+    assert ours.state == max(states)
+    if case != "masters":  # which a plain optimizer does not keep
+        plain = row(training, 2, DDP)
+        expected = (plain.weights, plain.gradients, plain.state, plain.gradients)
+        assert pools.run(2, held_by_ours, kind, options, None, net) == [expected] * 2
+
+
+def test_masters_of_frozen_parameters_count_where_they_are_held_alone() -> None:
+    # A frozen model with small trained parts was given gradients in the masters' dtype for all of it.
+    module = nn.Sequential(nn.Linear(512, 512).requires_grad_(False), nn.Linear(512, 4)).to(torch.bfloat16)
+    training = Training(contents_of(module, None), parse_optimizer("sgd"), torch.float32)
+    frozen, trained = 512 * 513, 4 * 513
+    assert row(training, 2, DDP).state == 4 * trained
+    ours = row(training, 2, SHARDED)
+    assert ours.gradients < 2 * trained + 4 * trained
+    assert ours.state > 4 * frozen / 2
+    assert row(training, 2, FSDP2).weights == 2 * frozen / 2 + 4 * trained / 2
+
+
+def held_by_fsdp2(world: World) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 33), nn.BatchNorm1d(33))
+    mesh = init_device_mesh("cpu", (world.size,))
+    for part in module:
+        fully_shard(part, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(module.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        module(torch.randn(5, 33)).square().mean().backward()
+        optimizer.step()
+    local = [parameter.to_local() for parameter in module.parameters()]  # type: ignore[operator]
+    gradients = [parameter.grad.to_local() for parameter in module.parameters()]  # type: ignore[union-attr]
+    state = [each for entry in optimizer.state.values() for each in entry.values()]
+    locals_ = [each.to_local() if hasattr(each, "to_local") else each for each in state]
+    return elements(local) + elements(module.buffers()), elements(gradients), elements(locals_)
+
+
+def test_the_first_rank_of_fsdp2_holds_the_bytes_that_were_estimated(pools: Pools) -> None:
+    module = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 33), nn.BatchNorm1d(33))
+    footprint = row(Training(contents_of(module, None), parse_optimizer("adamw")), 2, FSDP2)
+    found = pools.run(2, held_by_fsdp2)
+    assert found[0] == (footprint.weights, footprint.gradients, footprint.state)
+    assert all(second <= first for first, second in zip(*found, strict=True))
+
+
+def staged_at_a_time(world: World) -> tuple[int, int, bool]:
+    """The most gatherings under way, their number, and whether the parameters are right."""
+    capacity, sharding.CAPACITY = sharding.CAPACITY, 64  # type: ignore[attr-defined]
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+        group = dist.new_group(backend="gloo")
+        optimizer = ShardedOptimizer(model, torch.optim.SGD, process_group=group, lr=0.5)
+    finally:
+        sharding.CAPACITY = capacity  # type: ignore[attr-defined]
+    channel = optimizer.channel
+    assert channel is not None
+    gather, under_way = channel.all_gather, []
+
+    def counted(flat: Tensor) -> Any:
+        launched = gather(flat)
+        under_way.append(channel._outstanding.count)
+        return launched
+
+    channel.all_gather = counted  # type: ignore[method-assign]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    is_right = all(torch.equal(old - 0.5, new) for old, new in zip(before, model.parameters(), strict=True))
+    return max(under_way), len(under_way), is_right
+
+
+def test_parameters_that_travel_through_buffers_do_so_four_segments_at_a_time(pools: Pools) -> None:
+    # All at once took buffers as large as all parameters together: half of what sharding Adam saves on many ranks.
+    assert pools.run(2, staged_at_a_time) == [(4, 7, True)] * 2
+
+
+def test_buffers_of_a_strategy_are_small_unless_it_copies_all() -> None:
+    module = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(16)])  # 256 MiB
+    training = Training(contents_of(module, None), parse_optimizer("adamw"))
+    ours, sharded, torchs, fsdp2 = (row(training, 4, name) for name in (DDP, SHARDED, TORCH_DDP, FSDP2))
+    assert torchs.communication == training.contents.gradient_bytes
+    assert ours.communication < 40 * 2**20
+    assert sharded.communication == 5 * ours.communication  # parameters are cut as gradients are
+    assert fsdp2.communication == 2 * 2 * (2048 * 2048 + 2048) * 4  # weights and gradients of two layers
+    assert all(row(training, 1, name).communication == 0 for name in (DDP, SHARDED, FSDP2))
+    assert ours.total > sharded.total > fsdp2.total
+
+
+# -- activations -------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.qkv, self.out = nn.Embedding(50, 32), nn.Linear(32, 96), nn.Linear(32, 50, bias=False)
+        self.out.weight = self.tokens.weight
+        self.scale = torch.ones(32)  # an attribute that is no buffer
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.tokens(tokens) * self.scale
+        q, k, v = self.qkv(hidden).view(*tokens.shape, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(hidden.shape)
+        found: Tensor = self.out(F.dropout(F.gelu(mixed + hidden), 0.1))
+        return found
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(16, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.lstm(x)[0][:, -1])
+        return found
+
+
+def pictures() -> nn.Module:
+    first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    return nn.Sequential(first, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 4))
+
+
+def measured_for_real(module: nn.Module, x: Tensor, autocast: torch.dtype | None) -> int:
+    """Bytes of the storages that autograd saves on the CPU, and of the output."""
+    kept = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    tensors: list[Tensor] = []
+    cast: Any = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+    hooks = saved_tensors_hooks(lambda tensor: tensors.append(tensor) or tensor, lambda tensor: tensor)
+    with hooks, cast, without_mkldnn():
+        tensors.append(module.train()(x))
+    sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(size for address, size in sizes.items() if address not in kept)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("build", "make"),
+    [
+        (Attention, lambda: torch.zeros(3, 24, dtype=torch.int64)),
+        (Checkpointed, lambda: torch.ones(5, 16)),
+        (Recurrent, lambda: torch.ones(5, 7, 16)),
+        (pictures, lambda: torch.ones(2, 3, 8, 8)),
+    ],
+    ids=["attention", "checkpointed", "recurrent", "pictures"],
+)
+def test_activations_are_what_autograd_saves(
+    build: Callable[[], nn.Module], make: Callable[[], Tensor], autocast: torch.dtype | None
+) -> None:
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            module = build()
+        found = measure_activations(module, lambda: ((make(),), {}), autocast=autocast)
+        real = measured_for_real(build(), make(), autocast)
+        # Fake tensors have the statistics of a BatchNorm in the input's dtype.
+        assert found == (real if autocast is None else pytest.approx(real, rel=0.01))
+
+
+def test_a_batch_that_no_machine_could_hold_is_measured() -> None:
+    with torch.device("meta"):
+        module = nn.Linear(2**20, 2**20)
+    assert measure_activations(module, lambda: ((torch.ones(2**20, 2**20),), {})) == 2 * 2**42
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+MODELS = """
+import torch
+from torch import nn
+print("imported")
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(width, 4)
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        print("built")
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    def forward(self, x):
+        return self.layers(x)
+
+class Factory:
+    @staticmethod
+    def make():
+        return nn.Embedding(10, 4)
+
+class Buffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(4))
+
+def initialized():
+    model = lazy()
+    model(torch.ones(2, 8))
+    return model
+
+def reads():
+    return nn.Linear(int(torch.ones(3).sum().item()), 2)
+
+def ends():
+    raise SystemExit(3)
+
+class Branches(Small):
+    def forward(self, x):
+        return self.layers(x) if x.sum() > 0 else x
+
+built = nn.Linear(3, 2, bias=False)
+two = lambda: (Small(), 1)
+number = 3
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with models, from which commands are run."""
+    (tmp_path / "zoo.py").write_text(MODELS)
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delitem(sys.modules, "zoo", raising=False)
+    return tmp_path
+
+
+REFUSED = {
+    "no ranks": (["zoo.py:Small", "--nproc", "0"], "--nproc=0: give numbers of ranks from 1"),
+    "negative ranks": (["zoo.py:Small", "--nproc", "-2"], "--nproc=-2"),
+    "no number": (["zoo.py:Small", "--nproc", "two"], "--nproc=two"),
+    "too many ranks": (["zoo.py:Small", "--nproc", "1000000"], "from 1 to 4096"),
+    "negative batch": (["zoo.py:Small", "--batch-size", "-1", "--input-shape", "16"], "--batch-size=-1 is less than 1"),
+    "no length": (["zoo.py:Small", "--batch-size", "2"], "--sequence-length"),
+    "both inputs": (["zoo.py:Small", "--sequence-length", "2", "--input-shape", "16"], "give one of them"),
+    "wrong shape": (["zoo.py:Small", "--input-shape", "3,x"], "--input-shape 3,x"),
+    "wrong width": (["zoo.py:Small", "--input-shape", "17"], "zoo.py:Small failed with a batch of shape (1, 17)"),
+    "forward that reads": (["zoo.py:Branches", "--input-shape", "16"], "depends on the values of a tensor"),
+    "unknown optimizer": (["zoo.py:Small", "--optimizer", "adamx"], "torch has no optimizer 'adamx'"),
+    "unknown option": (["zoo.py:Small", "--optimizer", "adamw+momentum"], "AdamW has no option 'momentum'"),
+    "wrong option": (["zoo.py:Small", "--optimizer", "sgd+momentum=many"], "'many'"),
+    "unfit optimizer": (["zoo.py:Small", "--optimizer", "muon"], "Muon"),
+    "unknown dtype": (["zoo.py:Small", "--dtype", "int8"], "--dtype int8: choose one of float32"),
+    "no halves": (["zoo.py:Small", "--master-dtype", "float32"], "--master-dtype float32 is for weights in bf16"),
+    "autocast alone": (["zoo.py:Small", "--autocast", "bfloat16"], "--autocast changes activations alone"),
+    "arguments": (["zoo.py:Net"], "zoo.py:Net takes arguments (missing a required argument: 'width')"),
+    "missing file": (["none.py:Small"], "there is no file none.py"),
+    "missing module": (["none:Small"], "No module named 'none'"),
+    "missing package": (["broken:Small"], "No module named 'no_such_package' ("),
+    "missing name": (["zoo:Smal"], "zoo has no 'Smal'"),
+    "no function": (["zoo:number"], "zoo:number is a int"),
+    "no module": (["zoo:two"], "zoo:two returned a tuple"),
+    "ends": (["zoo:ends"], "SystemExit: 3"),
+    "reads a value": (["zoo:reads"], "zoo:reads failed on the meta device"),
+    "lazy": (["zoo:lazy"], "'0.weight' has no shape"),
+    "buffers alone": (["zoo:Buffers"], "no parameter that requires a gradient"),
+    "file alone": (["zoo.py"], "zoo.py:build"),
+    "other folder": (["other"], "the folder other has no config.json"),
+    "no name": (["a/b/c"], "'a/b/c' is no model"),
+    "too long": (["config.json", "--sequence-length", "65"], "more than the 64 positions of config.json"),
+    "no tokens": (["config.json", "--input-shape", "3"], "config.json takes tokens"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.usefixtures("models")
+def test_a_mistake_is_one_line(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "estimate-memory", *arguments) == 2
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if line not in ("imported", "built")]
+    assert (out, len(lines)) == ("", 1), err
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+
+
+@pytest.mark.usefixtures("models")
+def test_without_transformers_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hub_models, "find_spec", lambda name: None)
+    assert run(monkeypatch, "estimate-memory", "config.json") == 2
+    assert (
+        f"needs the package 'transformers', which is not installed; {installing('recipes')}" in capsys.readouterr().err
+    )
+
+
+def estimate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert not run(monkeypatch, "estimate-memory", *arguments, "--json")
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [("zoo.py:Small", 676), ("zoo:Small", 676), ("zoo:Factory.make", 40), ("zoo:built", 6), ("zoo:initialized", 36)],
+)
+def test_models_come_from_classes_functions_and_instances(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, parameters: int
+) -> None:
+    found = estimate(monkeypatch, capsys, model, "--nproc", "3", "--optimizer", "sgd")
+    assert found["parameters"] == parameters
+    plain = next(each for each in found["ranks"] if each["strategy"] == DDP)
+    assert (plain["nproc"], plain["state"], plain["activations"]) == (3, 0, None)
+    assert (plain["weights"], plain["gradients"]) == (4 * parameters, 4 * parameters)
+
+
+@pytest.mark.usefixtures("models")
+def test_totals_are_sums_and_dtypes_are_those_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--dtype", "bfloat16", "--master-dtype", "float32", "--input-shape", "16", "--batch-size", "8")
+    found = estimate(monkeypatch, capsys, "zoo.py:Small", "--nproc", "4,1", *options)
+    assert [each["nproc"] for each in found["ranks"]] == [1] * 4 + [4] * 4
+    for each in found["ranks"]:
+        parts = ("weights", "gradients", "state", "communication", "activations")
+        assert each["total"] == sum(each[part] for part in parts)
+        assert each["activations"] == 2 * 8 * (16 + 32 + 4)  # inputs of both layers, and the output
+    plain, sharded, fsdp2 = (
+        next(each for each in found["ranks"] if (each["nproc"], each["strategy"]) == (4, name))
+        for name in (DDP, SHARDED, FSDP2)
+    )
+    assert (plain["weights"], plain["state"]) == (2 * 676, 12 * 676 + 4 * 4)
+    assert sharded["weights"] == 2 * 676
+    assert fsdp2["weights"] == 4 * 676 / 4
+    assert plain["state"] / 4 < sharded["state"] < plain["state"] / 2  # 128 elements are not cut
+
+
+def sample() -> tuple[list[str], list[str]]:
+    """The command that the page shows, and the lines that it says are printed."""
+    first, *lines = PAGE.read_text("utf-8").partition("    paceline estimate-memory ")[2].splitlines()
+    shown = list(takewhile(lambda line: not line or line.startswith("    "), lines))
+    return first.split(), [line.removeprefix("    ").rstrip() for line in shown if line.strip()]
+
+
+def test_a_name_on_the_hub_gives_the_table_of_the_page(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SMOLLM2))
+    arguments, shown = sample()
+    with Hub({f"models/{arguments[0]}": tmp_path / "model"}) as hub:
+        environment = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
+        done = command(tmp_path, "estimate-memory", *arguments, **environment)
+        assert done.returncode == 0, done.stderr
+        assert not [request for request in hub.requests if "safetensors" in request]
+    assert [line.rstrip() for line in done.stdout.splitlines() if line.strip()] == shown
+
+
+def test_without_network_one_line_says_what_to_give_instead(tmp_path: Path) -> None:
+    environment = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = command(tmp_path, "estimate-memory", "org/name", **environment)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "the configuration of org/name is not on this machine" in done.stderr
+    assert "http://127.0.0.1:9 cannot be reached" in done.stderr
+    assert "config.json" in done.stderr
+
+
+def test_help_has_an_example(tmp_path: Path) -> None:
+    done = command(tmp_path, "estimate-memory", "--help", COLUMNS="120")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "paceline estimate-memory HuggingFaceTB/SmolLM2-360M" in done.stdout

@@ -1,0 +1,255 @@
+"""``paceline train mrpc``: what it refuses, in one line and before any rank starts, and what it takes from the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forked import call
+from hub_server import Hub
+from paceline.errors import MissingExtra, UsageError, installing
+from paceline.tools.recipes.configs import DEFAULT_MODEL, MrpcConfig
+from paceline.tools.recipes.paraphrases.data import COLUMNS
+from processes import paceline
+
+ROW = "1\t1\t2\tA cat .\tThe cat ."
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, ids in (("train.tsv", "1\t2"), ("dev.tsv", "3\t4")):
+        lines = ["\t".join(COLUMNS), ROW.replace("1\t2", ids)]
+        (folder / name).write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with the files of a model; what is in them does not matter before ranks start."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(UsageError) as refused:
+        MrpcConfig(**options).check()
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"max_length": 0}, "--max-length must be at least 8, not 0"),
+    ({"weight_decay": -0.1}, "--weight-decay must be at least 0 and below 1, not -0.1"),
+    ({"dropout": 1.0}, "--dropout must be at least 0 and below 1, not 1.0"),
+    ({"clip_norm": 0.0}, "--clip-norm must be a finite number greater than 0, not 0.0"),
+    ({"lr_scaling": "cubic"}, "--lr-scaling must be none, linear or sqrt, not 'cubic'"),
+    ({"lr_scaling": "sqrt"}, "--lr-scaling sqrt needs --base-batch-size"),
+    ({"lr_scaling": "sqrt", "base_batch_size": 0}, "--base-batch-size must be at least 1, not 0"),
+    ({"decay": "step"}, "--decay must be none, linear, cosine or wsd, not 'step'"),
+    ({"decay_steps": 5}, "--decay-steps needs --decay wsd"),
+    ({"decay": "none", "decay_to": 0.1}, "--decay-to is where a decay ends"),
+    ({"decay_to": 2.0}, "--decay-to must be from 0 to 1, not 2.0"),
+    ({"warmup_steps": -1}, "--warmup-steps must be at least 0, not -1"),
+    ({"log_every": 0}, "--log-every must be at least 1, not 0"),
+    ({"metrics": ""}, "--metrics must not be empty"),
+    ({"wandb": ""}, "--wandb must not be empty"),
+    ({"data": "nowhere"}, "--data nowhere: there is no such folder"),
+    ({"model": "./nowhere"}, "--model ./nowhere is neither a folder nor the name of a model on the hub"),
+    ({"model": "no/such/model"}, "is neither a folder nor the name of a model on the hub"),
+    ({"model": "a--b/.."}, "is neither a folder nor the name of a model"),
+    ({"random_init": "nowhere"}, "--random-init nowhere: there is no such folder or file"),
+    ({"random_init": "nowhere", "model": "org/name"}, "leave one of them out"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS)
+def test_a_wrong_option_is_refused(data: Path, model: Path, options: dict[str, Any], message: str) -> None:
+    given = {"data": str(data), "model": str(model), **options}
+    if "random_init" in options and "model" not in options:
+        given["model"] = DEFAULT_MODEL
+    assert message in refusal(**given)
+
+
+def test_what_is_right_is_taken(data: Path, model: Path) -> None:
+    MrpcConfig(data=str(data), model=str(model)).check()
+    MrpcConfig(data=str(data), random_init=str(model)).check()
+    (model / "config.json").rename(model / "Small_config.json")
+    (model / "tokenizer_config.json").unlink()
+    (model / "tokenizer.json").rename(model / "my_tokenizer.json")
+    for place in (model, model / "Small_config.json"):
+        config = MrpcConfig(data=str(data), random_init=str(place))
+        config.check()
+        assert config.source().tokenizer == model / "my_tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "has no config.json; give the folder of a Hugging Face model"),
+        (["config.json"], "there is no tokenizer beside"),
+        (["a_config.json", "b_config.json", "tokenizer.json"], "there are a_config.json, b_config.json"),
+        (["config.json", "a_tokenizer.json", "b_tokenizer.json"], "there are a_tokenizer.json, b_tokenizer.json"),
+        (["config.json", "tokenizer.json"], "has no weights; to start from random ones, give --random-init"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused(data: Path, tmp_path: Path, files: list[str], message: str) -> None:
+    (tmp_path / "other").mkdir()
+    for name in files:
+        (tmp_path / "other" / name).write_text('{"model_type": "llama"}')
+    assert message in refusal(data=str(data), model=str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", "{}", "\0"])
+def test_a_configuration_that_is_none_is_refused(data: Path, model: Path, text: str) -> None:
+    (model / "config.json").write_text(text)
+    assert str(model / "config.json") in refusal(data=str(data), model=str(model))
+
+
+def test_a_broken_row_is_refused_before_any_rank_starts(data: Path, model: Path) -> None:
+    with (data / "dev.tsv").open("a") as file:
+        file.write("1\t2\t3\n")
+    assert f"{data / 'dev.tsv'}, line 3: 3 columns" in refusal(data=str(data), model=str(model))
+
+
+@pytest.mark.parametrize("package", ["transformers", "tokenizers", "tensorboard", "wandb", "datasets"])
+def test_without_a_package_the_pip_command_is_named(
+    data: Path, model: Path, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib.util import find_spec
+
+    for place in ("paceline.tools.recipes.configs", "paceline.tools.recipes.training_options"):
+        monkeypatch.setattr(f"{place}.find_spec", lambda name: None if name == package else find_spec(name))
+    options = {
+        "tensorboard": {"tensorboard": "board"},
+        "wandb": {"wandb": "project"},
+        "datasets": {"data": "glue/mrpc"},
+    }
+    extra = package if package in ("tensorboard", "wandb") else "recipes"
+    with pytest.raises(MissingExtra, match=rf"'{package}'.*{re.escape(installing(extra))}"):
+        MrpcConfig(**{"data": str(data), "model": str(model), **options.get(package, {})}).check()
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def refused_command(folder: Path, *options: str, **environment: str) -> str:
+    done = paceline(folder, "train", "mrpc", *options, **environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def silent_port() -> tuple[socket.socket, str]:
+    """A server that takes connections and never answers."""
+    server = socket.create_server(("127.0.0.1", 0))
+    return server, f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.slow
+def test_without_network_one_line_says_which_flags_make_it_run(tmp_path: Path, data: Path, model: Path) -> None:
+    home = str(tmp_path / "home")
+    nobody = {"HF_HOME": home, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    flags = ("--model FOLDER", "--random-init FOLDER", "--data FOLDER")
+    said = refused_command(tmp_path, **nobody)
+    assert f"the model {DEFAULT_MODEL} and the data glue/mrpc are not on this machine" in said
+    assert all(flag in said for flag in flags)
+    assert "http://127.0.0.1:9 cannot be reached" in said
+    said = refused_command(tmp_path, "--data", str(data), **nobody)
+    assert "--model FOLDER" in said
+    assert "--data FOLDER" not in said
+    said = refused_command(tmp_path, "--model", str(model), HF_HOME=home, HF_HUB_OFFLINE="1")
+    assert "the data glue/mrpc is not on this machine, and HF_HUB_OFFLINE is set" in said
+    assert "--model FOLDER" not in said
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_hub_that_does_not_answer_is_waited_for_seconds_not_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.core import hub
+
+    server, url = silent_port()
+    monkeypatch.setenv("HF_ENDPOINT", url)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(hub, "ANSWER_S", 0.2)
+    with server:
+        begin = time.monotonic()
+        assert f"{url} cannot be reached" in str(hub.out_of_reach())
+        assert time.monotonic() - begin < 10
+
+
+def test_an_unknown_option_is_one_line(tmp_path: Path) -> None:
+    assert "No such option" in refused_command(tmp_path, "--modle", "x")
+
+
+def test_help_names_every_option(tmp_path: Path) -> None:
+    done = paceline(tmp_path, "train", "mrpc", "--help", COLUMNS="100")
+    assert (done.returncode, done.stderr) == (0, "")
+    names = "model random-init data max-length weight-decay dropout bf16 balance lr-scaling metrics tensorboard wandb"
+    assert [name for name in names.split() if f"--{name} " not in done.stdout] == []
+
+
+# -- the hub -----------------------------------------------------------------------------------------------------------
+
+
+def check_with_hub(options: dict[str, Any], environment: dict[str, str], again: bool = False) -> Any:
+    """Check in a process of its own, as the command does; with `again`, read as ranks do afterwards."""
+    os.environ.update({**environment, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries while they are imported
+        config = MrpcConfig(**options)
+        config.check()
+        return (config.source().weights, config.pairs()) if again else None
+
+
+def test_a_model_of_the_hub_is_fetched_once_and_then_found_without_network(
+    tmp_path: Path, data: Path, model: Path
+) -> None:
+    options = {"data": str(data), "model": "org/name"}
+    environment = {"HF_HOME": str(tmp_path / "home")}
+    with Hub({"models/org/name": model}) as hub:
+        call(check_with_hub, options, environment | {"HF_ENDPOINT": hub.url})
+        assert any("resolve" in request and request.endswith("model.safetensors") for request in hub.requests)
+    weights, _ = call(check_with_hub, options, environment | {"HF_ENDPOINT": hub.url}, True)  # which has ended
+    assert (weights / "model.safetensors").read_text() == "{}"
+
+
+def test_a_name_that_the_hub_does_not_know_is_one_line(tmp_path: Path, data: Path) -> None:
+    with Hub({}) as hub:
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+        said = refused_command(tmp_path, "--data", str(data), "--model", "org/name", **environment)
+    assert "the model org/name cannot be fetched" in said
+
+
+@pytest.mark.slow
+def test_the_data_of_the_hub_are_fetched_once_and_then_found_without_network(tmp_path: Path, model: Path) -> None:
+    glue = tmp_path / "glue"
+    (glue / "mrpc").mkdir(parents=True)
+    files = "\n".join(f"  - split: {split}\n    path: mrpc/{split}.jsonl" for split in ("train", "validation"))
+    (glue / "README.md").write_text(f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{files}\n---\n")
+    for split, label in (("train", 1), ("validation", 0)):
+        row = {"sentence1": f'A "{split}"', "sentence2": "B", "label": label, "idx": label}
+        (glue / "mrpc" / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    options = {"model": str(model), "data": "glue/mrpc"}
+    environment = {"HF_HOME": str(tmp_path / "home")}
+    with Hub({"datasets/nyu-mll/glue": glue}) as hub:
+        call(check_with_hub, options, environment | {"HF_ENDPOINT": hub.url})
+    environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "1"}  # as in the ranks
+    _, (train, dev) = call(check_with_hub, options, environment, True)
+    assert [(pair.first, pair.second, pair.label) for pair in (*train, *dev)] == [
+        ('A "train"', "B", 1),
+        ('A "validation"', "B", 0),
+    ]

@@ -1,0 +1,207 @@
+"""The sentence pairs of MRPC: rows, files, batches, baseline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import UsageError
+from paceline.tools.recipes.paraphrases.data import (
+    COLUMNS,
+    BrokenRow,
+    PadToLongest,
+    Pair,
+    TokenizedPairs,
+    Tokens,
+    f1_score,
+    majority_baseline,
+    read_folder,
+    read_pairs,
+)
+from real_data import real_data
+
+HEADER = "\t".join(COLUMNS)
+
+
+def row(number: int, label: int = 1) -> str:
+    return f"{label}\t{number}\t{number + 1000}\tOne {number} .\tAnother {number} ."
+
+
+def write(file: Path, *lines: str, header: str = HEADER, end: str = "\n") -> None:
+    file.write_bytes(end.join([header, *lines, ""]).encode())
+
+
+def ids(pairs: list[Pair]) -> list[int]:
+    return [int(pair.ids[0]) for pair in pairs]
+
+
+def test_a_byte_order_mark_and_carriage_returns_are_no_part_of_the_text(tmp_path: Path) -> None:
+    write(tmp_path / "train.tsv", row(1), row(2, 0), header="\ufeff" + HEADER, end="\r\n")
+    assert read_pairs(tmp_path / "train.tsv") == [
+        Pair(("1", "1001"), "One 1 .", "Another 1 .", 1),
+        Pair(("2", "1002"), "One 2 .", "Another 2 .", 0),
+    ]
+
+
+def test_quotation_marks_and_unusual_line_separators_are_text(tmp_path: Path) -> None:
+    # A reader for CSV took everything from one quotation mark to the next as one cell, and lost rows.
+    write(tmp_path / "a.tsv", '1\t1\t2\t" He said\x0b no\tShe "" said\u2028 yes \x85 .', row(3))
+    first, second = read_pairs(tmp_path / "a.tsv")
+    assert (first.first, first.second) == ('" He said\x0b no', 'She "" said\u2028 yes \x85 .')
+    assert second.ids == ("3", "1003")
+
+
+BROKEN = {
+    "four columns": (b"1\t2\t3\tsentence", 3, "4 columns separated by tabs instead of 5"),
+    "six columns": (b"1\t2\t3\ta\tb\tc", 3, "6 columns separated by tabs instead of 5"),
+    "spaces for tabs": (b"1 2 3 a b", 3, "1 columns"),
+    "an empty line": (b"", 3, "1 columns"),
+    "another quality": (b"2\t2\t3\ta\tb", 3, "the Quality is '2' instead of 0 or 1"),
+    "an empty sentence": (b"1\t2\t3\t \tb", 3, "a sentence is empty"),
+    "latin-1": (b"1\t2\t3\tna\xefve\tb", 3, "it is not UTF-8 at byte 9"),
+}
+
+
+@pytest.mark.parametrize(("line", "number", "problem"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_row_names_file_and_line(tmp_path: Path, line: bytes, number: int, problem: str) -> None:
+    file = tmp_path / "train.tsv"
+    file.write_bytes(b"\n".join([HEADER.encode(), row(1).encode(), line, row(2).encode(), b""]))
+    with pytest.raises(BrokenRow) as refused:
+        read_pairs(file)
+    assert f"{file}, line {number}: {problem}" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_without_header_is_refused(tmp_path: Path) -> None:
+    # GLUE's test.tsv, which has no labels, is such a file, too.
+    write(tmp_path / "train.tsv", row(2), header=row(1))
+    with pytest.raises(BrokenRow, match="line 1: the header is not Quality, #1 ID"):
+        read_pairs(tmp_path / "train.tsv")
+
+
+def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
+    for text in ("", HEADER, HEADER + "\n\n"):
+        (tmp_path / "train.tsv").write_text(text)
+        with pytest.raises(UsageError):
+            read_pairs(tmp_path / "train.tsv")
+
+
+def fill(folder: Path, files: dict[str, list[int]]) -> None:
+    for name, numbers in files.items():
+        if name == "dev_ids.tsv":
+            (folder / name).write_text("".join(f"{number}\t{number + 1000}\n" for number in numbers))
+        else:
+            write(folder / name, *map(row, numbers))
+
+
+FOLDERS = [
+    # files -> ids to train on, ids held out
+    ({"train.tsv": [1, 2, 3], "dev.tsv": [4]}, [1, 2, 3], [4]),
+    ({"train.tsv": [1, 2, 3], "dev.tsv": [4], "dev_ids.tsv": [4]}, [1, 2, 3], [4]),
+    ({"msr_paraphrase_train.txt": [1, 2, 3], "dev.tsv": [2]}, [1, 3], [2]),
+    ({"msr_paraphrase_train.txt": [1, 2, 3], "dev_ids.tsv": [3, 1]}, [2], [1, 3]),
+    ({"msr_paraphrase_train.txt": [1, 2], "msr_paraphrase_test.txt": [5], "dev_ids.tsv": [2]}, [1], [2]),
+    ({"msr_paraphrase_train.txt": [1, 2], "msr_paraphrase_test.txt": [5, 6]}, [1, 2], [5, 6]),
+    ({"train.tsv": [1], "msr_paraphrase_train.txt": [1, 2], "dev.tsv": [2]}, [1], [2]),
+]
+
+
+@pytest.mark.parametrize(("files", "train", "dev"), FOLDERS)
+def test_no_pair_is_both_trained_on_and_held_out(
+    tmp_path: Path, files: dict[str, list[int]], train: list[int], dev: list[int]
+) -> None:
+    # msr_paraphrase_train.txt holds the pairs of dev.tsv, too.
+    fill(tmp_path, files)
+    splits = read_folder(tmp_path)
+    assert (ids(splits.train), ids(splits.dev)) == (train, dev)
+
+
+LACKING = [
+    ({}, "has neither train.tsv nor msr_paraphrase_train.txt"),
+    ({"dev.tsv": [1]}, "has neither train.tsv nor msr_paraphrase_train.txt"),
+    ({"train.tsv": [1]}, "has train.tsv but no held-out pairs"),
+    ({"train.tsv": [1], "dev_ids.tsv": [1]}, "has train.tsv but no held-out pairs"),
+    ({"train.tsv": [1], "dev.tsv": [1]}, "nothing is left to train on"),
+    ({"msr_paraphrase_train.txt": [1], "dev_ids.tsv": [2]}, "nothing is held out"),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), LACKING)
+def test_a_folder_that_lacks_a_part_is_refused(tmp_path: Path, files: dict[str, list[int]], message: str) -> None:
+    fill(tmp_path, files)
+    with pytest.raises(UsageError) as refused:
+        read_folder(tmp_path)
+    assert str(tmp_path) in str(refused.value)
+    assert message in str(refused.value)
+
+
+def test_the_real_files_are_the_corpus_of_glue() -> None:
+    train, dev = read_folder(real_data("mrpc"))
+    assert (len(train), sum(pair.label for pair in train)) == (3668, 2474)
+    assert (len(dev), sum(pair.label for pair in dev)) == (408, 279)
+    assert train[0].first.startswith('Amrozi accused his brother , whom he called " the witness " ,')
+    baseline = majority_baseline(train, dev)
+    assert {name: round(value, 3) for name, value in baseline.items()} == {
+        "majority_accuracy": 0.684,
+        "majority_f1": 0.812,
+    }
+
+
+def test_the_original_files_give_the_same_split(tmp_path: Path) -> None:
+    folder = real_data("mrpc")
+    for name in ("msr_paraphrase_train.txt", "dev_ids.tsv"):
+        (tmp_path / name).symlink_to(folder / name)
+    ours, theirs = read_folder(tmp_path), read_folder(folder)
+    assert ours.train == theirs.train
+    assert sorted(ours.dev) == sorted(theirs.dev)
+
+
+def test_a_batch_is_padded_to_its_longest_pair_alone() -> None:
+    samples = [Tokens([5, 6, 7], [0, 0, 1], 1), Tokens([8], [0], 0)]
+    inputs, labels = PadToLongest(9)(samples)
+    assert {name: tensor.tolist() for name, tensor in inputs.items()} == {
+        "input_ids": [[5, 6, 7], [8, 9, 9]],
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+        "token_type_ids": [[0, 0, 1], [0, 0, 0]],
+    }
+    assert labels.tolist() == [1, 0]
+    inputs, _ = PadToLongest(9)([sample._replace(types=None) for sample in samples])
+    assert sorted(inputs) == ["attention_mask", "input_ids"]
+
+
+def test_a_changed_token_or_label_is_another_data_set() -> None:
+    samples = [Tokens([5, 6], None, 1), Tokens([7], None, 0)]
+    others = [
+        [Tokens([5], None, 1), Tokens([6, 7], None, 0)],
+        [Tokens([5, 6], None, 0), Tokens([7], None, 0)],
+        [Tokens([5, 6], [0, 0], 1), Tokens([7], [0], 0)],
+        samples[::-1],
+    ]
+    prints = {TokenizedPairs(each).fingerprint for each in [samples, *others]}
+    assert len(prints) == 5
+
+
+F1 = [
+    # labels, answers, precision and recall of class 1
+    ([1, 1, 0, 0], [1, 0, 1, 0], 1 / 2, 1 / 2),
+    ([1, 1, 1, 0], [1, 1, 1, 1], 3 / 4, 1),
+    ([1, 1, 1, 0], [0, 1, 0, 0], 1, 1 / 3),
+]
+
+
+@pytest.mark.parametrize(("labels", "answers", "precision", "recall"), F1)
+def test_f1_is_the_harmonic_mean_of_precision_and_recall(labels, answers, precision, recall) -> None:
+    truth, said = torch.tensor(labels), torch.tensor(answers)
+    f1 = f1_score(*(float(part.double().mean()) for part in (truth & said, said, truth)))
+    assert f1 == pytest.approx(2 / (1 / precision + 1 / recall), rel=1e-12)
+
+
+def test_f1_is_zero_where_no_pair_is_a_paraphrase_and_none_is_called_one() -> None:
+    assert f1_score(0, 0, 0) == 0
+
+
+def test_the_baseline_of_mostly_negative_pairs_has_no_f1() -> None:
+    pairs = [Pair(("", ""), "a", "b", label) for label in (0, 0, 1)]
+    assert majority_baseline(pairs, pairs) == {"majority_accuracy": pytest.approx(2 / 3), "majority_f1": 0.0}

@@ -1,0 +1,366 @@
+"""The recipe mrpc trains as one process does, from weights and from random ones, and resumes bit by bit.
+
+transformers is imported by the ranks alone, once each: that takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from paceline.core.processes.world import World
+from paceline.core.state.digests import weights_sha256
+from paceline.errors import UsageError
+from paceline.tools.recipes import mrpc
+from paceline.tools.recipes.mrpc import MrpcConfig, train_mrpc
+from paceline.tools.recipes.paraphrases.data import COLUMNS, read_folder, read_pairs
+from processes import paceline
+from real_data import real_data
+from trainings import Interrupted, interruption
+from twins import Pools
+
+pytestmark = pytest.mark.slow
+
+WORDS = "a the cat dog sat ran on under mat tree said that it was not red blue".split()  # noqa: SIM905
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 32,
+    "vocab_size": 40,
+    "max_position_embeddings": 128,
+    "attention_dropout": 0.1,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    """Worlds that import transformers once."""
+    with Pools(timeout=300) as pools:
+        yield pools
+
+
+def write_pairs(file: Path, count: int, seed: int) -> None:
+    """Write pairs of which those that share their words are paraphrases."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words() -> list[str]:
+        length = int(torch.randint(2, 9, (), generator=generator))
+        return [WORDS[index] for index in torch.randint(len(WORDS), (length,), generator=generator).tolist()]
+
+    lines = ["\t".join(COLUMNS)]
+    for number in range(count):
+        first = words()
+        same = number % 3 > 0
+        second = first if same else words()
+        lines.append(f"{int(same)}\t{seed}{number}\t{seed}{number}b\t{' '.join(first)}\t{' '.join(second)}")
+    file.write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of MRPC's files with few and short pairs."""
+    folder = tmp_path_factory.mktemp("data")
+    write_pairs(folder / "train.tsv", 45, 1)
+    write_pairs(folder / "dev.tsv", 21, 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def architecture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the configuration of a small decoder, and a tokenizer with more words than that has."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    folder = tmp_path_factory.mktemp("architecture")
+    words = ["[UNK]", "[PAD]", *WORDS, *(f"other{number}" for number in range(40))]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+@pytest.fixture
+def config(data: Path, architecture: Path) -> MrpcConfig:
+    return MrpcConfig(
+        data=str(data), random_init=str(architecture), batch_size=8, epochs=2, lr=1e-3, warmup_steps=2, log_every=1
+    )
+
+
+def train(world: World, config: MrpcConfig, stop_after: int | None = None) -> tuple[dict[str, Any], str]:
+    """Train on this rank; returns the report, empty if the run was stopped, and the digest of the weights."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    models: list[torch.nn.Module] = []
+    made = mrpc.optimizer_of
+
+    def stopped(model: torch.nn.Module, config: MrpcConfig) -> torch.optim.Optimizer:
+        models.append(model)
+        optimizer = made(model, config)
+        if stop_after is not None:
+            optimizer.register_step_post_hook(interruption(stop_after))
+        return optimizer
+
+    with patch.object(mrpc, "optimizer_of", stopped), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries while they are imported
+        try:
+            report, _ = train_mrpc(config, world)
+        except Interrupted:
+            return {}, weights_sha256(models[0])
+    return json.loads(report.to_json()), weights_sha256(models[0])
+
+
+def refused(world: World, config: MrpcConfig) -> str:
+    try:
+        train(world, config)
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+def lines_of(file: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_on_the_real_files_two_ranks_have_the_losses_of_one_and_they_fall(pools: Pools, tmp_path: Path) -> None:
+    folder = real_data("mrpc")
+    pools.run(1, make_word_pieces, str(folder), str(tmp_path / "model"))
+    losses = []
+    for size in (1, 2):
+        file = tmp_path / f"{size}.jsonl"
+        chosen = MrpcConfig(
+            data=str(folder),
+            random_init=str(tmp_path / "model"),
+            dropout=0.0,
+            lr=2e-3,
+            warmup_steps=5,
+            log_every=1,
+            metrics=str(file),
+        )
+        pools.run(size, train, chosen, 20)
+        losses.append([line["train/loss"] for line in lines_of(file)])
+    alone, together = losses
+    assert len(alone) == 20
+    assert together == pytest.approx(alone, abs=1e-4)
+    assert sum(alone[-5:]) < sum(alone[:5])
+
+
+def make_word_pieces(world: World, data: str, folder: str) -> None:
+    """Write a BERT with dropout whose tokenizer has learnt 500 pieces from the corpus."""
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import BertConfig
+
+    pieces = BertWordPieceTokenizer()
+    pairs = read_folder(Path(data)).train[:500]
+    pieces.train_from_iterator((pair.first for pair in pairs), vocab_size=500, show_progress=False)
+    BertConfig(
+        vocab_size=500, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    ).save_pretrained(folder)
+    pieces.save(f"{folder}/tokenizer.json")
+
+
+EQUAL = {
+    "accumulation": {"accumulate": 2},
+    "slices by length": {"balance": True},
+    "slices by length, accumulated": {"balance": True, "accumulate": 2},
+    "a scaled learning rate": {"lr_scaling": "sqrt", "base_batch_size": 2, "decay": "wsd", "decay_steps": 3},
+    "bfloat16": {"bf16": True},
+}
+
+
+@pytest.mark.parametrize("options", EQUAL.values(), ids=EQUAL)
+def test_two_ranks_equal_one(pools: Pools, config: MrpcConfig, options: dict[str, Any]) -> None:
+    chosen = replace(config, dropout=0.0, **options)
+    [(alone, _)] = pools.run(1, train, chosen)
+    (first, digest), (second, other) = pools.run(2, train, chosen)
+    assert digest == other
+    assert first["replicas_identical"]
+    assert first["steps"] == 12
+    tolerance = 2e-3 if chosen.bf16 else 1e-5
+    for name in ("loss", "accuracy", "f1", "majority_accuracy", "majority_f1"):
+        assert first[name] == pytest.approx(alone[name], abs=tolerance), name
+        assert first[name] == second[name], name
+
+
+def test_accumulation_changes_nothing_but_memory(pools: Pools, config: MrpcConfig) -> None:
+    [(whole, _)] = pools.run(1, train, replace(config, dropout=0.0))
+    [(parts, _)] = pools.run(1, train, replace(config, dropout=0.0, accumulate=4))
+    assert parts["loss"] == pytest.approx(whole["loss"], abs=1e-5)
+
+
+def test_a_run_resumed_in_the_midst_of_an_epoch_ends_bit_by_bit_as_one_that_was_not_stopped(
+    pools: Pools, config: MrpcConfig, tmp_path: Path
+) -> None:
+    chosen = replace(config, accumulate=2, metrics=str(tmp_path / "whole.jsonl"))  # with the configuration's dropout
+    whole = pools.run(2, train, replace(chosen, checkpoint_dir=str(tmp_path / "whole"), checkpoint_every=1))
+    kept = replace(
+        chosen, checkpoint_dir=str(tmp_path / "kept"), checkpoint_every=2, metrics=str(tmp_path / "kept.jsonl")
+    )
+    stopped = pools.run(2, train, kept, 9)  # of 12, in the second epoch
+    assert [report for report, _ in stopped] == [{}, {}]
+    resumed = pools.run(2, train, replace(kept, resume=True))
+    assert resumed[0][0]["resumed_from_step"] == 8
+    assert [digest for _, digest in resumed] == [digest for _, digest in whole]
+    for name in ("loss", "accuracy", "f1"):
+        assert resumed[0][0][name] == whole[0][0][name]
+    assert lines_of(tmp_path / "kept.jsonl") == lines_of(tmp_path / "whole.jsonl")
+
+
+def test_other_pairs_are_not_resumed_on(pools: Pools, config: MrpcConfig, tmp_path: Path) -> None:
+    kept = replace(config, checkpoint_dir=str(tmp_path), checkpoint_every=2)
+    pools.run(1, train, kept, 3)
+    [said] = pools.run(1, refused, replace(kept, resume=True, max_length=8))
+    assert "the training data are not those that the checkpoint was written with" in said
+
+
+# -- a model with weights ----------------------------------------------------------------------------------------------
+
+
+def train_and_save(world: World, data: str, folder: str) -> dict[str, float]:
+    """Train a small BERT with a plain loop and save it; returns its metrics on the held-out pairs, one at a time."""
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, PreTrainedTokenizerFast
+
+    train, dev = read_folder(Path(data))
+    pieces = BertWordPieceTokenizer()
+    pieces.train_from_iterator((pair.first for pair in train), vocab_size=80, show_progress=False)
+    names = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "unk": "[UNK]"}
+    tokens = {f"{name}_token": token for name, token in names.items()}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pieces._tokenizer, **tokens)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(5)
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = AutoModelForSequenceClassification.from_config(BertConfig(vocab_size=len(tokenizer), num_labels=2, **size))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    texts = [pair.first for pair in train], [pair.second for pair in train]
+    batch = tokenizer(*texts, padding=True, return_tensors="pt")
+    for _ in range(15):
+        optimizer.zero_grad()
+        model(**batch, labels=torch.tensor([pair.label for pair in train])).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    losses, right = [], 0
+    with torch.no_grad():
+        for pair in dev:
+            inputs = tokenizer(pair.first, pair.second, return_tensors="pt")
+            out = model(**inputs, labels=torch.tensor([pair.label]))
+            losses.append(float(out.loss))
+            right += int(out.logits.argmax()) == pair.label
+    return {"loss": sum(losses) / len(dev), "accuracy": right / len(dev)}
+
+
+@pytest.fixture(scope="module")
+def saved(pools: Pools, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """A trained model's folder, and its metrics."""
+    folder = tmp_path_factory.mktemp("saved")
+    [metrics] = pools.run(1, train_and_save, str(data), str(folder))
+    return folder, metrics
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_saved_model_is_loaded_with_its_weights_and_its_tokenizer(
+    pools: Pools, config: MrpcConfig, saved: tuple[Path, dict[str, float]], size: int
+) -> None:
+    folder, metrics = saved
+    chosen = replace(config, random_init=None, model=str(folder), epochs=1, lr=1e-12)  # as good as no step
+    report, _ = pools.run(size, train, chosen)[0]
+    assert report["loss"] == pytest.approx(metrics["loss"], abs=1e-5)
+    assert report["accuracy"] == pytest.approx(metrics["accuracy"], abs=1e-12)
+
+
+def damaged(folder: Path, into: Path, damage: str) -> None:
+    """Copy a saved model with one thing wrong."""
+    into.mkdir()
+    for file in folder.iterdir():
+        (into / file.name).write_bytes(file.read_bytes())
+    match damage:
+        case "weights of another model":
+            config = json.loads((into / "config.json").read_text())
+            (into / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+        case "weights of another size":
+            config = json.loads((into / "config.json").read_text())
+            (into / "config.json").write_text(json.dumps(config | {"hidden_size": 32}))
+        case "half the weights":
+            weights = (into / "model.safetensors").read_bytes()
+            (into / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+        case "a tokenizer of nothing":
+            (into / "tokenizer.json").unlink()
+            (into / "tokenizer_config.json").unlink()
+            (into / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
+        case "an unknown architecture":
+            config = json.loads((into / "config.json").read_text())
+            (into / "config.json").write_text(json.dumps(config | {"model_type": "no-such-model"}))
+
+
+DAMAGE = {
+    "weights of another model": "of the model's tensors, such as 'bert.encoder.layer.1",
+    "weights of another size": "no classifier can be made from",
+    "half the weights": "no classifier can be made from",
+    "a tokenizer of nothing": "of the text; its files are incomplete",
+    "an unknown architecture": "no classifier can be made from",
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.items(), ids=DAMAGE)
+def test_a_model_that_does_not_fit_is_refused_in_one_line(
+    pools: Pools,
+    config: MrpcConfig,
+    saved: tuple[Path, dict[str, float]],
+    tmp_path: Path,
+    damage: str,
+    message: str,
+) -> None:
+    # transformers itself leaves what is missing random, and says so among other warnings.
+    damaged(saved[0], tmp_path / "model", damage)
+    [said] = pools.run(1, refused, replace(config, random_init=None, model=str(tmp_path / "model")))
+    assert message in said
+    assert "\n" not in said
+
+
+def test_pairs_longer_than_the_models_positions_are_refused(
+    pools: Pools, config: MrpcConfig, architecture: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 8}))
+    (tmp_path / "tokenizer.json").write_bytes((architecture / "tokenizer.json").read_bytes())
+    [said] = pools.run(1, refused, replace(config, random_init=str(tmp_path)))
+    assert "the model 8 positions; lower --max-length" in said
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_trains_and_reports(tmp_path: Path, config: MrpcConfig) -> None:
+    assert config.random_init is not None
+    options = ["--data", config.data, "--random-init", config.random_init, "--batch-size", "8", "--epochs", "1"]
+    options += ["--json", "out.json", "--metrics", "m.jsonl", "--bf16", "--lr", "1e-3"]
+    done = paceline(tmp_path, "train", "mrpc", "--nproc", "2", *options, fork="all", OMP_NUM_THREADS="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "LlamaForSequenceClassification" in done.stdout
+    assert "the vocabulary has 59 tokens, as the tokenizer, not 40" in done.stdout
+    report = json.loads((tmp_path / "out.json").read_text())
+    dev = read_pairs(Path(config.data) / "dev.tsv")
+    assert report["majority_accuracy"] == pytest.approx(sum(pair.label for pair in dev) / len(dev))
+    assert {"loss", "accuracy", "f1", "majority_f1"} <= report.keys()
+    assert (report["steps"], report["world_size"], report["replicas_identical"]) == (6, 2, True)
+    assert lines_of(tmp_path / "m.jsonl")[-1] == {
+        "step": 6,
+        "eval/loss": report["loss"],
+        "eval/accuracy": report["accuracy"],
+        "eval/f1": report["f1"],
+    }

@@ -1,0 +1,114 @@
+"""The text of cells: what goes to the ranks, and what the magics' arguments mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.launch import host_limits
+from paceline.tools.notebook.cell_parser import Start, parsed_start, pulled, ranks_in, routed
+from paceline.tools.notebook.kernel.processes import Processes
+
+
+def run_all(text: str) -> str:
+    return f"get_ipython().run_cell_magic('rank', 'all', {text!r})\n"
+
+
+def line_magic(name: str, argument: str = "") -> str:
+    return f"get_ipython().run_line_magic({name!r}, {argument!r})\n"
+
+
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        ("x = 1\nx", run_all("x = 1\nx")),
+        ("\n# only a remark\n", ""),
+        ("%%rank [0]\nx", "%%rank [0]\nx"),
+        ("\n%%rank [0]\nx", "\n%%rank [0]\nx"),
+        ("%%local\nx = 1\nx", "x = 1\nx"),
+        ("%%time\nx", run_all("%%time\nx")),
+        ("%time x", run_all("%time x")),
+        ("!ls", run_all("!ls")),
+        ("%sync", line_magic("sync")),
+        ("%pull loss from 1", line_magic("pull", "loss from 1")),
+        ("x = 1\n%pull x from 1\ny = 2\n", run_all("x = 1\n") + line_magic("pull", "x from 1") + run_all("y = 2\n")),
+        ("text = '''\n  %sync\n'''", run_all("text = '''\n  %sync\n'''")),
+        ("%dist_init --nproc 2\nx = 1", line_magic("dist_init", "--nproc 2") + run_all("x = 1")),
+        ("%pip install something", line_magic("pip", "install something")),
+        ("%load_ext paceline", line_magic("load_ext", "paceline")),
+        ("%load_ext autoreload", run_all("%load_ext autoreload")),
+        ("%synchronous = 1", run_all("%synchronous = 1")),
+    ],
+)
+def test_a_cell_goes_to_the_ranks_except_what_is_the_kernels(cell: str, expected: str) -> None:
+    lines = cell.splitlines(keepends=True)
+    result = "".join(routed(lines, has_ranks=True))
+    assert result == expected or (not expected and not result.strip().replace("# only a remark", ""))
+
+
+@pytest.mark.parametrize("cell", ["%matplotlib inline", "%cd ..\n!ls\n", "# a remark\n%env A=1"])
+def test_commands_are_the_kernels_as_long_as_there_are_no_ranks(cell: str) -> None:
+    # A notebook often begins with them, and they mean the kernel.
+    lines = cell.splitlines(keepends=True)
+    assert routed(lines, has_ranks=False) == lines
+    assert "run_cell_magic" in "".join(routed(lines, has_ranks=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("all", [0, 1, 2]), ("[0]", [0]), ("[0,2]", [0, 2]), ("[2, 0]", [0, 2]), ("1", [1]), ("0 2", [0, 2])],
+)
+def test_ranks_are_named_in_a_list(text: str, expected: list[int]) -> None:
+    assert ranks_in(text, 3) == expected
+
+
+@pytest.mark.parametrize("text", ["[7]", "[0,3]", "", "[]", "[a]", "[-1]", "[0.5]", "zero"])
+def test_ranks_that_are_not_there_are_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^%%rank .*(there is no rank|names no ranks)") as caught:
+        ranks_in(text, 3)
+    assert "\n" not in str(caught.value)
+
+
+def test_pull_names_variables_and_a_rank() -> None:
+    assert pulled("loss from 1", 2) == (["loss"], 1)
+    assert pulled("loss, step from [0]", 2) == (["loss", "step"], 0)
+    assert pulled("loss", 2) == (["loss"], None)
+    for wrong in ("", "loss from 2", "loss from", "2x from 0", "loss from one", "from 1", "a b from 0"):
+        with pytest.raises(UsageError, match=r"^%pull "):
+            pulled(wrong, 2)
+
+
+def test_a_start_has_options_with_values() -> None:
+    assert parsed_start("--nproc 2") == parsed_start("-n 2") == parsed_start("--nproc=2") == Start(2)
+    assert parsed_start("--num-processes 2 --gpu-ids 3,4") == Start(2, gpu_ids=(3, 4))
+    assert parsed_start("--gpu-ids 3,4") == Start(2, gpu_ids=(3, 4))
+    everything = "--nproc 2 --force --backend gloo --port 29500 --timeout 60"
+    assert parsed_start(everything) == Start(2, "gloo", None, 29500, "60", force=True)
+
+
+def test_ranks_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_limits, "available_memory", lambda: host_limits.RANK_BYTES)
+    with pytest.raises(UsageError, match=r"--nproc=2: 2 ranks need about .* or give --force"):
+        Processes(Start(2))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "needs the number of ranks"),
+        ("--nproc", "--nproc needs a value"),
+        ("--nproc 0", "--nproc 0 is not a number from 1"),
+        ("--nproc two", "--nproc two is not a number"),
+        ("--nproc 2 --gpus 1", "does not know '--gpus'; it takes --nproc, --backend"),
+        ("--nproc 2 --gpu-ids 0", "names 1 GPUs for 2 ranks"),
+        ("--nproc 2 --gpu-ids 0,0", "no list of different GPUs"),
+        ("--nproc 2 --port 99999", "--port 99999 is not a number from 1 to 65,535"),
+        ("2", "does not know '2'"),
+        ("--nproc '2", "No closing quotation"),
+    ],
+)
+def test_a_start_that_means_nothing_is_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parsed_start(text)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

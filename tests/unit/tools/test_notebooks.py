@@ -1,0 +1,55 @@
+"""The notebooks run from the first cell to the last, show their pictures, and fail only where they mean to."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from kernels import kernel
+
+pytestmark = pytest.mark.slow
+
+FOLDER = Path(__file__).parents[3] / "notebooks"
+PATHS = sorted(FOLDER.glob("*.ipynb"))
+MEANT = "raises-exception"
+"""The tag of a cell that is meant to fail."""
+
+
+def cells(path: Path) -> list[Any]:
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+def tags(cell: Any) -> list[str]:
+    found: list[str] = cell.metadata.get("tags", [])
+    return found
+
+
+@pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
+def test_a_notebook_runs_and_shows_its_pictures(path: Path, tmp_path: Path) -> None:
+    shutil.copy(path, tmp_path)
+    pictures = 0
+    with kernel(tmp_path) as running:
+        for cell in cells(path):
+            done = running.run(cell.source)
+            assert bool(done.error) == (MEANT in tags(cell)), f"{cell.source}\n{done.error or done.text}"
+            assert ": False" not in done.text, cell.source  # what a cell compares holds
+            kept = [output for output in cell.outputs if output.output_type == "error"]
+            if done.error and kept:
+                assert done.error_name == kept[0].ename
+            pictures += done.pictures
+    assert pictures == sum("plt.show()" in cell.source for cell in cells(path)) > 0
+    assert [file.name for file in tmp_path.iterdir() if file.name != "__pycache__"] == [path.name]  # it tidies up
+
+
+@pytest.mark.parametrize("path", PATHS, ids=[path.stem for path in PATHS])
+def test_a_notebook_is_kept_with_its_output(path: Path) -> None:
+    # Readers of the repository see the pictures without running anything.
+    for cell in cells(path):
+        assert ("image/png" in str(cell.outputs)) == ("plt.show()" in cell.source), cell.source
+        assert any(output.output_type == "error" for output in cell.outputs) == (MEANT in tags(cell)), cell.source
+    text = path.read_text("utf-8")
+    assert "/home/" not in text

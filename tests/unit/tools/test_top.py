@@ -1,0 +1,253 @@
+"""``paceline top`` and ``paceline profile --watch``: the ranks of a running job, as their black boxes tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.telemetry.flight_record import path_of
+from paceline.core.telemetry.flight_recorder import BlackBox
+from paceline.core.telemetry.job_directory import PARENT, JobFolder
+from paceline.tools.top import watch
+from paceline.tools.top.job_view import view_job
+from paceline.tools.top.standing import ENDED, RUNNING, STARTING, Standing, describe, duration, find_straggler
+from paceline.tools.top.watch import line_of, watching
+from processes import TIMEOUT_S, Running, paceline, script, until
+
+SLEEP_S = 0.1
+TRAIN = f"""
+import os, time, torch, paceline
+from pathlib import Path
+from paceline.core.telemetry.flight_record import WAITING, path_of, read_box
+world = paceline.init("gloo")
+
+def waits(rank, step):
+    box = read_box(path_of(Path(os.environ["PACELINE_BLACK_BOX"]), rank))
+    return box is not None and box.steps == step and box.phase in WAITING
+
+model = paceline.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(100_000):
+    if world.rank == 1:  # slow, whatever else the machine does: rank 0 waits from then on
+        while step > 0 and not waits(0, step): time.sleep(0.001)
+        time.sleep({SLEEP_S})
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 12:
+        open(f"ready-{{world.rank}}", "w").close()
+"""
+IDLE = "import os, time; open('ready-' + os.environ['RANK'], 'w').close(); time.sleep(600)\n"
+
+
+@pytest.fixture(autouse=True)
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place of its own for the jobs of a test, which is empty when they have ended."""
+    monkeypatch.setenv(PARENT, str(tmp_path))
+    yield tmp_path
+    assert not list(tmp_path.glob("paceline-job-*"))
+
+
+def top(folder: Path, *options: str) -> tuple[int, str, str]:
+    """Run the command in a folder of its own; exit code, stdout and stderr."""
+    (folder / "top").mkdir(exist_ok=True)
+    done = paceline(folder / "top", "top", *options)
+    return done.returncode, done.stdout, done.stderr
+
+
+# -- real jobs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_running_job_is_seen_with_its_slow_and_its_dead_rank(tmp_path: Path) -> None:
+    with Running(tmp_path, "run", "--nproc", "2", script(tmp_path, TRAIN)) as job:
+        job.wait_for("ready-0", "ready-1")
+        code, out, err = top(tmp_path, "--once", "--json")
+        assert (code, err) == (0, "")
+        seen = json.loads(out)
+        assert (seen["job"]["pid"], seen["job"]["title"], seen["job"]["nproc"]) == (job.process.pid, "script.py", 2)
+        ranks = seen["ranks"]
+        assert [rank["rank"] for rank in ranks] == [0, 1]
+        assert all(rank["state"] == "running" and rank["step"] > 12 for rank in ranks)
+        waits = [rank["waiting_seconds"] for rank in ranks]
+        assert ranks[0]["step_seconds"] >= waits[0] >= SLEEP_S
+        assert (seen["straggler"]["rank"], seen["straggler"]["kind"]) == (1, "slow")
+        assert seen["straggler"]["seconds"] == pytest.approx(waits[0] - waits[1])
+
+        code, out, err = top(tmp_path, "--job", str(ranks[1]["pid"]))
+        assert (code, err) == (0, "")
+        assert f"job {job.process.pid}: script.py, 2 ranks" in out
+        assert "rank 1 is slow: the others wait" in out
+
+        os.kill(job.process.pid, signal.SIGSTOP)  # else the launcher ends the job
+        os.kill(ranks[1]["pid"], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while (rank := json.loads(top(tmp_path, "--json")[1])["ranks"][1])["state"] == "running":
+            assert time.monotonic() < deadline
+        assert (rank["state"], rank["phase_seconds"]) == ("ended", None)
+        assert rank["step"] > 12, "what it did last is still there"
+        assert "rank 1 has ended" in top(tmp_path, "--once")[1]
+        os.kill(job.process.pid, signal.SIGCONT)
+        assert job.wait() == 1
+    assert "rank 1" in job.stderr
+
+
+@pytest.mark.slow
+def test_of_several_jobs_one_has_to_be_named_and_none_is_said_so(tmp_path: Path) -> None:
+    nothing = "error: no job of yours runs on this host; start one with paceline run, train or profile"
+    assert top(tmp_path) == (2, "", f"{nothing}, which paceline top finds\n")
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    name = script(folders[0], IDLE), script(folders[1], IDLE)
+    with Running(folders[0], "run", name[0]) as one, Running(folders[1], "run", "--nproc", "2", name[1], "-v") as two:
+        one.wait_for("ready-0")
+        two.wait_for("ready-0", "ready-1")
+        code, out, err = top(tmp_path, "--once")
+        assert (code, out) == (2, "")
+        assert err.startswith("error: 2 jobs run on this host; choose one with --job PID: ")
+        for part in (f"{one.process.pid} (script.py, ranks: 1)", f"{two.process.pid} (script.py -v, ranks: 2)"):
+            assert part in err
+        seen = json.loads(top(tmp_path, "--json", "--job", str(two.process.pid))[1])
+        assert [rank["state"] for rank in seen["ranks"]] == ["starting"] * 2, "they never train"
+        assert "nothing is known yet" in top(tmp_path, "--job", str(one.process.pid))[1]
+        code, _, err = top(tmp_path, "--job", "1")
+        assert (code, "error: --job 1: no job with this process runs on this host; there are:" in err) == (2, True)
+        for job in (one, two):
+            job.process.send_signal(signal.SIGTERM)
+            job.wait()
+    assert top(tmp_path)[0] == 2
+
+
+# -- who is waited for -------------------------------------------------------------------------------------------------
+
+
+def stand(rank: int, waiting: float, **changes: Any) -> Standing:
+    """A rank with steps of 100 ms, of which it waits so many."""
+    usual = Standing(rank, RUNNING, 10 + rank, "host", 50, "forward", None, 0.01, 0.1, 0.1, waiting / 1e3, 0.001, 50)
+    return replace(usual, **changes)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "slow"),
+    [
+        ([40, 2], 1),
+        ([40, 41, 2, 39], 2),
+        ([6, 5], None),
+        ([8, 0], None),
+        ([0, 0, 0], None),
+        ([40, 3, 2, 39], 2),
+        ([2, 3, 2, 50], None),  # most are slow
+        ([7], None),
+    ],
+)
+def test_the_rank_that_waits_least_is_slow_if_the_others_wait_clearly_more(
+    waiting: list[float], slow: int | None
+) -> None:
+    found = find_straggler([stand(rank, one) for rank, one in enumerate(waiting)])
+    assert (None if found is None else found.rank) == slow
+
+
+def test_waits_that_change_from_step_to_step_need_a_larger_difference() -> None:
+    even, uneven = ([stand(0, 25), stand(1, 5)] for _ in range(2))
+    uneven = [replace(one, waiting_spread=0.03) for one in uneven]
+    assert find_straggler(even) is not None
+    assert find_straggler(uneven) is None
+
+
+@pytest.mark.parametrize("changes", [{"timed": 3}, {"waiting_seconds": None}, {"state": STARTING}, {"state": ENDED}])
+def test_nobody_is_called_slow_before_all_ranks_have_stepped(changes: dict[str, Any]) -> None:
+    assert find_straggler([stand(0, 40), stand(1, 2, **changes)]) is None
+
+
+def test_a_rank_that_keeps_all_others_waiting_now_is_stuck() -> None:
+    waits = [stand(rank, 5, phase=phase, phase_seconds=8.0) for rank, phase in enumerate(("wait", "bucket wait"))]
+    stuck = stand(2, 5, phase="data wait", phase_seconds=8.1)
+    assert str(find_straggler([*waits, stuck])) == "rank 2 keeps the others waiting, for 8.0 s now"
+    assert find_straggler([*waits, replace(stuck, phase="wait")]) is None, "the network may be slow"
+    assert find_straggler([waits[0], stuck, replace(stuck, rank=1)]) is None, "two of them"
+    assert find_straggler([replace(one, step_seconds=4.0) for one in (*waits, stuck)]) is None, "steps are long"
+    assert describe([*waits, replace(stuck, state=ENDED)]) == "rank 2 has ended"
+
+
+def test_times_read_well() -> None:
+    times = {5e-5: "50 µs", 0.0123: "12.3 ms", 0.5: "500 ms", 4.25: "4.2 s", 185: "3 min 5 s", 7800: "2 h 10 min"}
+    assert {seconds: duration(seconds) for seconds in times} == times
+
+
+# -- watching ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_the_view_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "LINE_S", 0.01)
+    view, seen = watch._own_view, []
+    monkeypatch.setattr(watch, "_own_view", lambda: seen.append(view()) or seen[-1])  # type: ignore[func-returns-value]
+    with watching():
+        with JobFolder("run", "train.py", 1) as folder:
+            box = BlackBox(path_of(folder.path, 0), 0, 1)
+            for _ in range(3):
+                with box.span("forward"):
+                    pass
+                box.open("optimizer")()
+            shown = len(seen)
+            until(lambda: len(seen) > shown + 1)
+        until(lambda: seen[-1] is None)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1].startswith("step 3; ")
+    assert line_of([stand(0, 40), stand(1, 2)]) == (
+        "step 50; 100 ms a step; rank 1 is slow: the others wait 38.0 ms a step for it"
+    )
+
+
+def read_terminal(main: int) -> bytes:
+    """Return a part of what was written to the terminal; empty at its end, which Linux reports as an error."""
+    try:
+        return os.read(main, 100_000)
+    except OSError:
+        return b""
+
+
+def read_until(main: int, *parts: bytes) -> bytes:
+    """Return what is written to the terminal until all `parts` have been, in this order."""
+    pattern, written = re.compile(b".*".join(map(re.escape, parts)), re.DOTALL), b""
+    while not pattern.search(written):
+        assert select.select([main], [], [], TIMEOUT_S)[0], written
+        written += read_terminal(main)
+    return written
+
+
+def test_on_a_terminal_the_view_stays_below_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, terminal = pty.openpty()
+    stream = os.fdopen(terminal, "w", buffering=1)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with JobFolder("run", "train.py", 1) as folder, watching():
+        BlackBox(path_of(folder.path, 0), 0, 1).span("checkpoint").__enter__()
+        before = read_until(main, b"checkpoint")
+        print("a line of a rank")
+        after = read_until(main, b"a line of a rank", b"checkpoint")
+        assert view_job(folder.path, folder.note).standings[0].phase == "checkpoint"
+    stream.close()
+    shown = (before + after + b"".join(iter(lambda: read_terminal(main), b""))).decode()
+    os.close(main)
+    assert "train.py, 1 rank" in shown
+    line = shown.index("a line of a rank")
+    assert "checkpoint" in shown[:line]
+    assert "checkpoint" in shown[line:]
+    assert shown.endswith("\x1b[?25h") or "\x1b[?25h" in shown[line:], "the cursor is back"

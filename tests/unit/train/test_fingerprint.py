@@ -1,0 +1,139 @@
+"""Digests of data sets: what they notice, and what they leave alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from paceline.core.state.digests import outline_digest, tensor_digest, weights_sha256
+from paceline.errors import CheckpointMismatch
+from paceline.train.resume.data_fingerprint import fingerprint
+from paceline.train.resume.run_identity import DataIdentity
+
+
+class Sealed(Dataset[Any]):
+    """A data set that must not be asked for a sample, as it would open its file."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError(f"sample {index} was asked for")
+
+
+class Versioned(Sealed):
+    """One that says itself which data it has."""
+
+    def __init__(self, size: int, version: str) -> None:
+        super().__init__(size)
+        self.version = version
+
+    @property
+    def fingerprint(self) -> str:
+        return self.version
+
+
+X = torch.arange(12.0).view(4, 3)
+
+
+def of_data(dataset: Any) -> tuple[str, int]:
+    """What a checkpoint keeps of the data, and what ranks compare."""
+    return json.dumps(fingerprint(dataset)), outline_digest(dataset)
+
+
+def test_every_element_of_a_tensor_data_set_counts() -> None:
+    digests = {
+        of_data(TensorDataset(X)),
+        of_data(TensorDataset(X, X)),
+        of_data(TensorDataset(X.t())),
+        of_data(TensorDataset(X.double())),
+        of_data(TensorDataset(X.flip(0))),
+    }
+    for index in range(X.numel()):
+        edited = X.clone()
+        edited.view(-1)[index] += 1e-6
+        digests.add(of_data(TensorDataset(edited)))
+    assert len(digests) == 5 + X.numel()
+    assert of_data(TensorDataset(X.clone())) in digests
+
+
+def test_parts_and_unions_are_known_by_what_they_are_made_of() -> None:
+    one, other = TensorDataset(X), TensorDataset(X + 1)
+    sets: list[Dataset[Any]] = [
+        one,
+        Subset(one, [0, 1]),
+        Subset(one, [1, 0]),
+        Subset(one, [0, 1, 2]),
+        Subset(other, [0, 1]),
+        Subset(Versioned(4, "a"), [0, 1]),
+        Subset(Versioned(4, "b"), [0, 1]),
+        ConcatDataset([one, other]),
+        ConcatDataset([other, one]),
+        ConcatDataset([one]),
+        ConcatDataset([one, Sealed(3)]),
+    ]
+    assert len({of_data(each) for each in sets}) == len(sets)
+    assert of_data(Subset(TensorDataset(X.clone()), torch.tensor([0, 1]))) == of_data(sets[1])
+
+
+def test_another_data_set_is_known_by_class_and_length_and_no_sample_is_read() -> None:
+    # Samples were probed: with random numbers of the data set's own, every resume was refused; and files were opened
+    # before the workers were forked.
+    assert of_data(Sealed(3)) == of_data(Sealed(3))
+    assert of_data(Sealed(3)) != of_data(Sealed(4))
+    assert of_data(Sealed(3)) != of_data(["a", "b", "c"])
+    assert of_data(object()) == of_data(object())
+
+
+def test_a_fingerprint_of_the_data_sets_own_decides() -> None:
+    assert of_data(Versioned(3, "a")) == of_data(Versioned(3, "a"))
+    assert of_data(Versioned(3, "a")) != of_data(Versioned(3, "b"))
+
+    class Tensors(TensorDataset):
+        fingerprint = "mine"
+
+    assert of_data(Tensors(X)) == of_data(Tensors(X + 1))
+
+
+def test_a_fingerprint_that_is_no_string_does_not_count() -> None:
+    class Method(Sealed):
+        def fingerprint(self) -> str:
+            return "a"
+
+    assert of_data(Method(3)) == of_data(Method(3))
+    assert of_data(Method(3)) != of_data(Method(4))
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [(Versioned(2, "a"), Versioned(2, "b")), (TensorDataset(X), TensorDataset(X.flip(0)))]
+)
+def test_data_that_changed_are_refused(before: Any, now: Any) -> None:
+    saved = DataIdentity(before).state_dict()
+    DataIdentity(before).load_state_dict(saved)
+    with pytest.raises(CheckpointMismatch, match="the training data are not those"):
+        DataIdentity(now).load_state_dict(saved)
+
+
+def test_a_tensors_digest_is_that_of_its_elements_in_order() -> None:
+    assert tensor_digest(X.t()) == tensor_digest(X.t().contiguous())
+    assert tensor_digest(X.t()) != tensor_digest(X)
+    assert tensor_digest(torch.zeros(0, 3)) == tensor_digest(torch.zeros(0))
+    assert tensor_digest(torch.zeros(2, dtype=torch.bfloat16)) == tensor_digest(torch.zeros(1))
+
+
+def test_names_values_and_buffers_make_the_digest_of_weights() -> None:
+    def norm() -> torch.nn.BatchNorm1d:
+        return torch.nn.BatchNorm1d(2)
+
+    other = norm()
+    other.running_mean += 1
+    one, two = torch.nn.ModuleDict({"a": norm()}), torch.nn.ModuleDict({"b": norm()})
+    assert weights_sha256(norm()) == weights_sha256(norm())
+    assert len({weights_sha256(module) for module in (norm(), other, one, two)}) == 4

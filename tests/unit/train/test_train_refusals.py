@@ -1,0 +1,181 @@
+"""What the Trainer refuses before it trains, and what it does not ask of a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.core.processes.world import World
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from paceline.train import Evaluation, TrainConfig, Trainer, evaluate
+from trainings import Points, squared, squared_error
+from twins import Pools
+
+
+def loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+    x, y, _ = batch
+    return squared(model(x), y), len(x)
+
+
+def trainer(model: DistributedDataParallel, samples: int = 16, evaluation: Any = None, **config: Any) -> Trainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(Points(samples, torch.float32), 4)
+    given = TrainConfig(**{"epochs": 1, "show_progress": False, "log_every": 1000, **config})
+    return Trainer(model, optimizer, loss, loader, given, evaluation(loader) if evaluation else None)
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+
+
+def refusal(function: Any, *arguments: Any, **options: Any) -> str:
+    try:
+        function(*arguments, **options)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def sharing(world: World) -> list[str]:
+    model = DistributedDataParallel(linear())
+    of = [
+        lambda loader: loader,
+        lambda loader: DataLoader(loader.dataset, batch_sampler=loader.progress),
+        lambda loader: DataLoader(loader.dataset, 4),
+    ]
+    return [
+        refusal(trainer, model, evaluation=lambda loader, of=each: Evaluation(of(loader), squared_error, ("error",)))
+        for each in of
+    ]
+
+
+def test_one_loader_or_sampler_for_training_and_evaluation_is_refused(pools: Pools) -> None:
+    # Every evaluation took the loader back to epoch 0, so training never ended.
+    [(same, sampler, own)] = pools.run(1, sharing)
+    assert same.startswith("training and evaluation share one loader or sampler, ")
+    assert (sampler, own) == (same, "")
+
+
+def in_a_part_of_the_world(world: World) -> str:
+    groups = [dist.new_group([rank]) for rank in range(world.size)]
+    return refusal(trainer, DistributedDataParallel(linear(), process_group=groups[world.rank]))
+
+
+def test_a_model_that_averages_over_a_part_of_the_world_is_refused(pools: Pools) -> None:
+    for message in pools.run(2, in_a_part_of_the_world):
+        assert message.startswith("the model averages over 1 ranks but the world has 2, ")
+
+
+def with_own_buffers(world: World, folder: str | None, module: str = "norm") -> str:
+    net = linear() if module == "norm" else nn.Linear(6, 3)
+    return refusal(trainer, DistributedDataParallel(net, broadcast_buffers=False), checkpoint_dir=folder)
+
+
+def test_buffers_of_each_ranks_own_are_not_checkpointed_as_rank_0s(pools: Pools, tmp_path: Path) -> None:
+    for message in pools.run(2, with_own_buffers, str(tmp_path)):
+        assert message.startswith("with broadcast_buffers=False every rank has buffers of its own ('1.num_batches_")
+    assert list(tmp_path.iterdir()) == []
+    assert pools.run(2, with_own_buffers, None) == ["", ""]
+    assert pools.run(1, with_own_buffers, str(tmp_path / "alone")) == [""]
+    assert pools.run(2, with_own_buffers, str(tmp_path / "without"), "plain") == ["", ""]
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a number is read out of a tensor, for which the CPU waits on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def reads(world: World) -> list[int]:
+    counts = []
+    for samples in (4, 40):
+        each = trainer(DistributedDataParallel(linear()), samples, accumulate=2, check_finite=False)
+        with Reads() as mode:
+            each.fit()
+        counts.append(mode.count)
+    return counts
+
+
+def test_no_number_is_read_out_of_a_tensor_between_two_lines_of_metrics(pools: Pools) -> None:
+    # float(loss) after every micro-batch made the CPU wait for the GPU. The check for NaN has to.
+    [(one_batch, ten_batches)] = pools.run(1, reads)
+    assert one_batch == ten_batches > 0
+
+
+def usual_mistakes(world: World) -> list[str]:
+    model, plain = DistributedDataParallel(linear()), linear()
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.01), Points(16, torch.float32)
+    config, loader = TrainConfig(1, show_progress=False), DataLoader(data, 4)
+    evaluation = Evaluation(DataLoader(data, 4), squared_error, ("error",))
+
+    def of(model: Any = model, optimizer: Any = optimizer, loss: Any = loss, loader: Any = loader, **more: Any) -> Any:
+        return lambda: Trainer(model, optimizer, loss, loader, **{"config": config, **more}).fit()
+
+    def of_loss(value: Any) -> Any:
+        return of(loss=lambda model, batch: value(model(batch[0])), loader=DataLoader(data, 4))
+
+    theirs = nn.parallel.DistributedDataParallel(linear())
+    attempts = [
+        of(loader=torch.utils.data.DataLoader(data, 4)),
+        of(loader=[1, 2]),
+        of(plain, torch.optim.SGD(plain.parameters(), lr=0.01)),
+        of(theirs, torch.optim.SGD(theirs.parameters(), lr=0.01)),
+        of(optimizer=torch.optim.SGD(plain.parameters(), lr=0.01)),
+        of(optimizer=optimizer.param_groups),
+        of(optimizer=torch.optim.LBFGS(model.parameters())),
+        of(config={"epochs": 1}),
+        of(evaluation=squared_error),
+        of(evaluation=Evaluation(torch.utils.data.DataLoader(data, 4), squared_error, ("error",))),  # type: ignore
+        lambda: evaluate(plain, evaluation),  # type: ignore[arg-type]
+        lambda: evaluate(theirs, evaluation),  # type: ignore[arg-type]
+        lambda: evaluate(model, Evaluation(evaluation.loader, lambda *_: torch.zeros(()), ("error",))),  # type: ignore
+        of_loss(lambda out: out.sum()),
+        of_loss(lambda out: None),
+        of_loss(lambda out: (out, len(out))),
+        of_loss(lambda out: (out.sum().item(), len(out))),
+        of_loss(lambda out: (out.sum().detach(), len(out))),
+        of_loss(lambda out: (out.sum(), out)),
+    ]
+    return [refusal(attempt) for attempt in attempts]
+
+
+REMEDIES = [
+    "the Trainer needs Paceline's DataLoader, not a torch.utils.data.dataloader.DataLoader; give paceline.data.Data",
+    "the Trainer needs Paceline's DataLoader, not a list; ",
+    "the Trainer needs a model in Paceline's wrapper, not a torch.nn.modules.container.Sequential; wrap it first: ",
+    "the Trainer needs a model in Paceline's wrapper, not a torch.nn.parallel.distributed.DistributedDataParallel; imp",
+    "the optimizer has none of the model's parameters, so training would change nothing; make it from this model",
+    "the Trainer needs a torch.optim.Optimizer, not a list",
+    "the Trainer calls step() without a closure, which LBFGS needs; use another optimizer, or a loop of your own",
+    "config must be a TrainConfig, not a dict: TrainConfig(epochs=3)",
+    "evaluation must be an Evaluation(loader, sums, names), not a function",
+    "Evaluation needs Paceline's DataLoader, not a torch.utils.data.dataloader.DataLoader; give",
+    "evaluate() needs a model in Paceline's wrapper, not a torch.nn.modules.container.Sequential; wrap it first",
+    "evaluate() needs a model in Paceline's wrapper, not a torch.nn.parallel.distributed.DistributedDataParallel; imp",
+    "the evaluation's sums returned a tensor of shape (); return the sum of each metric",
+    "the loss function returned a tensor of shape () instead of two values; return the loss summed over the micro-",
+    "the loss function returned a NoneType instead of two values; ",
+    "the loss function returned a tensor of shape (4, 3) as the loss; return the loss summed",
+    "the loss function returned a float as the loss; ",
+    "the loss function returned a loss without a gradient; compute it from model(x)",
+    "the loss function returned a tensor of shape (4, 3) as the weight; ",
+]
+
+
+def test_usual_mistakes_are_one_line_with_the_remedy(pools: Pools) -> None:
+    # They ended in AttributeError, TypeError and RuntimeError from the middle of the loop.
+    [messages] = pools.run(1, usual_mistakes)
+    for message, beginning in zip(messages, REMEDIES, strict=True):
+        assert message.startswith(beginning)
+        assert "\n" not in message

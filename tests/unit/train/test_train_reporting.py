@@ -1,0 +1,297 @@
+"""Metrics files and progress."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from forked import call
+from paceline.core.processes.world import World
+from paceline.data import DataLoader
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError, installing
+from paceline.train import Evaluation, TrainConfig, Trainer
+from paceline.train.metrics.loggers import JsonLines, TensorBoard, WeightsAndBiases, open_loggers
+from paceline.train.metrics.progress import ProgressDisplay
+from trainings import Points, Run, net, optimizer_of, squared, squared_error
+from twins import Pools
+
+
+def write(file: Path, step: int, *steps: int) -> None:
+    log = JsonLines(str(file), step)
+    for number in steps:
+        log.write(number, {"loss": number / 2})
+    log.close()
+
+
+def steps_of(file: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+
+def test_every_line_is_a_json_object_with_its_step(tmp_path: Path) -> None:
+    write(tmp_path / "new" / "metrics.jsonl", 0, 1, 2)
+    assert (tmp_path / "new" / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 1.0}\n'
+
+
+def test_a_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    log = JsonLines(str(tmp_path / "m"), 0)
+    log.write(1, {"loss": 1.0})
+    assert steps_of(tmp_path / "m") == [1]
+    log.close()
+
+
+def test_what_json_does_not_know_is_null(tmp_path: Path) -> None:
+    log = JsonLines(str(tmp_path / "m"), 0)
+    log.write(1, {"nan": math.nan, "up": math.inf, "down": -math.inf, "zero": 0.0})
+    log.close()
+    assert (tmp_path / "m").read_text() == '{"step": 1, "nan": null, "up": null, "down": null, "zero": 0.0}\n'
+
+
+def test_a_fresh_run_leaves_the_lines_of_an_earlier_one(tmp_path: Path) -> None:
+    # It truncated the file: running a script again, or a second one with the same name, lost the first one's metrics.
+    write(tmp_path / "m", 0, 1, 2)
+    write(tmp_path / "m", 0, 1)
+    assert steps_of(tmp_path / "m") == [1, 2, 1]
+
+
+RESUMED: list[tuple[list[list[int]], int, list[int]]] = [
+    ([[2, 4, 6], [2, 4, 6]], 4, [2, 4, 6, 2, 4]),
+    ([[2, 4, 6], [2]], 4, [2, 4, 6, 2]),
+    ([[2, 4, 6], [2, 4]], 1, [2, 4, 6]),
+    ([[6], [6, 6], [2, 2, 4]], 2, [6, 6, 6, 2, 2]),
+    ([[2, 4]], 1, []),
+]
+
+
+@pytest.mark.parametrize(("runs", "step", "kept"), RESUMED)
+def test_a_resumed_run_drops_lines_of_its_own_only(
+    tmp_path: Path, runs: list[list[int]], step: int, kept: list[int]
+) -> None:
+    for run in runs:
+        write(tmp_path / "m", 0, *run)
+    write(tmp_path / "m", step, 9)
+    assert steps_of(tmp_path / "m") == [*kept, 9]
+
+
+def test_a_fresh_run_begins_a_line_behind_the_half_one_of_a_run_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "m").write_text('{"step": 2, "lo')
+    write(tmp_path / "m", 0, 2, 4)
+    write(tmp_path / "m", 2, 3)
+    assert (tmp_path / "m").read_text() == '{"step": 2, "lo\n{"step": 2, "loss": 1.0}\n{"step": 3, "loss": 1.5}\n'
+
+
+def test_a_resumed_run_drops_what_it_will_repeat(tmp_path: Path) -> None:
+    write(tmp_path / "m", 0, 2, 4, 4, 6, 8)
+    write(tmp_path / "m", 4, 6)
+    assert steps_of(tmp_path / "m") == [2, 4, 4, 6]
+
+
+@pytest.mark.parametrize(
+    "half", ["", "{", '{"step": 4, "lo', '{"loss": 3}', '{"step": 4, "loss": 1.0}', "[4]", "\0\0\0"]
+)
+def test_a_line_that_was_cut_off_by_a_kill_is_dropped(tmp_path: Path, half: str) -> None:
+    write(tmp_path / "m", 0, 2)
+    with (tmp_path / "m").open("a") as file:
+        file.write(half)
+    write(tmp_path / "m", 4, 6)
+    assert steps_of(tmp_path / "m") == [2, 6]
+
+
+def test_nothing_that_is_kept_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The file was once written anew on resume, so a kill in that moment lost the history of the run.
+    write(tmp_path / "m", 0, 2, 4)
+    monkeypatch.setattr(Path, "write_text", None)
+    write(tmp_path / "m", 2, 4)
+    assert steps_of(tmp_path / "m") == [2, 4]
+
+
+@pytest.mark.parametrize("file", ["plain/metrics.jsonl", "folder"])
+def test_a_file_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path, file: str) -> None:
+    (tmp_path / "plain").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(
+        UsageError, match=r"metrics cannot be written to .*: (Not a directory|File exists|Is a directory); "
+    ):
+        JsonLines(str(tmp_path / file), 0)
+
+
+def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = TensorBoard(str(tmp_path), 0)
+    log.write(1, {"loss": 0.5, "lr": 0.25})
+    log.write(2, {"loss": 0.25})
+    log.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
+    assert [(event.step, event.value) for event in events.Scalars("lr")] == [(1, 0.25)]
+
+
+def without(package: str) -> Any:
+    """Import nothing of `package` in this block."""
+    return patch.dict(sys.modules, {package: None})
+
+
+def refused_without(world: World, package: str, config: TrainConfig) -> str:
+    with without(package):
+        try:
+            open_loggers(config, [], 0)
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "option"),
+    [
+        ("torch.utils.tensorboard", "tensorboard", "tensorboard_dir"),
+        ("wandb", "wandb", "wandb_project"),
+    ],
+)
+def test_without_a_loggers_package_every_rank_names_the_pip_command_and_no_file_is_made(
+    pools: Pools, tmp_path: Path, package: str, extra: str, option: str
+) -> None:
+    config = TrainConfig(1, metrics_file=str(tmp_path / "m"), **{option: str(tmp_path / "board")})
+    for said in pools.run(2, refused_without, package, config):
+        assert installing(extra) in said
+    assert list(tmp_path.iterdir()) == []
+
+
+class Notes:
+    """A logger of a user's."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def write(self, step: int, values: Any) -> None:
+        self.lines.append((step, dict(values)))
+
+
+def train_with_notes(world: World, config: TrainConfig) -> list[tuple[int, dict[str, float]]]:
+    notes = Notes()
+    model = DistributedDataParallel(net(Run(config)))
+    data = Points(20, torch.float64)
+    evaluation = Evaluation(DataLoader(data, 8), squared_error, ("error",))
+
+    def loss(model: Any, batch: Any) -> Any:
+        return squared(model(batch[0]), batch[1]), len(batch[0])
+
+    optimizer = optimizer_of(Run(config), model)
+    Trainer(model, optimizer, loss, DataLoader(data, 8), config, evaluation, loggers=[notes]).fit()
+    return notes.lines
+
+
+def test_a_logger_of_the_users_gets_what_the_files_get_on_rank_0_and_the_mean_of_all_ranks(
+    pools: Pools, tmp_path: Path
+) -> None:
+    alone = pools.run(1, train_with_notes, TrainConfig(2, log_every=1, show_progress=False))[0]
+    config = TrainConfig(2, log_every=1, show_progress=False, metrics_file=str(tmp_path / "m"))
+    first, second = pools.run(2, train_with_notes, config)
+    assert second == []
+    assert [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()] == [
+        {"step": step, **values} for step, values in first
+    ]
+    assert [step for step, _ in first] == [1, 2, 3, 3, 4, 5, 6, 6]
+    # One name for the training's and the evaluation's loss gave TensorBoard two values of one curve at a step.
+    names = [sorted(values) for step, values in first if step == 3]
+    assert names[0] == ["lr", "train/loss"]
+    assert all(name.startswith("eval/") for name in names[1])
+    for (_, ours), (_, theirs) in zip(first, alone, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+def refusal_of_loggers(world: World, loggers: Any) -> str:
+    run = Run(TrainConfig(1))
+    model = DistributedDataParallel(net(run))
+    try:
+        Trainer(
+            model,
+            optimizer_of(run, model),
+            print,
+            DataLoader(Points(8, torch.float64), 8),
+            run.config,
+            None,
+            None,
+            loggers,
+        )
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("loggers", [print, ["file.jsonl"], [None]])
+def test_what_is_no_logger_is_refused(pools: Pools, loggers: Any) -> None:
+    [said] = pools.run(1, refusal_of_loggers, loggers)
+    assert "give a list of objects with a method write(step, values)" in said
+
+
+def log_to_wandb(folder: str) -> tuple[str, int]:
+    """Train with a run of Weights & Biases that writes to `folder` alone; read the run back."""
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_CACHE_DIR": folder, "WANDB_CONFIG_DIR": folder}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        logger = WeightsAndBiases("project", {"epochs": 3})
+        logger.write(1, {"loss": 0.5})
+        logger.write(1, {"accuracy": 0.75})
+        logger.close()
+    [run] = Path(folder).glob("wandb/offline-run-*/*.wandb")
+    end = time.monotonic() + 30
+    while b"accuracy" not in (record := run.read_bytes()) and time.monotonic() < end:
+        time.sleep(0.1)  # a process of W&B's own writes it
+    return record.decode("latin-1"), len(list(Path(folder).glob("wandb/offline-run-*")))
+
+
+@pytest.mark.slow
+def test_weights_and_biases_gets_the_same_values(tmp_path: Path) -> None:
+    record, runs = call(log_to_wandb, str(tmp_path))
+    assert runs == 1
+    for text in ("project", "epochs", "loss", "0.5", "accuracy", "0.75", "step"):
+        assert text in record
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, stream: Any, on: bool = True) -> str:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", stream)
+    with ProgressDisplay(4, 0, on=on) as display:
+        for epoch in range(2):
+            display.advance(epoch)
+            display.advance(epoch)
+            display.epoch_ended(epoch, 2, {"loss": 1 / 3, "accuracy": 0.97})
+    return str(stream.getvalue())
+
+
+def test_where_there_is_no_terminal_an_epoch_is_one_plain_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, io.StringIO()) == (
+        "epoch 1/2  loss 0.3333  accuracy 0.97\nepoch 2/2  loss 0.3333  accuracy 0.97\n"
+    )
+
+
+def test_on_a_terminal_there_is_a_bar_and_the_cursor_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch, Terminal())
+    assert "4/4" in text
+    assert "epoch 2/2  loss 0.3333  accuracy 0.97" in text
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") >= 0
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_the_other_ranks_show_nothing(monkeypatch: pytest.MonkeyPatch, stream: Any) -> None:
+    assert shown(monkeypatch, stream(), on=False) == ""

@@ -1,0 +1,104 @@
+"""A checkpoint that cannot be written does not end the training, and is not lost in silence."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import threading
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.checkpoint.saving.due_saves import DueSaves
+from paceline.errors import CheckpointWarning
+from paceline.train import TrainConfig
+from processes import paceline
+from trainings import Outcome, Run, train
+from twins import Pools
+
+STEPS = 6
+
+
+def on_a_disk_that_is_full(world: Any, run: Run, steps: list[int]) -> tuple[Outcome, list[str]]:
+    """Train; rank 0 can write no file while it saves one of `steps`. Returns what the rank was warned of, too."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    save = DueSaves.save
+
+    def fails(saves: DueSaves, saver: Any, step: int, metadata: Any = None, is_last: bool = False) -> None:
+        if world.is_main and step in steps:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            save(saves, saver, step, metadata, is_last)
+            for thread in threading.enumerate():
+                if thread.name == "paceline-checkpoint":
+                    thread.join()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    DueSaves.save = fails  # type: ignore[method-assign]
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CheckpointWarning)
+            return train(world, run), [str(each.message) for each in caught if each.category is CheckpointWarning]
+    finally:
+        DueSaves.save = save  # type: ignore[method-assign]
+
+
+def config(folder: Path, **options: Any) -> TrainConfig:
+    return TrainConfig(
+        **{"epochs": 1, "checkpoint_dir": str(folder), "checkpoint_every": 1, "show_progress": False, **options}
+    )
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["", "async"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_training_goes_on_and_the_next_save_tries_again(
+    pools: Pools, tmp_path: Path, size: int, async_save: bool
+) -> None:
+    # A full disk ended the training, which lost what was learnt since the checkpoint before.
+    run = Run(config(tmp_path / "whole", keep=9), dropout=0.3)
+    whole = pools.run(size, train, run)
+    cut = replace(run, config=config(tmp_path / "cut", keep=9, async_save=async_save))
+    found = pools.run(size, on_a_disk_that_is_full, cut, [2, 3, 5])
+    for one, (outcome, _) in zip(whole, found, strict=True):
+        assert (outcome.error, outcome.bits()) == ("", one.bits())
+        assert outcome.result.failed_saves == [2, 3, 5]
+    told = [message for _, warned in found for message in warned]
+    assert found[0][1] == told, "rank 0 alone"
+    for step, message in zip((2, 5), told, strict=True):  # and once, until a save is written
+        assert f"rank 0 could not save step {step} to {tmp_path}/cut/step-0000000{step}: File too large: " in message
+        assert "are needed, 100 B are allowed for a file (ulimit -f)" in message
+        assert "training goes on, and the next save tries again" in message
+    names = sorted(path.name for path in (tmp_path / "cut").iterdir())
+    assert names == [f"step-0000000{step}" for step in (1, 4, 6)]
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["", "async"])
+def test_the_last_good_checkpoint_is_kept_and_the_end_without_one_is_said(
+    pools: Pools, tmp_path: Path, async_save: bool
+) -> None:
+    run = Run(config(tmp_path, keep=1, async_save=async_save))
+    found = pools.run(2, on_a_disk_that_is_full, run, [3, 4, 5, 6])
+    for outcome, _ in found:
+        assert (outcome.error, outcome.result.steps, outcome.result.failed_saves) == ("", STEPS, [3, 4, 5, 6])
+    assert ["training has ended with it" in message for message in found[0][1]] == [False, True]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    for outcome in pools.run(2, train, replace(run, config=replace(run.config, resume=True))):
+        assert (outcome.error, outcome.result.resumed_from_step) == ("", 2)
+
+
+def test_a_recipe_whose_end_is_not_saved_reports_its_result_and_fails(tmp_path: Path) -> None:
+    # A file has the name of the last step's checkpoint, so every save but that one succeeds.
+    options = ("--epochs", "1", "--checkpoint-dir", "runs", "--checkpoint-every", "20", "--json", "report.json")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "step-00000045").write_text("in the way")
+    done = paceline(tmp_path, "train", "digits", "--nproc", "1", *options, fork="all", OMP_NUM_THREADS="1")
+    assert done.returncode == 1, done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["steps"] == 45
+    assert "training has ended at step 45, but that step is not saved in runs" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir())[:2] == ["step-00000020", "step-00000040"]

@@ -1,0 +1,203 @@
+"""The Trainer against a plain PyTorch loop, and what it writes while it trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from paceline.checkpoint import Checkpointer
+from paceline.core.processes.world import World
+from paceline.data import DataLoader, GlobalBatchSampler, GlobalBatchStream
+from paceline.ddp import DistributedDataParallel
+from paceline.errors import UsageError
+from paceline.train import TrainConfig, Trainer
+from trainings import LR, Outcome, Points, Run, net, relative_difference, squared, train
+from twins import Pools
+
+QUIET = {"show_progress": False}
+
+
+def plain_loop(run: Run, clip: float | None = None, warmup: int = 0, total: int | None = None) -> nn.Module:
+    """One process, the whole batch of a step at once, nothing of Paceline but the order of samples."""
+    data, model = Points(run.samples, run.dtype), net(run)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    sampler = GlobalBatchSampler(data, run.batch_size * run.config.accumulate, seed=run.seed, rank=0, world_size=1)
+    step = 0
+    for _ in range(run.config.epochs):
+        for batch in list(sampler):
+            rate = (step + 1) / warmup if step < warmup else 1.0
+            if total is not None and step >= warmup:
+                rate = (total - step) / (total - warmup)
+            optimizer.param_groups[0]["lr"] = LR * rate
+            optimizer.zero_grad()
+            (squared(model(data.x[batch]), data.y[batch]) / len(batch)).backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            step += 1
+    return model
+
+
+def difference_from(plain: nn.Module, outcome: Outcome) -> float:
+    return relative_difference(outcome.weights, {name: tensor.numpy() for name, tensor in plain.state_dict().items()})
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_clipping_accumulation_and_schedule_equal_one_plain_loop(pools: Pools, size: int, accumulate: int) -> None:
+    steps = 3 * -(-45 // (8 * accumulate))
+    config = TrainConfig(3, accumulate=accumulate, clip_norm=0.7, warmup_steps=2, decay="linear", **QUIET)
+    plain = plain_loop(Run(config), clip=0.7, warmup=2, total=steps)
+    unclipped = plain_loop(Run(config), warmup=2, total=steps)
+    assert not torch.allclose(plain[0].weight, unclipped[0].weight, rtol=1e-3), "a norm of 0.7 clips nothing"
+    for outcome in pools.run(size, train, Run(config)):
+        assert outcome.result.steps == steps
+        assert outcome.result.samples == 3 * 45
+        assert difference_from(plain, outcome) < 1e-9
+
+
+def test_more_ranks_than_samples_equal_one_plain_loop(pools: Pools) -> None:
+    run = Run(TrainConfig(2, accumulate=2, **QUIET), batch_size=2, samples=7)
+    for outcome in pools.run(3, train, run):
+        assert difference_from(plain_loop(run), outcome) < 1e-9
+
+
+def test_one_rank_takes_the_very_steps_of_a_plain_loop(pools: Pools) -> None:
+    run = Run(TrainConfig(2, **QUIET), batch_size=8, samples=32)  # means over a power of two: exact either way
+    [outcome] = pools.run(1, train, run)
+    assert difference_from(plain_loop(run), outcome) == 0
+
+
+def scaled(world: World) -> list[float]:
+    model = DistributedDataParallel(nn.Linear(6, 3).double())
+    optimizer = torch.optim.SGD([{"params": [model.module.weight]}, {"params": [model.module.bias], "lr": 0.4}], lr=0.1)
+    loader = DataLoader(Points(40, torch.float64), 8)
+    config = TrainConfig(1, accumulate=2, lr_scaling="linear", base_batch_size=4, warmup_steps=2, **QUIET)
+    Trainer(model, optimizer, lambda *_: None, loader, config)
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_every_groups_rate_is_scaled_with_the_steps_whole_batch_then_warmed_up(pools: Pools) -> None:
+    assert pools.run(1, scaled) == [pytest.approx([0.1 * 16 / 4 / 2, 0.4 * 16 / 4 / 2])]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_metrics_hold_loss_and_rate_of_every_so_many_steps_and_each_evaluation(
+    pools: Pools, tmp_path: Path, size: int
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    config = TrainConfig(2, accumulate=2, warmup_steps=4, log_every=2, metrics_file=str(file), **QUIET)
+    outcome, *_ = pools.run(size, train, Run(config, evaluate=True))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    # 45 samples, 6 batches of 8, so 3 steps an epoch: a line after two steps and one for the epoch's last.
+    assert [(line["step"], sorted(line.keys() - {"step"})) for line in lines] == [
+        (2, ["lr", "train/loss"]),
+        (3, ["lr", "train/loss"]),
+        (3, ["eval/error"]),
+        (4, ["lr", "train/loss"]),
+        (6, ["lr", "train/loss"]),
+        (6, ["eval/error"]),
+    ]
+    # The rate that a step used; the warm-up counts optimizer steps, not micro-batches.
+    assert [line["lr"] for line in lines if "lr" in line] == pytest.approx([LR * 2 / 4, LR * 3 / 4, LR, LR])
+    assert outcome.result.metrics == {"error": lines[-1]["eval/error"]}
+    # With a rate of (nearly) zero the loss is that of the initial weights, over the logged steps' samples.
+    still = Run(
+        TrainConfig(1, lr_scaling="linear", base_batch_size=10**12, log_every=100, metrics_file=str(file), **QUIET)
+    )
+    pools.run(size, train, still)
+    data = Points(45, torch.float64)
+    *earlier, line = [json.loads(line) for line in file.read_text().splitlines()]
+    assert earlier == lines
+    assert line["train/loss"] == pytest.approx(float(squared(net(still)(data.x), data.y).detach()) / 45)
+
+
+def test_only_rank_0_writes_for_tensorboard(pools: Pools, tmp_path: Path) -> None:
+    pools.run(2, train, Run(TrainConfig(1, tensorboard_dir=str(tmp_path), **QUIET), evaluate=True))
+    [file] = tmp_path.iterdir()
+    assert file.name.startswith("events.out.tfevents.")
+
+
+KEPT = {
+    # every, keep, epochs -> the steps that have a checkpoint (6 an epoch)
+    "at the end of every epoch": (None, 3, 2, [6, 12]),
+    "every 4 steps and at the end of the run": (4, 9, 3, [4, 8, 12, 16, 18]),
+    "the newest two": (4, 2, 3, [16, 18]),
+    "a step that is due twice, once": (6, 9, 2, [6, 12]),
+    "rarer than the run is long": (100, 3, 1, [6]),
+}
+
+
+@pytest.mark.parametrize(("every", "keep", "epochs", "steps"), KEPT.values(), ids=KEPT)
+def test_checkpoints_are_written_when_due_and_the_newest_kept(
+    pools: Pools, tmp_path: Path, every: int | None, keep: int, epochs: int, steps: list[int]
+) -> None:
+    pools.run(
+        2, train, Run(TrainConfig(epochs, checkpoint_dir=str(tmp_path), checkpoint_every=every, keep=keep, **QUIET))
+    )
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"step-{step:08d}" for step in steps]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_gradient_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(
+    pools: Pools, tmp_path: Path, size: int
+) -> None:
+    # One rank alone did not look, so NaN weights were saved until no good checkpoint was left.
+    config = TrainConfig(2, checkpoint_dir=str(tmp_path), checkpoint_every=2, keep=1, **QUIET)
+    for outcome in pools.run(size, train, Run(config, poisoned_step=5)):
+        assert outcome.error.startswith(f"NonFiniteGradient: the gradient holds NaN or Inf on rank {size - 1}, in ")
+        assert outcome.result.steps == 5
+        assert all(abs(array).max() < 1e3 for array in outcome.weights.values())
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.latest() == tmp_path / "step-00000004"
+    [outcome, *_] = pools.run(size, train, Run(TrainConfig(2, checkpoint_dir=str(tmp_path), resume=True, **QUIET)))
+    assert (outcome.result.resumed_from_step, outcome.result.steps, outcome.error) == (4, 12, "")
+
+
+def test_nothing_is_checked_if_the_config_says_so(pools: Pools) -> None:
+    """As a GradScaler's loop would have it, and torch's default: NaN goes to every rank and into the weights."""
+    for outcome in pools.run(2, train, Run(TrainConfig(2, check_finite=False, **QUIET), poisoned_step=5)):
+        assert (outcome.error, outcome.result.steps) == ("", 12)
+        assert all((array != array).any() for array in outcome.weights.values())
+
+
+def test_a_folder_in_use_is_refused_without_resume_and_left_as_it_is(pools: Pools, tmp_path: Path) -> None:
+    config = TrainConfig(1, checkpoint_dir=str(tmp_path), **QUIET)
+    pools.run(2, train, Run(config))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for outcome in pools.run(2, train, Run(config)):
+        assert "already holds checkpoints up to step 6; continue them with --resume" in outcome.error
+        assert outcome.seen == []
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_folder_to_resume_from_that_is_not_there_is_not_made(pools: Pools, tmp_path: Path) -> None:
+    config = TrainConfig(1, checkpoint_dir=str(tmp_path / "runs" / "7"), resume=True, **QUIET)
+    for outcome in pools.run(2, train, Run(config)):
+        assert outcome.error.startswith(f"NoCheckpoint: there is no folder {tmp_path}/runs/7 to resume from")
+    assert list(tmp_path.iterdir()) == []
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(10)
+
+
+def on_a_stream(world: World) -> str:
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        Trainer(model, optimizer, lambda *_: None, DataLoader(GlobalBatchStream(Endless(), 2)), TrainConfig(1))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_stream_is_refused(pools: Pools) -> None:
+    assert pools.run(1, on_a_stream) == ["the Trainer needs data of a known length; write a plain loop for a stream"]
