@@ -1,1 +1,1 @@
-"""TODO"""
+"""What several packages share; imports nothing above it but the errors."""

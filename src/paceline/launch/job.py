@@ -35,7 +35,7 @@ from paceline.launch.watching.hang_detection import HangWatch
 from paceline.launch.watching.settings import TIMEOUT_S, Supervision
 from paceline.launch.watching.signals import FORWARDED, Caught, Stopped
 
-HERE = Path(__file__).parent
+RANK = Path(__file__).parent / "rank"
 LONGEST_S = 2_000_000  # 23 days; the kernel waits for at most 2**31 ms at a time
 
 
@@ -223,7 +223,7 @@ def farewell(number: signal.Signals, saved: int | None = None) -> int:
 
 def tied(command: Sequence[str]) -> list[str]:
     """Return arguments for this Python that run `command` in a process that ends with this one."""
-    return ["-I", "-S", str(HERE / "child.py"), str(os.getpid()), *command]
+    return ["-I", "-S", str(RANK / "child.py"), str(os.getpid()), *command]
 
 
 def escaped(arguments: Sequence[str]) -> list[str]:
@@ -268,7 +268,7 @@ def timeout_environment(timeout: str | None) -> dict[str, str]:
 
 def hooked(path: str) -> str:
     """Put the folder whose ``sitecustomize`` records uncaught exceptions in front of `path`."""
-    return os.pathsep.join([str(HERE / "hook"), *([path] if path else [])])
+    return os.pathsep.join([str(RANK / "hook"), *([path] if path else [])])
 
 
 def resolve_nproc(wanted: str | int, force: bool = False) -> tuple[int, str | None]:

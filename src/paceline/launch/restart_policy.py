@@ -1,6 +1,6 @@
 """The restarts of a job: what the ranks have told about their steps, what follows from that, and what is rescued.
 
-Progress is told by the ranks' step records, see :mod:`paceline.core.telemetry.step_progress`; ranks without them are started again as
+Progress is told by the ranks' step records, :mod:`paceline.core.telemetry.step_progress`; ranks without them start as
 often as the user said, and not at all by default. :mod:`paceline.launch.failures.verdict` decides.
 """
 

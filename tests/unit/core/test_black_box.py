@@ -512,7 +512,8 @@ def test_opening_happens_at_the_first_span_and_not_at_import(parent: Path) -> No
     """Importing paceline has no effect, and the rank's first span finds the box without a call in the script."""
     with JobFolder("run", str(parent), 1) as folder:
         script = (
-            "import sys, pathlib; from paceline.core.telemetry.flight_record import read_box; from paceline.core.telemetry.spans import recorder\n"
+            "import sys, pathlib; from paceline.core.telemetry.flight_record import read_box\n"
+            "from paceline.core.telemetry.spans import recorder\n"
             f"path = pathlib.Path({str(path_of(folder.path, 0))!r})\n"
             "assert read_box(path) is None\n"
             "with recorder.span('forward'): assert read_box(path).phase == 'forward'\n"

@@ -1,1 +1,1 @@
-"""TODO"""
+"""States on their way between the ranks and rank 0."""

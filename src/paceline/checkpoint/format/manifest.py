@@ -88,8 +88,8 @@ def parse(raw: bytes) -> Manifest:
     version = body.get("format_version")
     if type(version) is int and version > FORMAT_VERSION:
         raise NewerFormat(
-            f"its format_version is {strict_json.shown(version)}, this Paceline reads {FORMAT_VERSION}; use the Paceline "
-            "that wrote it, or a newer one"
+            f"its format_version is {strict_json.shown(version)}, this Paceline reads {FORMAT_VERSION}; "
+            "use the Paceline that wrote it, or a newer one"
         )
     if version != FORMAT_VERSION:
         raise ValueError(f"its format_version is {strict_json.shown(version)}, this Paceline reads {FORMAT_VERSION}")

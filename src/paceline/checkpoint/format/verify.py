@@ -101,7 +101,7 @@ def read_document(path: Path) -> bytes:
     with _regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > strict_json.LIMIT:
-            raise Damaged(f"{path.name} has {size} bytes, the limit is {documents.LIMIT}")
+            raise Damaged(f"{path.name} has {size} bytes, the limit is {strict_json.LIMIT}")
         raw = bytearray()
         while piece := os.read(descriptor, PIECE):
             raw += piece

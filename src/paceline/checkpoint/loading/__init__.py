@@ -1,1 +1,1 @@
-"""TODO"""
+"""Restores a checkpoint into registered objects, and loads weights without them."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Registered objects: captured, compared, loaded. One rank, no disk."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Recovery after a failure, and saves that a signal asks for."""

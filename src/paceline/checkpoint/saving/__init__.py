@@ -1,1 +1,1 @@
-"""TODO"""
+"""Synchronous and asynchronous saves."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The step boundary: what every rank keeps in memory at each optimizer step."""

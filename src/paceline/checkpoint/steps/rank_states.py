@@ -1,8 +1,8 @@
 """The states that a rank alone has, kept in memory that outlives it: random generators, buffers, registered objects.
 
-A file in the folder of the job's step records has four slots, see :mod:`paceline.checkpoint.steps.double_buffered_file`, which the rank
-fills in turns. So a rank that is killed leaves the step before, and this step as it was when its gradients were there,
-which may be twice.
+A file in the folder of the job's step records has four slots, see
+:mod:`paceline.checkpoint.steps.double_buffered_file`, which the rank fills in turns. So a rank that is killed leaves
+the step before, and this step as it was when its gradients were there, which may be twice.
 
 Plain values are stored by ``marshal``, which runs no code when it is read, and is fast.
 """

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The folder of step folders: lock, atomic rename, free space."""

@@ -1,7 +1,8 @@
 """The handshake: the ranks of one host find each other and exchange the descriptors of their memory and signals.
 
 Each rank listens on an abstract Unix socket, for the time of the handshake only. The sockets' names and the group's
-secret are in a private store (:mod:`paceline.core.processes.private_store`), where no other user can read or write them.
+secret are in a private store (:mod:`paceline.core.processes.private_store`), where no other user can read or write
+them.
 """
 
 from __future__ import annotations

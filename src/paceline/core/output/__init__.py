@@ -1,1 +1,1 @@
-"""TODO"""
+"""How commands and pages write: words, files, tables, HTML."""

@@ -19,7 +19,7 @@ def document(title: str, body: str, styles: str, scripts: Sequence[str]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>
-{resource("paceline", "theme.css")}
+{resource("paceline.core.output", "theme.css")}
 {styles}
 </style>
 </head>

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Who the ranks are, and how they find each other."""

@@ -151,10 +151,10 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
 
     Reads torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``,
     ``MASTER_ADDR``, ``MASTER_PORT``), and sets it where srun or mpirun started several processes, see
-    :mod:`paceline.core.processes.schedulers`. Without any of it, this process is the only rank. May be called again: a process group
-    that exists, ours or the script's own, is used as it is. From then on a :class:`~paceline.errors.UsageError` that
-    ends a script without our launcher is shown in one line, with exit code 2, unless the script has a
-    ``sys.excepthook``.
+    :mod:`paceline.core.processes.schedulers`. Without any of it, this process is the only rank. May be called again: a
+    process group that exists, ours or the script's own, is used as it is. From then on a
+    :class:`~paceline.errors.UsageError` that ends a script without our launcher is shown in one line, with exit code 2,
+    unless the script has a ``sys.excepthook``.
 
     Args:
         backend: ``"paceline"``, ``"gloo"``, ``"nccl"`` or any name that ``torch.distributed.init_process_group``

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Values that ranks share: buckets, shards, digests, random streams, data positions."""

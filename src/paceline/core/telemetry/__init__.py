@@ -1,1 +1,1 @@
-"""TODO"""
+"""What each rank is doing: flight record, spans, step progress, failpoints."""

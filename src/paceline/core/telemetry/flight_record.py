@@ -1,7 +1,8 @@
 """The black box: a small file in memory in which a rank keeps what it is doing, for others to read at any time.
 
-The launcher makes a file of :data:`SIZE` bytes for each of its ranks, see :mod:`paceline.core.telemetry.job_directory`. A rank maps the
-file and writes into it without a system call, so what it wrote last is there after SIGKILL, too. Areas, by offset:
+The launcher makes a file of :data:`SIZE` bytes for each of its ranks, see
+:mod:`paceline.core.telemetry.job_directory`. A rank maps the file and writes into it without a system call, so what it
+wrote last is there after SIGKILL, too. Areas, by offset:
 
     0     head     version, process, rank, world size, host: written once, its first bytes last
     256   phase    two slots: phase, bucket, since when

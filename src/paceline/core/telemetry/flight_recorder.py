@@ -1,4 +1,4 @@
-"""Writes this rank's black box, see :mod:`paceline.core.telemetry.flight_record`: about half a microsecond for each change of phase."""
+"""Writes this rank's flight record: about half a microsecond for each change of phase."""
 
 from __future__ import annotations
 

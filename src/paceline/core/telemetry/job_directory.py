@@ -5,7 +5,7 @@ ranks the path; :data:`PARENT` in the environment names a place before all other
 
     job.json    the launcher, its command, and the processes of the ranks
     rank-<n>    the black box of each rank of this host, see :mod:`paceline.core.telemetry.flight_record`
-    spare/      a page for each rank's step record, should memory be full by then, see :mod:`paceline.core.telemetry.step_progress`
+    spare/      a page for each rank's step record, should memory be full by then, see :mod:`.step_progress`
     lock        locked as long as the launcher lives, however it ends
 
 Everyone may make folders in these places, so those of other users are left alone, whatever they are called. The

@@ -4,8 +4,8 @@ Ranks on the launcher's host keep them in ``<job's folder>/steps/<key of the che
 ranks are started again, the launcher moves them to ``steps-before``. A step has two moments there: it is *prepared*
 when the rank has its averaged gradients and has stored its own states, and *completed* when the optimizer has stepped
 and everything registered is consistent again. No rank lets its optimizer step before all ranks have prepared that step,
-see :class:`paceline.checkpoint.steps.step_boundary.Boundary`. So the ranks that are left when one is gone have completed the same
-step, or are about to.
+see :class:`paceline.checkpoint.steps.step_boundary.Boundary`. So the ranks that are left when one is gone have
+completed the same step, or are about to.
 
 Every number is written whole, by its rank alone.
 """

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.core.torch_internals.tensors import content_of
 
-_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent / "ddp"))
+_FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2] / "ddp"))
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 

@@ -66,7 +66,7 @@ class JoinEvents(Protocol):
 
 @dataclass(frozen=True)
 class Message:
-    """An event; for a layer's, which layer and what :class:`~paceline.core.state.unwrapping.Communicates` needs to take part."""
+    """An event; for a layer's, which layer it is, and the arguments with which it takes part."""
 
     event: Event
     layer: int = 0

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The wrapper's arguments and its module, checked."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The class that users see, and its parts."""

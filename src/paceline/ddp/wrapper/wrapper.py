@@ -96,7 +96,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             :mod:`paceline.comm.algorithms`, for study and for backends without a good all-reduce. It overlaps with
             nothing, and two such wrappers must come in the same order on every rank. By default the backend's own.
         nccl: :class:`~paceline.ddp.NcclOptions`, for models on GPUs: registered memory, a stream of high priority.
-        recorder: records spans of each step while it is on; by default the process's, ``paceline.core.telemetry.spans.recorder``.
+        recorder: records spans of each step while it is on; by default the process's, ``paceline.core.telemetry.spans
+            .recorder``.
 
     Raises:
         UsageError: for arguments that are wrong or not supported.

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Which rank failed first, and why. Pure values."""

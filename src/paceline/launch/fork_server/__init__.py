@@ -1,1 +1,1 @@
-"""TODO"""
+"""Ranks forked from a process that has imported torch."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The part of the launcher that runs inside a rank."""

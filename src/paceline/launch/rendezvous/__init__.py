@@ -1,1 +1,1 @@
-"""TODO"""
+"""Stores on loopback, through which the ranks of one host meet."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Signals, hangs, preemption, termination."""

@@ -16,6 +16,7 @@ from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
 
+import paceline
 from paceline.core.telemetry import flight_record
 from paceline.launch.rank.stack_dump import number, path_of, polite_number
 
@@ -24,17 +25,17 @@ POLITE_S, ANSWER_S = 0.5, 1.0
 BACKWARD = "Tensor.backward"
 """What a rank of torch's own wrapper waits in."""
 _FOLDER, _STDLIB = (
-    re.escape(f"{folder}/") for folder in (Path(flight_record.__file__).parent, sysconfig.get_path("stdlib"))
+    re.escape(f"{folder}/") for folder in (Path(paceline.__file__).parent, sysconfig.get_path("stdlib"))
 )
 _PACKAGE, _LAUNCHES, _STANDARD = (re.compile(folder) for folder in (_FOLDER, f"{_FOLDER}launch/", _STDLIB))
 _WAITS = re.compile(
-    rf"/torch/distributed/(?!checkpoint/|elastic/)|/torch/nn/parallel/distributed\.py|{_FOLDER}(comm/|rollcall\.py)"
+    rf"/torch/distributed/(?!checkpoint/|elastic/)|/torch/nn/parallel/distributed\.py|{_FOLDER}(comm/|core/processes/missing_ranks\.py)"
 )
 """Code in which a rank waits for others."""
 _ENGINE = re.compile(r"/torch/autograd/graph\.py.* in _engine_run_backward$")
 """torch's engine, at whose end its own wrapper waits."""
 _LIBRARY = re.compile(rf'{_FOLDER}|{_STDLIB}|/(site|dist)-packages/|"<')
-_HANDLER = re.compile(r"  File .*/stacks\.py\", line \d+ in tell_stacks\n")
+_HANDLER = re.compile(r"  File .*/stack_dump\.py\", line \d+ in tell_stacks\n")
 _PLACE = re.compile(r'File "(.*)", line (\d+) in ')
 
 

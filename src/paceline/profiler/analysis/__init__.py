@@ -1,1 +1,1 @@
-"""TODO"""
+"""From records to figures, verdict and advice."""

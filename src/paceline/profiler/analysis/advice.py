@@ -1,6 +1,7 @@
 """Advice: what would make a step shorter, why, and by how much, predicted from this run's own figures.
 
-Each rule is a function of the :class:`~paceline.profiler.analysis.metrics.Facts`, and returns nothing where it does not apply.
+Each rule is a function of the :class:`~paceline.profiler.analysis.metrics.Facts`, and returns None where it does not
+apply.
 Gains are shares of the time for a sample that would be saved, if that alone were changed.
 """
 

@@ -14,7 +14,7 @@ from paceline.profiler.report.formatting import mean_parts
 from paceline.profiler.report.report import Report
 
 SCRIPTS = ("common.js", "lanes.js", "drawing.js", "pointers.js", "timeline.js", "charts.js")
-FOLDER = "paceline.profiler.page"
+FILES = "paceline.profiler.page"
 
 
 def page(report: Report) -> str:
@@ -57,11 +57,11 @@ def _document(title: str, sections: Sequence[Section]) -> str:
 {"".join(one.html() for one in sections)}
 </main>
 <footer>Made by <b>paceline profile</b>. This file holds everything that it shows, and fetches nothing.</footer>"""
-    plot = f"/* uPlot, {_license()} */\n{resource(FOLDER, 'uplot', 'uPlot.iife.min.js')}"
-    styles = resource(FOLDER, "uplot", "uPlot.min.css") + resource(FOLDER, "page.css")
-    return document(title, body, styles, [plot, *(resource(FOLDER, script) for script in SCRIPTS)])
+    plot = f"/* uPlot, {_license()} */\n{resource(FILES, 'static', 'uplot', 'uPlot.iife.min.js')}"
+    styles = resource(FILES, "static", "uplot", "uPlot.min.css") + resource(FILES, "static", "page.css")
+    return document(title, body, styles, [plot, *(resource(FILES, "static", script) for script in SCRIPTS)])
 
 
 def _license() -> str:
     """Return uPlot's licence, which stays with every copy of it."""
-    return resource(FOLDER, "uplot", "LICENSE").strip()
+    return resource(FILES, "static", "uplot", "LICENSE").strip()

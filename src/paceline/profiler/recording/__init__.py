@@ -1,1 +1,1 @@
-"""TODO"""
+"""Recording on the rank: spans, device times, torch's profiler."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The files of the ranks' records."""

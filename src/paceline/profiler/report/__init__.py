@@ -1,1 +1,1 @@
-"""TODO"""
+"""The report of a profile as values and words."""

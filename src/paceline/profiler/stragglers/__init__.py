@@ -1,1 +1,1 @@
-"""TODO"""
+"""Slow ranks, found in times alone."""

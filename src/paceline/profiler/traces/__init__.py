@@ -1,1 +1,1 @@
-"""TODO"""
+"""Traces for Perfetto and Holistic Trace Analysis."""

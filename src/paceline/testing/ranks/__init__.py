@@ -1,1 +1,1 @@
-"""TODO"""
+"""Forked ranks, and how they ended."""

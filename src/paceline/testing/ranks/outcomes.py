@@ -17,7 +17,7 @@ from paceline.testing.ranks.recorded_collectives import Calls, unmatched
 
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 MACHINERY = ["/_pytest/", "/pluggy/", "/pytest/__main__", "/pytest_paceline.py", "<frozen runpy>"]
-MACHINERY += [str(Path(__file__).parent)]
+MACHINERY += [str(Path(__file__).parents[1])]
 """In the frames that are left out of a stack."""
 LEFT_OUT = ("skipped", "xfailed")
 """Kinds of outcomes of a rank that ended the test by ``pytest.skip`` or ``pytest.xfail``; all ranks have to."""

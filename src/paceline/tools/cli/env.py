@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline import __version__
+import paceline
 from paceline.comm.c10d.own_backend import register
 from paceline.core.processes.world import OWN_BACKEND
 from paceline.core.torch_internals.versions import RANGE, untested
@@ -27,7 +27,7 @@ SECRETS = ("TOKEN", "SECRET", "KEY", "PASSWORD")
 def describe() -> dict[str, str]:
     """Return one line for each fact, in the order in which people look for them."""
     return {
-        "paceline": f"{__version__}, {Path(__file__).parent}",
+        "paceline": f"{paceline.__version__}, {Path(paceline.__file__).parent}",
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}; {_tested()}",
         "python": f"{platform.python_version()}, {sys.executable}",
         "system": platform.platform(),

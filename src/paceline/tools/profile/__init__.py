@@ -1,1 +1,1 @@
-"""TODO"""
+"""``paceline profile``."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Means, loggers, progress."""

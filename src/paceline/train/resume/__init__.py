@@ -1,1 +1,1 @@
-"""TODO"""
+"""What must be equal when a run goes on, and its checkpoint folder."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Private names of torch's distributed packages."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""One synchronized backward, stage by stage."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Questions to a GPU: exposed time, graph capture."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Gradients in buckets and in ``p.grad``."""

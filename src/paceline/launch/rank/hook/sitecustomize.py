@@ -9,7 +9,7 @@ import os
 import sys
 from types import ModuleType
 
-FORK_SERVER = "PACELINE_FORK_SERVER"  # set in a process that is to fork ranks, see fork_server.py
+FORK_SERVER = "PACELINE_FORK_SERVER"  # set in a process that is to fork ranks, see fork_server/
 
 
 def _leave() -> None:
@@ -33,13 +33,13 @@ def _leave() -> None:
             raise
 
 
-def _load(module: str) -> ModuleType:
+def _load(module: str, package: str = "rank") -> ModuleType:
     """Load a module of the launcher by its path, because importing paceline would import torch."""
     from importlib.util import module_from_spec, spec_from_file_location
 
-    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    launcher = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     name = "_paceline_" + module
-    spec = spec_from_file_location(name, os.path.join(folder, module + ".py"))
+    spec = spec_from_file_location(name, os.path.join(launcher, package, module + ".py"))
     assert spec is not None
     assert spec.loader is not None
     sys.modules[name] = loaded = module_from_spec(spec)  # dataclasses look their module up there
@@ -49,7 +49,7 @@ def _load(module: str) -> ModuleType:
 
 def _serve() -> None:
     """Fork ranks; come back in a rank."""
-    child, server = _load("child"), _load("fork_server")
+    child, server = _load("child"), _load("server", "fork_server")
     server.serve(os.environ.pop(FORK_SERVER), int(os.environ["PACELINE_LAUNCHER"]), child.die_with, child.pin)
     for module in (child, server):
         del sys.modules[module.__name__]
@@ -59,6 +59,6 @@ if __name__ == "sitecustomize":  # not when tools import every module of the pac
     if FORK_SERVER in os.environ:
         _serve()
     _leave()
-    _load("record").install()
-    _load("stacks").install()
+    _load("failure_record").install()
+    _load("stack_dump").install()
     _load("temporary_folder").install()

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The pictures: each from an example that is computed, not drawn."""

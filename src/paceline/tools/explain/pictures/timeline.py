@@ -1,6 +1,7 @@
 """The scene of a backward: buckets that fill up, and their all-reduces, at its end or during it.
 
-The numbers are an example, stated below; the rest follows by :func:`paceline.core.state.buckets.overlap` and the cost of the ring.
+The numbers are an example, stated below; the rest follows by
+:func:`paceline.core.state.buckets.overlap` and the cost of the ring.
 """
 
 from __future__ import annotations

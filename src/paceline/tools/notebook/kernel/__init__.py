@@ -1,1 +1,1 @@
-"""TODO"""
+"""The notebook's side: starts ranks, sends them cells, shows what they answer."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.launch.watching.stack_requests import main_thread
 
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')
-_COMMUNICATION = ("/torch/distributed/", "/paceline/comm/", "/paceline/ddp/", "/paceline/rollcall", "/paceline/meeting")
+_COMMUNICATION = ("/torch/distributed/", "/paceline/comm/", "/paceline/ddp/", "/paceline/core/processes/")
 _BACKWARD = "/torch/autograd/graph.py"
 _CELL = re.compile(r"<ipython-input-(\d+)-")
 _STANDARD = re.compile(r"/lib/python3[^/]*/(?!site-packages/)")
@@ -43,7 +43,7 @@ def wait_in(stacks: str) -> Wait | None:
     for frame in inner:
         if cell := _CELL.match(frame["file"]):
             return Wait(call, f"In[{cell[1]}], line {frame['line']}", is_sure)
-        if "/paceline/notebook/" in frame["file"]:
+        if "/paceline/tools/notebook/" in frame["file"]:
             break
         call = call if frame["function"] in _WRAPPERS and call else frame["function"]
     return Wait(call, "", is_sure)

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The rank's side: the process that runs cells."""

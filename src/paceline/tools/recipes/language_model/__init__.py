@@ -1,1 +1,1 @@
-"""TODO"""
+"""The ``lm`` recipe's model, text and optimizer."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The ``mrpc`` recipe's data and model."""
