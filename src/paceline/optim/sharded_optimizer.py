@@ -248,7 +248,7 @@ class ShardedOptimizer(Optimizer):
     # -- states -------------------------------------------------------------------------------------------------
 
     def local_state(self) -> dict[str, Any]:
-        """Return this rank's shard of the state, with what it is of, see :mod:`~paceline.core.state.optimizer_shards`."""
+        """Return this rank's shard of the state, see :mod:`~paceline.core.state.optimizer_shards`."""
         assert self._inner is not None
         assert self._sharding is not None
         strides = self._sharding.strides

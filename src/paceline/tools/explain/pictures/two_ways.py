@@ -1,7 +1,7 @@
 """The scenes of one step in two ways: DataParallel, through device 0, and DistributedDataParallel, all with all.
 
 What moves is computed: slices by :func:`paceline.nn.data_parallel.scatter`, weights and gradients by the schedules of
-their collectives, and the moments at which buckets are averaged by the example of :mod:`paceline.tools.explain.pictures.timeline`.
+their collectives, and the moments at which buckets are averaged by the example of :mod:`.timeline`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Programs that a person starts: the command line, recipes, profile, notebook and others."""
