@@ -105,7 +105,7 @@ class QueuedDevice(TorchDispatchMode):
         self._live: dict[int, Memory] = {}
         self._reuses: list[Stream] = []
 
-    # -- the faces of paceline.core.state.device_streams ----------------------------------------------------------------
+    # -- the faces of paceline.core.state.device_streams ------------------------------------------------
 
     def use(self, patch: pytest.MonkeyPatch) -> None:
         """Take the place of the device's streams."""

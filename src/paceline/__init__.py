@@ -59,19 +59,19 @@ __all__ = [
 _HOMES = {
     "Checkpointer": "checkpoint",
     "load_weights": "checkpoint",
-    "DataParallel": "data_parallel",
+    "DataParallel": "nn.data_parallel",
     "DistributedDataParallel": "ddp",
     "accumulate": "ddp",
     "clip_grad_norm_": "ddp",
     "gather_for_metrics": "ddp",
     "mean_over_ranks": "ddp",
-    "cache_mesh": "lookup",
-    "get": "lookup",
+    "cache_mesh": "core.processes.rank_lookup",
+    "get": "core.processes.rank_lookup",
     "SyncBatchNorm": "nn",
-    "set_seed": "rng",
-    "unwrap": "unwrapping",
-    "World": "world",
-    "init": "world",
+    "set_seed": "core.state.rng",
+    "unwrap": "core.state.unwrapping",
+    "World": "core.processes.world",
+    "init": "core.processes.world",
 }
 """The module of each public name that is imported when it is first used; names that are not here are modules."""
 

@@ -1,4 +1,15 @@
-"""Checkpoints that are whole or absent: verified, readable without pickle, for any number of ranks."""
+"""Checkpoints that are whole or absent: verified, readable without pickle, for any number of ranks.
+
+Rooms, each above those that it imports:
+
+    checkpointer
+    recovery
+    saving
+    loading · steps
+    exchange
+    objects · storage
+    format
+"""
 
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.loading.load_weights import load_weights

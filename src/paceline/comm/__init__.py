@@ -1,1 +1,10 @@
-"""Communication: the bytes that move between ranks."""
+"""Communication: the bytes that move between ranks.
+
+Rooms, each above those that it imports:
+
+    c10d
+    algorithms · open_native
+    topology
+    gloo · own_group · shm
+    arithmetic · forking · gloo_visitors · registered_memory
+"""

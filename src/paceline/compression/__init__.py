@@ -6,6 +6,13 @@
     model.register_comm_hook(state, compression.hook)
 
 The same in Paceline's and in torch's DDP. ``docs/compression.md`` says what each does, and when.
+
+Rooms, each above those that it imports:
+
+    cast · int8 · powersgd · topk
+    compressor
+    residuals
+    gradients · pipeline · wire
 """
 
 from paceline.compression.cast import Cast

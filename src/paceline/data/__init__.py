@@ -1,4 +1,15 @@
-"""Samplers and loaders over global batches, of which every rank gets its slice, and whose position can be saved."""
+"""Samplers and loaders over global batches, of which every rank gets its slice, and whose position can be saved.
+
+Rooms, each above those that it imports:
+
+    loader
+    stream
+    fetch
+    sampler · workers
+    distributed · position
+    epoch_position
+    arguments · balance · consumption · partition
+"""
 
 from paceline.data.distributed import DistributedSampler
 from paceline.data.loader import DataLoader

@@ -29,7 +29,7 @@ def local_state(
     subject: Subject,
     strides: Sequence[tuple[int, ...]],
 ) -> dict[str, Any]:
-    """Return this rank's shard, see :mod:`~paceline.core.state.optimizer_shards`; pieces have the parameters' strides."""
+    """Return this rank's shard, see :mod:`~paceline.core.state.optimizer_shards`, with the parameters' strides."""
     state = held(owned, inner)
     for entry in state.values():
         if isinstance(master := entry.get(MASTER), nn.Parameter):

@@ -4,6 +4,15 @@
     with paceline.profiler.profile("profile"):  # a part of one; every rank runs it
 
 :func:`find_stragglers` finds slow ranks in times of any origin.
+
+Rooms, each above those that it imports:
+
+    profiling
+    __main__ · results
+    recording · traces
+    analysis
+    page · records
+    report · stragglers
 """
 
 from paceline.profiler.profiling import profile as profile

@@ -1,1 +1,9 @@
-"""Programs that a person starts: the command line, recipes, profile, notebook and others."""
+"""Programs that a person starts: the command line, recipes, profile, notebook and others.
+
+Rooms, each above those that it imports:
+
+    cli
+    recipes
+    bench · compare · profile
+    checkpoints · explain · memory_estimate · notebook · top
+"""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.telemetry import flight_record
+import paceline
 from paceline.core.telemetry.flight_record import Snapshot
 from paceline.launch.watching import stack_requests
 from paceline.launch.watching.hang_detection import Sight, hanging
@@ -175,13 +175,21 @@ def stack(*frames: str) -> str:
     return "".join([other, "Current thread 0x02 (most recent call first):\n", *lines])
 
 
-STDLIB, OURS, TORCH = sysconfig.get_path("stdlib"), Path(flight_record.__file__).parent, "/x/site-packages/torch"
+STDLIB, OURS, TORCH = sysconfig.get_path("stdlib"), Path(paceline.__file__).parent, "/x/site-packages/torch"
 C10D = f"{TORCH}/distributed/distributed_c10d.py"
 SCRIPT = stack("/home/me/train.py in augment", "/home/me/train.py in <module>")
 GATHERS = stack(f"{C10D} in all_gather", f"{TORCH}/distributed/c10d_logger.py in wrapper", "/home/me/train.py in main")
-SAVES = stack(f"{C10D} in all_gather", f"{OURS}/rank_consensus.py in gather", f"{OURS}/checkpoint/saving.py in collect")
-WRITES = stack(f"{OURS}/checkpoint/writer.py in write", "/home/me/train.py in main")
-STATE = stack("/home/me/train.py in state_dict", f"{OURS}/checkpoint/capture.py in own", "/home/me/train.py in main")
+SAVES = stack(
+    f"{C10D} in all_gather",
+    f"{OURS}/core/processes/consensus.py in gather",
+    f"{OURS}/checkpoint/saving/synchronous.py in collect",
+)
+WRITES = stack(f"{OURS}/checkpoint/saving/checkpoint_writer.py in write", "/home/me/train.py in main")
+STATE = stack(
+    "/home/me/train.py in state_dict",
+    f"{OURS}/checkpoint/exchange/collected_states.py in own",
+    "/home/me/train.py in main",
+)
 BACKWARD = stack(f"{TORCH}/autograd/graph.py in _engine_run_backward", "/home/me/train.py in main")
 HOOK = stack("/home/me/train.py in hook", f"{OURS}/ddp/transport/comm_hook.py in wait", "/home/me/train.py in main")
 THREAD = stack(f"{STDLIB}/threading.py in join", "/home/me/train.py in main", f"{OURS}/launch/program.py in run")

@@ -11,6 +11,7 @@ source, in a comment that readers do not see::
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import warnings
@@ -25,6 +26,7 @@ from paceline.core.processes.world import World
 from twins import Pools
 
 ROOT = Path(__file__).parents[3]
+SOURCE = ROOT / "src" / "paceline"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(r"^(?:```python\n(?P<shown>.*?)^```|<!-- python\n(?P<hidden>.*?)^-->)$", re.DOTALL | re.MULTILINE)
 MOST_HIDDEN = 10  # lines a page: a snippet that needs more is no help to who pastes it
@@ -182,11 +184,32 @@ def test_the_layers_in_contributing_are_those_that_are_checked(package: str, lay
     assert f"\n\n{block}\n" in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 
 
-def test_every_package_is_in_the_map_of_contributing() -> None:
+def rooms(folder: Path) -> set[str]:
+    """Return the modules and packages directly in a folder."""
+    return {path.stem for path in folder.glob("*.py") if path.stem != "__init__"} | {
+        path.name for path in folder.iterdir() if (path / "__init__.py").exists()
+    }
+
+
+def test_the_picture_of_layers_is_that_of_the_tree_and_of_import_linter() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    source = ROOT / "src" / "paceline"
-    for folder in (source, source / "ddp", source / "comm"):
-        packages = [path.parent.name for path in folder.glob("*/__init__.py")]
-        assert packages
-        for package in packages:
-            assert re.search(rf"^\|.*`{package}/`.*\|.*\|$", text, re.MULTILINE), package
+    picture = re.search(r"do not import each other:\n\n((?:    .+\n)+)", text)
+    assert picture
+    drawn = [set(re.split(r"  +", line.strip())[0].split(" · ")) for line in picture[1].splitlines()]
+    contract = re.search(
+        r'containers = \["paceline"\].*?layers = \[(.*?)\]', (ROOT / "pyproject.toml").read_text(), re.DOTALL
+    )
+    assert contract
+    assert drawn == [set(layer.split(" | ")) for layer in re.findall(r'"(.+)"', contract[1])]
+    assert set.union(*drawn) == rooms(SOURCE)
+
+
+@pytest.mark.parametrize(
+    "folder", [path.parent for path in SOURCE.rglob("__init__.py") if path.parent != SOURCE], ids=str
+)
+def test_a_package_with_many_rooms_lists_them_in_its_docstring(folder: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8"))) or ""
+    picture = re.search(r"Rooms, each above those that it imports:\n\n((?:    .+\n?)+)", docstring)
+    if picture or len(rooms(folder)) > 8:
+        assert picture, "more than eight rooms: list them"
+        assert set(picture[1].replace(" · ", "\n").split()) == rooms(folder)

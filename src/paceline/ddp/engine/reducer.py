@@ -250,7 +250,7 @@ class Reducer(Settling):
         if not any(status.aborted for status in outcome.statuses):
             self._in_backward.step(parts.ledger)
 
-    # -- parameters that the module got after it was wrapped, see parameters.module_changes ------------------------------
+    # -- parameters that the module got after it was wrapped, see parameters.module_changes ------------------------
 
     def _is_meant(self) -> bool:
         self._look_for_new_parameters()  # first, as all that trains may be new

@@ -1,1 +1,8 @@
-"""Moves buckets between ranks: a wrapper's own channel, and what reduces a bucket."""
+"""Moves buckets between ranks: a wrapper's own channel, and what reduces a bucket.
+
+Rooms, each above those that it imports:
+
+    comm_hook · opening · scattered_gradients · sparse
+    device_channel · finisher · gathering · shared_channel
+    channel · grad_bucket · hook_signature
+"""

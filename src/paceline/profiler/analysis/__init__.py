@@ -1,1 +1,11 @@
-"""From records to figures, verdict and advice."""
+"""From records to figures, verdict and advice.
+
+Rooms, each above those that it imports:
+
+    analyze
+    advice
+    bucket_size_simulation
+    metrics
+    bucket_timeline · gradient_noise_scale
+    lateness · operator_table · step_breakdown
+"""

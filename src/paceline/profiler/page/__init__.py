@@ -4,6 +4,12 @@
            ──▶ JSON for what is drawn in the browser (timeline, charts) ────┴▶ one document
 
 uPlot, in ``uplot/``, draws the charts; decision 27 says why.
+
+Rooms, each above those that it imports:
+
+    layout
+    charts · overview · pairs · tables · waits
+    elements · outliers · rank_bars
 """
 
 from __future__ import annotations

@@ -8,4 +8,12 @@ measure.py          a rank's work: each variant is checked, then they take turns
 rows.py             the measurements: bandwidths, and the fitted model beside them
 result_page.py      table, JSON and plot
 plot.py             the plot
+
+Rooms, each above those that it imports:
+
+    __main__
+    measure
+    result_page
+    bench_command · plot
+    bench_config · rows · turns · variants
 """

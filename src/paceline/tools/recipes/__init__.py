@@ -1,1 +1,9 @@
-"""Recipes: whole training programs that come with Paceline, one file each."""
+"""Recipes: whole training programs that come with Paceline, one file each.
+
+Rooms, each above those that it imports:
+
+    commands · digits · mrpc
+    configs · lm
+    training_options
+    __main__ · hugging_face · language_model · memory_fit · paraphrases · recipe_report
+"""
