@@ -299,7 +299,7 @@ PROGRAM = """
 import os, sys, threading, time, torch
 from paceline.checkpoint import Checkpointer
 from paceline.checkpoint.storage import step_folders
-write_file = storage.write_file
+write_file = step_folders.write_file
 checkpointer = Checkpointer(sys.argv[1], async_save=True)
 checkpointer.register("model", torch.nn.Linear(1000, 1))
 checkpointer.save(1)
@@ -309,7 +309,7 @@ def slow(path, content):
     if "loses" in sys.argv and path.name == "state.json":
         raise OSError(28, "No space left on device")
     return write_file(path, content)
-storage.write_file = slow
+step_folders.write_file = slow
 checkpointer.save(2)
 print("saved", flush=True)
 if "killed" in sys.argv:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-import paceline
+from paceline import errors
 from paceline.core.telemetry.flight_record import Snapshot
 from paceline.launch.watching import stack_requests
 from paceline.launch.watching.hang_detection import Sight, hanging
@@ -175,7 +175,7 @@ def stack(*frames: str) -> str:
     return "".join([other, "Current thread 0x02 (most recent call first):\n", *lines])
 
 
-STDLIB, OURS, TORCH = sysconfig.get_path("stdlib"), Path(paceline.__file__).parent, "/x/site-packages/torch"
+STDLIB, OURS, TORCH = sysconfig.get_path("stdlib"), Path(errors.__file__).parent, "/x/site-packages/torch"
 C10D = f"{TORCH}/distributed/distributed_c10d.py"
 SCRIPT = stack("/home/me/train.py in augment", "/home/me/train.py in <module>")
 GATHERS = stack(f"{C10D} in all_gather", f"{TORCH}/distributed/c10d_logger.py in wrapper", "/home/me/train.py in main")
@@ -262,8 +262,8 @@ def test_the_call_a_rank_waits_in_is_the_outermost_of_torch_distributed(tmp_path
 BUSY = """
 import os, signal
 from paceline.launch.rank import stack_dump
-stacks.install()
-signal.signal(stacks.number(), lambda *_: os._exit(9))
+stack_dump.install()
+signal.signal(stack_dump.number(), lambda *_: os._exit(9))
 
 def busy():
     print("here", flush=True)
