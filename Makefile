@@ -65,11 +65,12 @@ test-torch:  ## run the whole test suite with another torch: make test-torch VER
 		-e '.[test]' torch==$(VERSION)
 	PYTHONDONTWRITEBYTECODE= $(TORCH)/bin/python -m pytest -n 2 --dist worksteal -q $(ARGS)
 
-check: $(VENV)/.dev  ## lint, format, types and layers
+check: $(VENV)/.dev  ## lint, format, types, layers, and the size of rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/house.py
 
 wheel-check: $(VENV)/.dev  ## build sdist and wheel, install the wheel elsewhere, and train there
 	$(BIN)/python scripts/wheel_check.py

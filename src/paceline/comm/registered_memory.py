@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 NEEDED = ("register_mem_pool", "mem_allocator", "supports_tensor_alloc")
-"""Of torch's NCCL backend."""
+"""Members of torch's NCCL backend that this needs."""
 
 
 def why_not(nccl: Any, device: torch.device) -> str | None:

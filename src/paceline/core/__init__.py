@@ -1,1 +1,1 @@
-"""What several packages share; imports nothing above it but the errors."""
+"""Modules that several packages share. They import nothing above them but the errors."""

@@ -30,7 +30,7 @@ class Absent:
     """A model or data that this machine does not have."""
 
     what: str
-    """What it is, for messages."""
+    """Kind of thing it is, for messages."""
     remedy: str
     """The flag that makes the program run without it."""
     fetch: Callable[[], Any]

@@ -40,7 +40,7 @@ class Subject:
     sparse: frozenset[int] = frozenset()
     """Parameters whose gradients are sparse, by ``id``; every rank updates these."""
     wrappers: list[Averaging] = field(default_factory=list)
-    """Those of ours that average the gradients over several ranks."""
+    """Wrappers of ours that average the gradients over several ranks."""
 
     @property
     def size(self) -> int:

@@ -60,7 +60,7 @@ class SharedSegment:
         *self._offsets, self._total = aligned_offsets([parameter.numel() for parameter in parameters])
         self._flat = channel.allocate(self._total, parameters[0].dtype)
         self._storages: list[StorageWeakRef] = []
-        """Of the parameters, each over its part of :attr:`_flat`."""
+        """Storages of the parameters, each over its part of :attr:`_flat`."""
         self._left: list[tuple[Tensor, list[StorageWeakRef]]] = []
         """Shared memory that the parameters have left, and what may still hold some of it."""
         self._parts = _parts(parameters, pieces, channel.size, [*self._offsets, self._total])

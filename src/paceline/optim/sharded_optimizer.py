@@ -99,9 +99,9 @@ class ShardedOptimizer(Optimizer):
         self._sharding: Sharding | None = None
         """Who owns what, and the way to the other ranks."""
         self._consolidated: dict[str, Any] | None = None
-        """What :meth:`consolidate_state_dict` has brought together, until the next step."""
+        """Whole state that :meth:`consolidate_state_dict` has gathered, until the next step."""
         self._versions = -1
-        """Of the parameters' version counters, after the last step."""
+        """Sum of the parameters' version counters after the last step."""
         super().__init__(self._subject.groups, template.defaults)
         expect_apart(self, self.param_groups, self._subject)
         self._sharding = Sharding(self._subject, by, master_dtype, self._description)

@@ -60,7 +60,7 @@ class Sharding:
         self._looks: list[Any] = []
         """Their shapes and dtypes then; memory that was given back may be another's at once."""
         self.strides: list[tuple[int, ...]] = []
-        """Of the parameters, whose order in memory pieces and their states follow."""
+        """Strides of the parameters: pieces and their states follow that order in memory."""
         if subject.size > 1:
             assert subject.group is not None
             device = _device_of(subject)

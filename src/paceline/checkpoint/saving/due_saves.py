@@ -25,7 +25,7 @@ class Saver(Protocol):
 
 
 class DueSaves:
-    """What becomes of the saves that are due, the same on every rank.
+    """Outcomes of the saves that are due, the same on every rank.
 
     Args:
         record: this rank's, which tells the launcher of a job that saves nothing; None if there is none.
@@ -41,7 +41,7 @@ class DueSaves:
         self._begun = -1
         """The step that is being written in the background, or was."""
         self._cause: object = None
-        """Of the last failure that was told; None since a save was written."""
+        """Cause of the last failure that was reported; None since a save was written."""
 
     def save(self, saver: Saver, step: int, metadata: Any = None, is_last: bool = False) -> None:
         """Save `step`; on rank 0 warn if that failed, or if the save in the background before did."""

@@ -40,7 +40,7 @@ class SlotFile:
     def __init__(self, path: Path, slots: int) -> None:
         self._path, self._slots = path, slots
         self._number = 0
-        """Of the last write."""
+        """Number of the last write."""
         self._map = self._make(_FIRST)
         self._address = _address_of(self._map)
 
@@ -91,7 +91,7 @@ class Slot:
     """A slot that was found whole."""
 
     number: int
-    """Of its write."""
+    """Number of its write."""
     step: int
     plain: bytes
     at: int

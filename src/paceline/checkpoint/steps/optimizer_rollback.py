@@ -28,7 +28,7 @@ class Turn:
         self._seen: dict[int, list[tuple[Callable[[], Any], int]]] = {}
         """Gradients of the other ones, when the latest of these stepped, by the optimizer's id."""
         self._copies: dict[int, _Copy] = {}
-        """Of those that have stepped, as they were before, by id; of each of them where :attr:`can_go_back`."""
+        """Optimizers that have stepped, as they were before, by id; all of them where :attr:`can_go_back`."""
 
     @property
     def has_begun(self) -> bool:
@@ -79,7 +79,7 @@ class _Copy:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.versions = {parameter: parameter._version for parameter in _parameters(optimizer)}
-        """Of the parameters' version counters."""
+        """Version counters of the parameters."""
         self._values = {parameter: parameter.detach().clone() for parameter in self.versions}
         self._state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
 

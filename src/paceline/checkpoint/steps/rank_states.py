@@ -36,9 +36,9 @@ class OwnStates:
     generators: Mapping[str, Any]
     """As :func:`paceline.core.state.rng.rng_state` returns them."""
     objects: Capture
-    """Of the objects that are registered as each rank's own."""
+    """States of the objects that are registered as each rank's own."""
     buffers: Sequence[torch.Tensor]
-    """Of registered modules, in a fixed order."""
+    """Buffers of registered modules, in a fixed order."""
 
 
 class OwnStatesFile:

@@ -47,7 +47,7 @@ class Gate:
         self._completed_at: float | None = None
         """When the last step was."""
         self._others: dict[int, StepRecord] = {}
-        """Of the other ranks, by rank; filled when they are first waited for."""
+        """Step records of the other ranks, by rank; filled when they are first waited for."""
 
     def prepare(self, step: int, objects: Capture, buffers: Sequence[torch.Tensor], wish: int = 0) -> int:
         """Store this rank's own states at `step`, and wait until every rank has done so.

@@ -68,9 +68,9 @@ class Boundary:
         self.step = 0
         """Optimizer steps done."""
         self.wish = 0
-        """Of this rank, for the steps to come, as bits."""
+        """Bits that this rank sets for the steps to come."""
         self.wishes = 0
-        """Of all ranks, at the last step."""
+        """Bits that any rank had set at the last step."""
         self._entries, self._gate = entries, gate
         self._record = record
         """Where completed steps are counted once the gate is left, so that those computed again can be told."""
@@ -81,9 +81,9 @@ class Boundary:
         self._hooks: dict[int, Any] = {}
         """Handles of the hooks of optimizers, by the optimizer's id."""
         self._frozen: dict[str, Any] | None = None
-        """What was copied at the boundary, by the name of the object; None if nothing was."""
+        """Copies taken at the boundary, by the name of the object; None if there are none."""
         self._versions: list[int] = []
-        """Of the parameters, at the boundary."""
+        """Version counters of the parameters at the boundary."""
         self._watched = Watched([])
         self._process = os.getpid()
 

@@ -104,7 +104,7 @@ class Freezer:
     def __init__(self, entry: Registered) -> None:
         self.entry = entry
         self._large: list[tuple[str, nn.Module, str]] = []
-        """Of a module's large buffers: the whole name, and where the buffer is."""
+        """Large buffers of modules: the whole name, and where the buffer is."""
         self._extra: list[nn.Module] = []
         """Parts of a module that have a state besides parameters and buffers."""
         if isinstance(entry.object, nn.Module):

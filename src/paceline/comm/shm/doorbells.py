@@ -25,7 +25,7 @@ class Signals:
     """This rank's bells: those that it rings for its peers, and those that they ring for it."""
 
     progress: dict[int, Progress]
-    """Of each peer, by its rank."""
+    """Progress of each peer, by its rank."""
     ended: set[int]
     """Ranks whose process is known to have ended; all that they rang before has been heard."""
 

@@ -65,11 +65,11 @@ class Assembly:
     groups: list[dict[str, Any]] = field(default_factory=list)
     """The parameter groups, as the shards have them."""
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)
-    """Of the parameters, as they were when the shards were saved."""
+    """Types of the parameters when the shards were saved."""
     _ranks: dict[int, int] = field(default_factory=dict)
     """By rank whose shard was added, how many ranks it says there were."""
     _entries: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What was found, by parameter; tensors of pieces are still in :attr:`_parts`."""
+    """Entries found so far, by parameter; tensors of pieces are still in :attr:`_parts`."""
     _parts: dict[tuple[int, str], list[tuple[int, Tensor]]] = field(default_factory=dict)
     """By parameter and name: first element and values of what was found of a tensor."""
     _strides: dict[int, tuple[int, ...]] = field(default_factory=dict)

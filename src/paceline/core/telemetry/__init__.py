@@ -1,1 +1,1 @@
-"""What each rank is doing: flight record, spans, step progress, failpoints."""
+"""Records of each rank's work: flight record, spans, step progress, failpoints."""

@@ -43,11 +43,11 @@ PHASE_AT, STEP_AT, RAISED_AT, JOB_AT = (256, 320), (384, 512), (640, 704), (768,
 UNKNOWN = -1
 """In place of a step of the job."""
 PHASES = ("loop", "data wait", "forward", "backward", "wait", "bucket wait", "optimizer", "checkpoint", "collective")
-"""What a rank can be doing; a box holds the index. ``loop`` is everything between the others."""
+"""Phases of a rank; a record holds the index. ``loop`` is everything between the others."""
 WAITING = frozenset(("wait", "bucket wait", "collective"))
 """Phases in which a rank waits for other ranks, or for what they send."""
 WEIGHT = 0.1
-"""Of the last step in moving averages."""
+"""Weight of the last step in moving averages."""
 _ATTEMPTS = 1000
 
 
@@ -69,7 +69,7 @@ class Snapshot:
     pid: int
     rank: int
     size: int
-    """Of the world."""
+    """World size."""
     host: str
     phase: str
     """One of :data:`PHASES`."""

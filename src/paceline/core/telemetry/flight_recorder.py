@@ -99,7 +99,7 @@ class BlackBox:
         }
         """Prepared, because one is needed several times a step."""
         self.bucket = -1
-        """Of the next wait for one."""
+        """Bucket that the next wait is for."""
         os.register_at_fork(after_in_child=self._leave)
         self._map[:] = bytes(SIZE)  # of the process that was this rank before a restart
         self.change(LOOP)

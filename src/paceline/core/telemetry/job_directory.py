@@ -46,9 +46,9 @@ class JobNote:
     """A running job, as its launcher describes it."""
 
     pid: int
-    """Of the launcher."""
+    """Process of the launcher."""
     name: str
-    """Of the run."""
+    """Name of the run."""
     title: str
     """The command that every rank runs."""
     nproc: int
@@ -56,7 +56,7 @@ class JobNote:
     started: float
     """Seconds since the epoch."""
     processes: dict[int, int] = field(default_factory=dict)
-    """Of the ranks, by their number on this host; empty while they are started, or where the launcher cannot know."""
+    """Processes of the ranks, by local rank; empty while they are started, or where the launcher cannot know."""
 
 
 class JobFolder:

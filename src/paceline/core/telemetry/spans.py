@@ -45,7 +45,7 @@ LAUNCH, CONTROL, WAIT, BUCKET_WAIT = "launch", "control", "wait", "bucket wait"
 REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE = "reduce", "optimizer", "checkpoint", "collective"
 GRADIENT, SENT, DONE = "gradient", "sent", "done"
 LABELS = (DATA_WAIT, FORWARD, BACKWARD, LAUNCH, CONTROL, WAIT, BUCKET_WAIT, REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE)
-"""Of spans; those of marks are not among them."""
+"""Labels of spans, without those of marks."""
 LOCAL, AVERAGED = "local", "averaged"
 
 

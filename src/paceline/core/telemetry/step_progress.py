@@ -30,7 +30,7 @@ the launcher has set aside: a job restarts from what is on disk also when memory
 RESTARTS = "PACELINE_RESTARTS"
 """Environment variable by which our launcher tells its ranks how often it starts them again without progress."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Those that batch systems, service managers and terminals send before they end a job: they ask ranks that mark their
+"""Signals that batch systems, service managers and terminals send before they end a job. They ask ranks that mark their
 steps to end after one."""
 ECHO_S = 0.5
 """Batch systems signal all processes, and launchers pass on what they get: within this time that is one request."""
@@ -46,7 +46,7 @@ _FOLDER_AT = 512
 STEP_NAME = re.compile(r"step-(\d{8,18})")
 _NONE = -1
 PARTS = 2**20
-"""Of a step, at most."""
+"""Most parts of a step."""
 
 
 class Stopping(IntEnum):

@@ -42,7 +42,7 @@ class EngineParts:
 
     # These go by a parameter's index, in the order of the module.
     names: list[str]
-    """Of the parameters."""
+    """Names of the parameters, in module order."""
     given: list[nn.Parameter]
     """The parameters as the module holds them."""
     local: list[nn.Parameter]
@@ -55,7 +55,7 @@ class EngineParts:
     arrivals: Arrivals
     """Which gradients have arrived."""
     control: ControlBlock
-    """What ranks tell each other besides gradients."""
+    """Status that ranks exchange besides gradients."""
     sharing: Sharing
     """Which of the parameters other wrappers have, too."""
     published: PublishedGradients
@@ -71,7 +71,7 @@ class EngineParts:
     recorder: Recorder
     """Records spans while it is on."""
     options: Options
-    """What the user chose, but for `check_finite`."""
+    """Options of the user, except `check_finite`."""
     new_parameters: NewParameters
     """Looks for parameters that the module got later."""
     buffers: BufferSync

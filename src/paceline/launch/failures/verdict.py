@@ -18,7 +18,7 @@ a rank was killed nothing was lost, and what a rank raised is the user's mistake
 
 
 class Verdict(Enum):
-    """What follows from a failure."""
+    """Consequence of a failure."""
 
     RESTART = "all ranks are started again"
     MISTAKE = "an exception before the first step is the script's own"
@@ -48,7 +48,7 @@ class Reached:
     """How far a start of the ranks came with one checkpoint folder."""
 
     key: str
-    """Of the folder."""
+    """Key of the folder."""
     restored: int
     """The step that it went on from."""
     completed: int

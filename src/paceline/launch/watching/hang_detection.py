@@ -93,7 +93,7 @@ class Hang:
     details: Mapping[int, str]
     """How each of these hangs."""
     stacks: Mapping[int, str] = field(default_factory=dict)
-    """Of all ranks that have told them."""
+    """Stacks of the ranks that answered."""
 
     def lines(self, sights: Sequence[Sight]) -> list[str]:
         """Return what to tell the user: the ranks, their stacks, and what the others wait in."""
@@ -143,7 +143,7 @@ class HangWatch:
     def begin(self) -> None:
         """Forget the ranks of the start before."""
         self._stacks: dict[int, str] = {}
-        """Those that ranks have told."""
+        """Stacks that ranks have sent."""
         self._due = 0.0
         """When the ranks are asked for them again, if one is still."""
         self._before: dict[int, list[str]] = {}

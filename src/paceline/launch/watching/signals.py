@@ -20,7 +20,7 @@ ECHO_S = 0.2
 
 
 HELD_BACK = {*FORWARDED, signal.SIGUSR2}
-"""What batch systems, service managers and terminals may send to all processes of a job, to end or to warn it."""
+"""Signals that batch systems, service managers and terminals may send to all processes of a job."""
 
 
 @contextmanager

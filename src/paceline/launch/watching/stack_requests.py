@@ -23,7 +23,7 @@ from paceline.launch.rank.stack_dump import number, path_of, polite_number
 POLITE_S, ANSWER_S = 0.5, 1.0
 """How long a rank may take to write its stacks, at the first signal and at the second."""
 BACKWARD = "Tensor.backward"
-"""What a rank of torch's own wrapper waits in."""
+"""Function in which a rank of torch's own wrapper waits."""
 _FOLDER, _STDLIB = (
     re.escape(f"{folder}/") for folder in (Path(paceline.__file__).parent, sysconfig.get_path("stdlib"))
 )

@@ -48,7 +48,7 @@ class Facts:
     records: Sequence[RankRecord]
     operators: OperatorTable
     traces: Sequence[dict[str, Any]] = ()
-    """Of torch's profiler, by rank; empty where a rank left none."""
+    """Traces of torch's profiler, by rank; empty where a rank left none."""
 
     @cached_property
     def accounts(self) -> Accounts:

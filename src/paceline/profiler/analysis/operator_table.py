@@ -27,9 +27,9 @@ class OperatorTable:
 
     operators: list[Operator] = field(default_factory=list)
     calls: float = 0.0
-    """Of ATen's operators, or of kernels, in a step of a rank."""
+    """Calls of ATen's operators, or of kernels, in a step of a rank."""
     seconds: float = 0.0
-    """Of these."""
+    """Seconds that these calls took."""
     device_figures: dict[str, float] = field(default_factory=dict)
     overlap: dict[int, float] = field(default_factory=dict)
     """By rank, the share of the time of NCCL's kernels in which others compute; empty where there are none."""

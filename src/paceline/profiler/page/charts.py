@@ -14,7 +14,7 @@ from paceline.profiler.report.formatting import ms, notable_ranks
 from paceline.profiler.report.report import BUBBLE, COMMUNICATION, COMPUTE, Report, Timeline
 
 MOST_POINTS = 60_000
-"""Of one figure on the page, over all ranks; more steps are binned, so that the file stays small."""
+"""Most points of one figure, over all ranks; more steps are binned, so that the file stays small."""
 NOTABLE = 8
 """Ranks that the timeline shows first, when there are more."""
 MOST_DRAWN = 8

@@ -14,7 +14,7 @@ class Section:
     name: str
     title: str
     link: str
-    """What leads to it in the navigation: a word."""
+    """Word that leads to it in the navigation."""
     body: str
     """HTML."""
 

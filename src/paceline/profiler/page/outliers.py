@@ -17,7 +17,7 @@ class Outlier:
     """A step that took much longer than others, on the rank where it took longest."""
 
     index: int
-    """Of the step among those of the report."""
+    """Index of the step among those of the report."""
     rank: int
     seconds: float
     ratio: float

@@ -23,7 +23,7 @@ from paceline.profiler.report.report import BUBBLE, COMMUNICATION, Advice, Repor
 from paceline.tools.explain.pictures.scene import counted
 
 PREDICTED = {"accumulation": "Predicted share of all-reduce, by the micro-batches that are accumulated:"}
-"""What the further figures of advice of a kind are."""
+"""Captions of the further figures, by the kind of advice."""
 
 
 def verdict(report: Report) -> Section:

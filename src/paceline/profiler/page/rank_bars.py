@@ -11,7 +11,7 @@ from paceline.profiler.report.report import PARTS, Report
 ROOMY = 16
 """With more ranks the bars are thin, and carry no figures."""
 LEAST_LABELLED = 0.06
-"""Of the longest bar: a shorter part has no room for its figure."""
+"""Share of the longest bar below which a part has no room for its figure."""
 
 
 def legend(*bars: Mapping[str, float]) -> str:

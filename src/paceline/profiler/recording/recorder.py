@@ -89,9 +89,9 @@ class Session:
         self._number = self._measured = 0
         """Steps so far, and those of them that were measured."""
         self._kind = ""
-        """Of the step under way."""
+        """Kind of the step under way."""
         self._rows = self._batches = 0
-        """Of the step under way."""
+        """Rows and batches of the step under way."""
         self._norms: dict[int, list[tuple[str, Any, float]]] = {}
         """Norms of buckets, by step, until the device has come to them."""
         self._depth = 0

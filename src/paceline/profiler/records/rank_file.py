@@ -20,7 +20,7 @@ FOLDER = "ranks"
 """In the profile's folder: holds the files of all ranks."""
 VERSION = 2
 TICKS = 10_000_000
-"""Of a second: its smallest part in the file."""
+"""Ticks of a second; a tick is the smallest time in the file."""
 KILLED = "killed"
 """The end of a rank whose record just stops."""
 MISSING = "missing"

@@ -76,12 +76,12 @@ class Comparison:
     headline: str
     """The verdict in one sentence."""
     detail: str
-    """What made most of the difference; empty where there is none."""
+    """Main cause of the difference; empty where there is none."""
     pairs: tuple[Pair, ...]
     parts: tuple[Mapping[str, float], Mapping[str, float]]
     """Mean seconds of each part over the ranks, in ``basis``."""
     basis: str
-    """What the parts' times are for: ``a step``, or ``1,000 samples``."""
+    """Basis of the parts' times: ``a step``, or ``1,000 samples``."""
 
 
 def compare(a: Report, b: Report, names: tuple[str, str] = ("A", "B")) -> Comparison:

@@ -17,7 +17,7 @@ NAMES = {
     "checkpoint": "checkpoint",
     "other": "other",
 }
-"""Of the parts, as a column or a legend names them."""
+"""Names of the parts in a column or a legend."""
 MEANINGS = {
     "data": "the loop waits for a batch",
     "forward": "the model's forward",

@@ -35,7 +35,7 @@ class RankInfo:
     device: str
     """Such as ``cpu`` or ``NVIDIA H100``."""
     threads: int
-    """Of torch, for one operation."""
+    """Threads that torch uses for one operation."""
     cores: int
     """That the process may use."""
     peak_memory: int | None
@@ -85,7 +85,7 @@ class Operator:
     seconds: float
     """In a step of a rank, without operators that it called; on the device where one was used."""
     share: float
-    """Of all operators."""
+    """Share of the time of all operators."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class Advice:
     kind: str
     """Such as ``straggler``, ``accumulation``, ``data-loading``."""
     text: str
-    """What to do: one sentence."""
+    """Advice in one sentence."""
     reason: str
-    """What was measured."""
+    """Measurement behind it."""
     gain: float
     """Predicted: the share of the time for a sample that it saves, between 0 and 1."""
     predictions: Mapping[str, float] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class Report:
     stragglers: Sequence[SlowRank]
     """The costliest first."""
     shares: Mapping[str, float]
-    """Of the step's time, mean over steps and ranks: each of :data:`PARTS`, and ``allreduce``: the time in which
+    """Shares of the step's time, mean over steps and ranks: each of :data:`PARTS`, and ``allreduce``: the time in which
     all-reduces ran by that in which they or forward and backward ran."""
     overlap: float | None
     """The share of the all-reduces' time in which a rank computes, mean of the ranks; None where it was not seen."""
@@ -159,7 +159,7 @@ class Report:
     """Gradient noise scale: ``value`` (samples), ``batch_size`` (global), ``curve`` (pairs of batch size and the
     predicted share of the best possible progress per step). Empty where it was not measured."""
     missing: Sequence[str] = ()
-    """What could not be seen, and why: sentences."""
+    """Sentences on what could not be seen, and why."""
     samples_per_step: float | None = None
     """Rows of the model's first input in a step, all ranks together."""
 

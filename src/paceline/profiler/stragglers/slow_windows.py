@@ -26,7 +26,7 @@ class Scan:
     """The best window of every rank."""
 
     evidence: Tensor
-    """What each step says, in standard deviations, 0 where a time is missing; (ranks, steps)."""
+    """Evidence of each step in standard deviations, 0 where a time is missing; (ranks, steps)."""
     score: Tensor
     """The best window's score for each rank, 0 without one."""
     fluctuating: Tensor

@@ -36,7 +36,7 @@ class Connected:
     rank: int
     size: int
     port: int
-    """Of the store, on loopback."""
+    """Port of the store, on loopback."""
     private: str
     """How ``paceline.init`` finds the private store of ranks on one host, as a launcher tells it."""
     pipe: Connection

@@ -32,7 +32,7 @@ class Outcome:
     kind: str
     """``passed``, ``failed``, ``skipped``, ``xfailed`` or ``exit``."""
     message: str = ""
-    """Of the exception, in one line."""
+    """Message of the exception, in one line."""
     report: Any = None
     """pytest's report of the exception, or a text."""
     error: bytes | None = None
@@ -46,9 +46,9 @@ class Outcome:
     warnings: list[tuple[str, bytes, str, int]] = field(default_factory=list)
     """Text, pickled category, file and line of each."""
     properties: list[tuple[str, object]] = field(default_factory=list)
-    """What the test has recorded with ``record_property``."""
+    """Properties that the test has recorded with ``record_property``."""
     modules: list[str] = field(default_factory=list)
-    """Of torch and Paceline, that the rank has loaded by itself."""
+    """Modules of torch and Paceline that the rank has loaded by itself."""
     calls: Calls = field(default_factory=dict)
 
 

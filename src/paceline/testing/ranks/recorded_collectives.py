@@ -60,7 +60,7 @@ class GroupCalls:
 
 Calls = dict[str, GroupCalls]
 Places = Mapping[str, Sequence[tuple[dict[str, Any], str]]]
-"""Of functions of ``torch.distributed``, by name: the namespaces in which they are found, and as what."""
+"""Namespaces in which each function of ``torch.distributed`` is found, and under which name."""
 
 
 class Note:

@@ -26,7 +26,7 @@ MARK = 56.0
 REFERENCE = "gloo"
 STEPS = (0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 MOST_MARKS = 8
-"""Of the axis of times."""
+"""Most marks on the axis of times."""
 
 
 def plot(rows: Sequence[Row], cores: int, suffix: str) -> str:

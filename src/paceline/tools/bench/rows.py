@@ -28,7 +28,7 @@ class Row:
     """The schedule's name, for an algorithm of ours."""
     ranks: int
     nbytes: int
-    """Of the whole tensor."""
+    """Bytes of the whole tensor."""
     count: int
     """Elements of the whole tensor."""
     seconds: float

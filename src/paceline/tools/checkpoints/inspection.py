@@ -40,7 +40,7 @@ class Inspected:
     notes: Notes
     """Empty if they cannot be read."""
     damages: tuple[str, ...]
-    """What is wrong with it, a file each; empty if it is complete."""
+    """Damages, one for each file; empty if it is complete."""
     newer: bool
     """Whether it is of a later format version; then ``damages`` says so, and whether it is complete is not known."""
 
@@ -63,7 +63,7 @@ class SavedTensor:
     tied_to: str | None = None
     """The name of the one that has its memory."""
     slice: Slice | None = None
-    """Of a piece in a sharded optimizer's state, what it holds of the whole."""
+    """Slice of the whole that a piece in a sharded optimizer's state holds."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class Meter:
         self.wrappers: list[Any] = []
         """In the order in which their forwards ran first."""
         self.steps: list[Step] = []
-        """Those that have ended, from the first one on, the warm-up's included."""
+        """Steps that have ended, the warm-up's included."""
         self.all_reduce_seconds: list[float] = []
         """Seconds that all-reducing the gradients of a step takes by itself, at the end of each turn."""
         self._all_reduce = AllReduce()

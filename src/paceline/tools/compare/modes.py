@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 from paceline.tools.compare.turn_taking import Place
 
 Wrapper = Literal["paceline", "threads", "torch"]
-"""What stands for ``paceline.DistributedDataParallel``: itself, DataParallel's threads, or torch DDP."""
+"""Class in the place of ``paceline.DistributedDataParallel``: itself, DataParallel's threads, or torch DDP."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Mode:
     """One way to train."""
 
     summary: str
-    """What it is, for ``--help`` and below the table."""
+    """Summary for ``--help`` and below the table."""
     wrapper: Wrapper = "paceline"
     is_single: bool = False
     """Whether one process does everything."""

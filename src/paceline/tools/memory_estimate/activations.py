@@ -81,7 +81,7 @@ class _Storages:
 
     def __init__(self, left_out: list[Tensor]) -> None:
         self.nbytes = 0
-        """Of all that were added."""
+        """Bytes of all tensors that were added."""
         self._tensors = list(left_out)
         """Keeps what was seen, so that its memory is not given to others."""
         self._seen = {StorageWeakRef(tensor.untyped_storage()) for tensor in left_out}

@@ -16,7 +16,7 @@ class BuiltModel:
     dtype: torch.dtype | None = None
     """In which it is trained unless the user chooses another; None for the dtypes that it has."""
     input_name: str | None = None
-    """Of a model of transformers, the argument for its input; None if that is the first one."""
+    """Argument for the input of a model of transformers; None if that is the first one."""
     has_labels: bool = False
     """Whether it takes the tokens as labels, too, and computes a loss."""
     positions: int | None = None

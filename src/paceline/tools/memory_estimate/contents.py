@@ -25,7 +25,7 @@ class Contents:
     layers: list[list[int]]
     """Places of the parameters of each layer that FSDP2 gathers by itself; the others belong to the root."""
     layers_title: str
-    """What these layers are, for people; empty without any."""
+    """Title of these layers, for people; empty without any."""
 
     @property
     def dense(self) -> list[int]:

@@ -52,7 +52,7 @@ class Training:
     contents: Contents
     trial: Trial
     master_dtype: torch.dtype | None = None
-    """Of copies of bf16 and fp16 parameters that are trained in their place."""
+    """Type of the copies that are trained in place of bf16 and fp16 parameters."""
 
     @property
     def has_masters(self) -> bool:
@@ -136,7 +136,7 @@ class Plan:
     held: list[list[Piece]]
     """The pieces of each rank."""
     staging_bytes: int
-    """What updated parameters take on their way, where ranks do not share the memory in which these lie."""
+    """Bytes that updated parameters take on their way, where ranks do not share their memory."""
 
 
 def plan_of(training: Training, ranks: int) -> Plan:

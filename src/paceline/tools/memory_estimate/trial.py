@@ -20,7 +20,7 @@ from paceline.nn.data_parallel import nested_tensors
 
 Gradient = Literal["dense", "sparse", "none"]
 _EXTENTS = (11, 7, 5, 3, 2, 13, 17, 19)
-"""Of the dimensions of a tiny parameter: all different, so that each dimension of its state tells where it is from."""
+"""Extents of a tiny parameter: all different, so that each dimension of its state shows its origin."""
 _MOMENTUM = 0.9
 """The value of an option that is named without one and takes a number."""
 

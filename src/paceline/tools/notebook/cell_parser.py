@@ -30,7 +30,7 @@ class Start:
     gpu_ids: tuple[int, ...] | None = None
     """The GPU of each rank, as CUDA numbers them; None to take them in order."""
     port: int = 0
-    """Of the store that torch's own functions use; 0 for a free one."""
+    """Port of the store that torch's own functions use; 0 for a free one."""
     timeout: str | None = None
     """Seconds that a collective waits for a rank."""
     force: bool = False

@@ -26,7 +26,7 @@ class Failure:
     """An error that a cell raised on a rank."""
 
     name: str
-    """Of its class."""
+    """Name of its class."""
     message: str
     trace: tuple[str, ...]
     """The traceback as IPython shows it."""

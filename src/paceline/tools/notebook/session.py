@@ -36,7 +36,7 @@ class Session:
         try:
             self._processes.spawn(list(range(start.nproc)))
             self.place = self._join()
-            """What the process group is: device and backend of rank 0."""
+            """Device and backend of rank 0."""
         except BaseException:
             self._processes.close()
             raise

@@ -31,7 +31,7 @@ class ProfileSettings:
     watch: bool = False
     """Whether the launcher shows the ranks live."""
     title: str = ""
-    """Of the program, where its command line tells less than what the user gave."""
+    """Title of the program, where its command line tells less than the user gave."""
 
     def check(self) -> None:
         """Refuse what cannot work, before anything runs.

@@ -18,7 +18,7 @@ class JobView:
 
     note: JobNote
     standings: list[Standing]
-    """Of the ranks of this host."""
+    """Standings of the ranks of this host."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""

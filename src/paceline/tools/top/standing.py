@@ -11,7 +11,7 @@ from paceline.core.telemetry.flight_record import WAITING, WEIGHT, Snapshot
 
 STARTING, RUNNING, ENDED, UNREADABLE = "starting", "running", "ended", "unreadable"
 LEAST_SHARE = 0.1
-"""Of a step that the others have to wait for a rank more than it does, to call it slow."""
+"""Share of a step that the others must wait for a rank, more than it does, to call it slow."""
 LEAST_SPREADS = 3.0
 """The same, in standard deviations of the averages that are compared."""
 LEAST_STEPS = 5
@@ -41,7 +41,7 @@ class Standing:
     """Moving average; the first step's, while there is no other."""
     last_step_seconds: float | None = None
     waiting_seconds: float | None = None
-    """Of a step, moving average."""
+    """Seconds of waiting in a step, moving average."""
     waiting_spread: float | None = None
     """Standard deviation of a single step's."""
     timed: int = 0

@@ -18,7 +18,7 @@ from paceline.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 _numbers = itertools.count()
-"""Of the Trainers of this process that save nothing on disk."""
+"""Numbers of the Trainers of this process that save nothing on disk."""
 
 
 def is_restart() -> bool:

@@ -33,7 +33,7 @@ class AgreedChange:
     averages: dict[int, Tensor]
     """By index of the new parameter; without those for which no rank has a gradient."""
     error: PacelineError | None = None
-    """What every rank raises; the same on each."""
+    """Error that every rank raises; the same on each."""
 
 
 class NewParameters:

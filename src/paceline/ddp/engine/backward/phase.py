@@ -36,12 +36,12 @@ class Outcome:
     """The findings of a backward that has come to its end."""
 
     statuses: list[Status]
-    """What every rank reported."""
+    """Statuses that the ranks reported."""
     new: AgreedChange | None
-    """What all ranks found of parameters that the module got later."""
+    """Parameters that the module got later, as all ranks found them."""
     unused: str | None
-    """What is to be said of unused parameters."""
+    """Message about unused parameters."""
     drift: str | None
-    """What differs between replicas."""
+    """Message about replicas that differ."""
     used: PacelineError | None
     """The error of averages that were used on this rank before they were whole."""

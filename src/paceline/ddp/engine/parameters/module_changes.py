@@ -41,7 +41,7 @@ class Change:
     named: Named
     """All that are to be averaged from now on, in the module's order."""
     new: Named
-    """Those among them that are not averaged yet, or have another shape, dtype or device than they had."""
+    """Parameters that are not averaged yet, or whose shape, dtype or device has changed."""
     stand_ins: dict[int, nn.Parameter] = field(default_factory=dict)
     """By ``id`` of a parameter that took another form: one of the old form, which never has a gradient."""
     _locals: list[nn.Parameter] = field(init=False)
@@ -74,7 +74,7 @@ class Change:
         return [[name, f"{describe_form(parameter)}, new"] for name, parameter in self.new] + usual
 
     def codes(self, *, check_finite: bool) -> list[int]:
-        """Of each new parameter's gradient: whether it is there, sparse, not finite."""
+        """Return a code for each new parameter's gradient: whether it is there, sparse, not finite."""
         codes = []
         for gradient in (parameter.grad for parameter in self._locals):
             code = 0 if gradient is None else SPARSE if gradient.is_sparse else DENSE

@@ -31,11 +31,11 @@ class Share:
     elsewhere: Mapping[int, Sharing] = field(default_factory=dict)
     """Averaged by another wrapper in this backward, which is named."""
     aside: Mapping[int, Tensor] = field(default_factory=dict)
-    """What other wrappers had averaged before."""
+    """Averages that other wrappers had made before."""
 
 
 NOTHING_SHARED = Share()
-"""Of a wrapper whose parameters no other one has."""
+"""Share of a wrapper whose parameters no other one has."""
 
 
 class Sharing:

@@ -24,7 +24,7 @@ class Cells:
         """Prepare cells for `size` ranks; with `sums` the one number of a cell without numbered slots is a count."""
         self.size, self.sums = size, sums
         self.shared: dict[str, str] = {}
-        """What cells look like, by the name that drawings refer to."""
+        """Looks of cells, by the name that drawings refer to."""
         self.numbered = size <= NUMBERED
         self.slot, self.height, self.gap = (13.0, CELL, GAP) if self.numbered else (2.75, TALL_CELL, NARROW_GAP)
         self.width = size * self.slot

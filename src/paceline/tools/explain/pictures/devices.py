@@ -19,7 +19,7 @@ ABOVE = 14.0
 BUS = 7.0
 """Height of the ways above the cells."""
 LINE = 16.0
-"""Of the bytes below the cells."""
+"""Height of the line with the bytes, below the cells."""
 BYTES_TICKS = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 """MiB between two marks of the still's axis."""
 READING = (

@@ -38,7 +38,7 @@ class Scale:
 
     name: str
     ticks: tuple[float, ...]
-    """What may be between two marks, the finest first."""
+    """Distances that may be between two marks, the finest first."""
     factor: float
     """The number at a mark is so many times its value."""
     end: float | None = None

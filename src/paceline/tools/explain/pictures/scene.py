@@ -19,7 +19,7 @@ class Frame:
     title: str
     """``"step 2 of 6: receivers add"``."""
     caption: str
-    """What happens, in words."""
+    """Caption: the event in words."""
     drawing: str
     """SVG elements, within the scene's width and height."""
     moving: str = ""
@@ -41,11 +41,11 @@ class Scene:
     shared: Mapping[str, str] = field(default_factory=dict)
     """SVG elements that drawings refer to by their id."""
     still: str | None = None
-    """What a sheet shows instead of the frames, where one drawing says it all."""
+    """Drawing that a sheet shows instead of the frames, where one says it all."""
     still_size: tuple[float, float] | None = None
     """Its width and height, where they are not those of the frames."""
     hint: str = ""
-    """What to watch while the frames are played, for someone who sees this for the first time."""
+    """Hint for someone who sees the frames played for the first time."""
 
 
 def counted(number: int, noun: str) -> str:

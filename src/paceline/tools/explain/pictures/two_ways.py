@@ -28,7 +28,7 @@ BUCKET_ROWS = tuple(f"gradients {bucket}" for bucket in range(len(SIZES)))
 DDP_ROWS = (BATCH, MODEL, OUTPUTS, *BUCKET_ROWS)
 
 Held = dict[tuple[str, int], Terms]
-"""What a device holds in a row of the picture: whose part, or the sum of whose parts."""
+"""Contents of a device in a row of the picture: whose part, or the sum of whose parts."""
 Move = tuple[int, int, Terms]
 """Source, destination, and what travels between them."""
 

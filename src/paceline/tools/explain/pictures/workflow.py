@@ -24,7 +24,7 @@ DATA = 0.010
 """Seconds until the first rank has its batch; the last rank's takes almost twice as long."""
 STAGES = ("data", "forward", "backward", "optimizer")
 CHANNELS = 256
-"""Of the SyncBatchNorm layer, in the middle of the model."""
+"""Channels of the SyncBatchNorm layer in the middle of the model."""
 MOMENTS_SENT = 4 * (2 * CHANNELS + 4)
 """Bytes from each rank in forward: means, squared deviations and four numbers about the input, in float32."""
 SUMS_SENT = 4 * 2 * CHANNELS

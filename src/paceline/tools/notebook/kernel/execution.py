@@ -38,9 +38,9 @@ class Outcome:
     deaths: dict[int, str] = field(default_factory=dict)
     """How the processes ended that did."""
     killed: set[int] = field(default_factory=set)
-    """Those of them that did not heed an interrupt."""
+    """Ranks that did not heed an interrupt."""
     waits: dict[int, str] = field(default_factory=dict)
-    """Of ranks that were stopped because they waited for ranks that do not come: where, and for whom."""
+    """Places where ranks were stopped because they waited for ranks that do not come, and for whom."""
     interrupted: bool = False
 
     @property

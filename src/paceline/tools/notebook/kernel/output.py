@@ -32,7 +32,7 @@ class Screen:
         self._ranks, self._size = list(ranks), size
         self._folding = Folding(self._ranks)
         self._partial = dict.fromkeys(ranks, b"")
-        """Of each rank the line that is not complete."""
+        """Incomplete last line of each rank."""
         self._live = 0
         """Length of the text that the next line overwrites."""
         self._live_text, self._looked = b"", time.monotonic()

@@ -61,11 +61,11 @@ class Process:
     connection: Connection | None = None
     """None until it has connected."""
     text: bytes = b""
-    """What it has printed of a line that is not complete."""
+    """Text it has printed of a line that is not complete."""
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Return the process's id."""
         return self.process.pid
 
     def read(self) -> bytes:
@@ -109,9 +109,9 @@ class Processes:
             expect_available(start.backend)  # before seconds are spent on ranks
         self.start = start
         self._resources = ExitStack()
-        """What :meth:`close` releases."""
+        """Resources that :meth:`close` releases."""
         self.ranks: dict[int, Process] = {}
-        """Those that are there, by rank."""
+        """Ranks that are there, by rank."""
         self._kills = memory_kills()
         """How many processes the kernel had killed for want of memory when this was last asked."""
         shown = {} if start.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": visible_gpus(start.gpu_ids, os.environ)}

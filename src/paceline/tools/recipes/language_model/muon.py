@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 NEWTON_SCHULZ_STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic whose iteration brings singular values between 0 and 1 close to 1; from the source above."""
+"""Coefficients of the quintic whose iteration brings singular values between 0 and 1 close to 1 (source above)."""
 
 
 EPSILON = 1e-10
