@@ -20,7 +20,8 @@ from torch import nn
 
 from forked import Forked, call
 from paceline.checkpoint import Checkpointer
-from paceline.checkpoint.storage.free_space import expect_room, readable
+from paceline.checkpoint.storage.free_space import expect_room
+from paceline.core.output.wording import nbytes
 from paceline.core.processes.world import World
 from paceline.errors import CheckpointError, UsageError
 from twins import Pools
@@ -371,7 +372,7 @@ def test_room_is_compared_with_what_the_file_system_says(tmp_path: Path) -> None
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**20 * 1.5, "1.5 MiB"), (2**30 * 700, "700 GiB")],
 )
 def test_sizes_are_short(size: float, text: str) -> None:
-    assert readable(size) == text
+    assert nbytes(size) == text
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:

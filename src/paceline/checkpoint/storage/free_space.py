@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from paceline.checkpoint.format.safetensors_file import spec_of
+from paceline.core.output.wording import nbytes
 
 ALIGNED = 64
 """Bytes."""
@@ -45,7 +46,7 @@ def explained(error: OSError, reason: str, folder: Path, size: int) -> str:
     """Return the `reason` of a failed write of `size` bytes to `folder`, with what is needed and what there is."""
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        return f"{reason}: {readable(size + MARGIN)} are needed, {readable(limit)} are allowed for a file (ulimit -f)"
+        return f"{reason}: {nbytes(size + MARGIN)} are needed, {nbytes(limit)} are allowed for a file (ulimit -f)"
     free = _free(folder) if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
     return reason if free is None or "are needed" in reason else f"{reason}: {_both(size, free)}"
 
@@ -73,13 +74,4 @@ def _free(folder: Path) -> int | None:
 
 
 def _both(size: int, free: int) -> str:
-    return f"{readable(size + MARGIN)} are needed, {readable(free)} are free"
-
-
-def readable(size: float) -> str:
-    """Return a number of bytes for people: ``512 B``, ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    return f"{nbytes(size + MARGIN)} are needed, {nbytes(free)} are free"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from html import escape
 
+from paceline.core.output.wording import counted
 from paceline.profiler.page.elements import Section, meter
 from paceline.profiler.report.formatting import (
     compute_share,
@@ -20,7 +21,6 @@ from paceline.profiler.report.formatting import (
     typical_step,
 )
 from paceline.profiler.report.report import BUBBLE, COMMUNICATION, Advice, Report
-from paceline.tools.explain.pictures.scene import counted
 
 PREDICTED = {"accumulation": "Predicted share of all-reduce, by the micro-batches that are accumulated:"}
 """Captions of the further figures, by the kind of advice."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
+from paceline.core.output.wording import nbytes
 from paceline.profiler.page.elements import Section, folded, metered, table
-from paceline.profiler.report.formatting import NAMES, ms, nbytes, percent, rank_parts, share
+from paceline.profiler.report.formatting import NAMES, ms, percent, rank_parts, share
 from paceline.profiler.report.report import PARTS, Operator, Report
 
 FIRST_OPERATORS, MOST_OPERATORS = 12, 60

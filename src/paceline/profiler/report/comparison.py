@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from paceline.core.output.wording import nbytes
 from paceline.profiler.report.formatting import (
     NAMES,
     compute_share,
     mean_parts,
     ms,
-    nbytes,
     percent,
     samples_per_second,
     share,

@@ -52,16 +52,6 @@ def sentence(said: str) -> str:
     return said if said.endswith((".", "!", "?", ":")) or not said else f"{said}."
 
 
-def nbytes(size: float) -> str:
-    """Return a number of bytes in the largest unit that leaves a whole number: ``25 MiB``."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while abs(size) >= 1024 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    unit = units[0]
-    return f"{size:.0f} {unit}" if size >= 10 or unit == "B" else f"{size:.1f} {unit}"
-
-
 def mean(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values that are there; None without any."""
     there = [value for value in values if value is not None]

@@ -9,8 +9,9 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from paceline.core.output.wording import counted, duration
 from paceline.tools.bench.rows import Row
-from paceline.tools.explain.pictures.scene import Scene, counted, text
+from paceline.tools.explain.pictures.scene import Scene, text
 from paceline.tools.explain.pictures.sheet import sheet
 
 LEFT, WIDE, HIGH, TOP = 76.0, 620.0, 320.0, 14.0
@@ -150,14 +151,6 @@ def short(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.3g}{unit}"
     return str(nbytes)
-
-
-def duration(seconds: float) -> str:
-    """``"640 µs"``, ``"21.4 ms"``."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{1e6 * seconds:.3g} µs"
 
 
 def _whole_step(longest: float) -> float:

@@ -15,10 +15,10 @@ from rich.table import Table
 from paceline.comm.algorithms.cost import Model, crossovers
 from paceline.core.output.files import write_file
 from paceline.core.output.tables import print_table
+from paceline.core.output.wording import counted
 from paceline.tools.bench.bench_config import BenchConfig
 from paceline.tools.bench.plot import plot
 from paceline.tools.bench.rows import Row
-from paceline.tools.explain.pictures.scene import counted
 
 COLUMNS = ("bytes", "count", "variant", "time µs", "algbw", "busbw", "#wrong", "model µs")
 """Type and reduction, which nccl-tests repeats in each line, are in the title."""

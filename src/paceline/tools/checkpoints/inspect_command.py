@@ -11,8 +11,8 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from paceline.checkpoint.storage.free_space import readable
 from paceline.core.output.tables import print_table
+from paceline.core.output.wording import nbytes
 from paceline.errors import CheckpointError, NoCheckpoint, UsageError
 from paceline.tools.checkpoints import compare_copies, inspection
 from paceline.tools.checkpoints import export as exporting
@@ -39,7 +39,7 @@ def list_checkpoints(folder: str, quick: bool, json: bool) -> None:
         marks = ", ".join(role for role, holds in roles.items() if holds)
         metadata = ", ".join(f"{key}={_short(value)}" for key, value in each.notes.metadata.items())
         age = _age(time.time() - each.saved_at) if each.saved_at else ""
-        add_row(table, each.step, readable(each.nbytes), age, each.state, marks, metadata)
+        add_row(table, each.step, nbytes(each.nbytes), age, each.state, marks, metadata)
     print_table(table)
     for each in found:
         for damage in each.damages:
@@ -90,9 +90,7 @@ def _echo_verdict(found: Inspected, where: str) -> None:
     if found.manifest is not None and not found.damages:
         files = len(found.manifest.files) + 1  # and the manifest, which has a checksum of its own
         count = _tensors(compare_copies.count_tensors(found.manifest))
-        typer.echo(
-            printable(f"step {found.step}{where}: complete ({count} in {files} files, {readable(found.nbytes)})")
-        )
+        typer.echo(printable(f"step {found.step}{where}: complete ({count} in {files} files, {nbytes(found.nbytes)})"))
     for damage in found.damages:
         typer.echo(printable(f"step {found.step}{where}: {found.state}: {damage}"))
 
@@ -118,7 +116,7 @@ def show_checkpoint(folder: str, step: int | None, json: bool) -> None:
         listed = [{**asdict(each), "nbytes": each.nbytes} for each in objects]
         print_json({**_summary(found), "world_size": known.world_size, **versions, "objects": listed})
         return
-    typer.echo(f"step {found.step} in {found.path}: {readable(found.nbytes)}, {_age(time.time() - found.saved_at)} old")
+    typer.echo(f"step {found.step} in {found.path}: {nbytes(found.nbytes)}, {_age(time.time() - found.saved_at)} old")
     ranks = "1 rank" if known.world_size == 1 else f"{known.world_size} ranks"
     typer.echo(printable(f"saved by {ranks} with Paceline {known.paceline_version}, torch {known.torch_version}"))
     for key, value in found.notes.metadata.items():
@@ -146,7 +144,7 @@ def export_object(
         about = {"step": found.step, "name": name, "format": kind, "file": str(target)}
         print_json({**about, "tensors": count, "nbytes": nbytes})
     else:
-        typer.echo(f"{out}: {name!r} of step {found.step}, {_tensors(count)}, {readable(nbytes)}, as {kind}")
+        typer.echo(f"{out}: {name!r} of step {found.step}, {_tensors(count)}, {nbytes(nbytes)}, as {kind}")
 
 
 def _choose(folder: str, step: int | None, every_byte: bool) -> Inspected:

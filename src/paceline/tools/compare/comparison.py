@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
+from paceline.core.output.wording import counted
 from paceline.tools.compare.modes import MODES, devices_of
 from paceline.tools.compare.turn_taking import TURN
-from paceline.tools.explain.pictures.scene import counted
 
 
 @dataclass(frozen=True)

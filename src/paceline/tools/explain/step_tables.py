@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from paceline.core.output.wording import counted
 from paceline.core.state.buckets import MIB
 from paceline.tools.explain.pictures import bubble, two_ways, workflow
 from paceline.tools.explain.pictures.axis import number
-from paceline.tools.explain.pictures.scene import counted
 
 WORD = len("SyncBatchNorm,")
 """Characters of the longest word in a column that wraps."""

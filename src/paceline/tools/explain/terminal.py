@@ -7,9 +7,9 @@ from rich.text import Text
 
 from paceline.comm.algorithms import Schedule, Step, holdings
 from paceline.comm.algorithms.schedule import Terms
+from paceline.core.output.wording import counted
 from paceline.tools.explain.pictures.axis import ms
 from paceline.tools.explain.pictures.ring_exchange import chunk_name, cost, title_of, used_later, verb
-from paceline.tools.explain.pictures.scene import counted
 from paceline.tools.explain.pictures.timeline import SIZES, assumption, example, outcome
 
 SPELLED_OUT = 6

@@ -10,8 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from paceline.checkpoint.storage.free_space import readable
 from paceline.core.output.tables import print_table
+from paceline.core.output.wording import nbytes
 from paceline.tools.memory_estimate.batch import Batch
 from paceline.tools.memory_estimate.strategies import DDP, FSDP2, SHARDED, TORCH_DDP, Footprint, Training
 
@@ -78,10 +78,10 @@ class Estimate:
             for each in footprints:
                 values = {**asdict(each), "activations": self.activations or 0}
                 total = sum(values[name] for name in columns)
-                cells = [readable(values[name]) for name in columns]
+                cells = [nbytes(values[name]) for name in columns]
                 is_first, is_last = each is footprints[0], each is footprints[-1]
                 first = f"{ranks:,}" if is_first else ""
-                table.add_row(first, each.strategy, *cells, readable(total), end_section=is_last)
+                table.add_row(first, each.strategy, *cells, nbytes(total), end_section=is_last)
         return table
 
     def _notes(self) -> list[str]:

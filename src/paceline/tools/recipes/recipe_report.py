@@ -10,12 +10,12 @@ from rich.table import Table
 
 from paceline.core import strict_json
 from paceline.core.output.tables import print_table
+from paceline.core.output.wording import counted
 from paceline.core.processes.missing_ranks import collective
 from paceline.core.processes.world import World
 from paceline.core.state.digests import weights_sha256
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import CheckpointError
-from paceline.tools.explain.pictures.scene import counted
 from paceline.train import Result
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from paceline.core.output.wording import duration
 from paceline.core.telemetry.flight_record import WAITING, WEIGHT, Snapshot
 
 STARTING, RUNNING, ENDED, UNREADABLE = "starting", "running", "ended", "unreadable"
@@ -133,15 +134,3 @@ def describe(standings: Sequence[Standing]) -> str:
         return "nothing is known yet: ranks tell from the first forward of Paceline's DistributedDataParallel on"
     straggler = find_straggler(standings)
     return "" if straggler is None else str(straggler)
-
-
-def duration(seconds: float) -> str:
-    """Return a time as a person reads it: ``850 µs``, ``12.3 ms``, ``4.2 s``, ``3 min 5 s``, ``2 h 10 min``."""
-    if seconds < 1e-3:
-        return f"{1e6 * seconds:.0f} µs"
-    if seconds < 1:
-        return f"{1e3 * seconds:.{1 if seconds < 0.1 else 0}f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = int(seconds) // 60
-    return f"{minutes} min {int(seconds) % 60} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

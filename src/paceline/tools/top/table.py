@@ -7,8 +7,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from paceline.core.output.wording import duration
 from paceline.tools.top.job_view import JobView
-from paceline.tools.top.standing import ENDED, RUNNING, Standing, describe, duration, find_straggler
+from paceline.tools.top.standing import ENDED, RUNNING, Standing, describe, find_straggler
 
 BAR = 20
 """Characters of a step in the bar."""

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.comm.algorithms.cost import Model
+from paceline.core.output.wording import counted
 from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
 from paceline.tools.explain.pictures.axis import ms, number
 from paceline.tools.explain.pictures.gantt import BUBBLE, COMMUNICATION, NETWORK, Bar, Gantt, Panel
 from paceline.tools.explain.pictures.rank_steps import FORWARD, OPTIMIZER, RankSteps, run
-from paceline.tools.explain.pictures.scene import Frame, Scene, counted
+from paceline.tools.explain.pictures.scene import Frame, Scene
 from paceline.tools.explain.pictures.timeline import BACKWARD, BANDWIDTH, LATENCY, LINK
 
 MORE = 1.5

@@ -11,9 +11,10 @@ from string import ascii_uppercase
 
 from paceline.comm.algorithms import Schedule, Step, Transfer, holdings
 from paceline.comm.algorithms.schedule import Terms
+from paceline.core.output.wording import counted
 from paceline.tools.explain.hints import hint
 from paceline.tools.explain.pictures.cells import NUMBERED, Cells
-from paceline.tools.explain.pictures.scene import Frame, Scene, counted, text
+from paceline.tools.explain.pictures.scene import Frame, Scene, text
 
 LEFT, TOP = 22.0, 24.0
 LANE = 5.0

@@ -48,11 +48,6 @@ class Scene:
     """Hint for someone who sees the frames played for the first time."""
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def text(x: float, y: float, said: str, kind: str = "label", anchor: str = "start") -> str:
     """Draw a line of text whose baseline is at `y`."""
     return f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(said)}</text>'

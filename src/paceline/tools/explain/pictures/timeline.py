@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from paceline.comm.algorithms import build
 from paceline.comm.algorithms.cost import Model
+from paceline.core.output.wording import counted
 from paceline.core.state.buckets import CAPACITY, FIRST_CAPACITY, MIB, Overlap, overlap
 from paceline.tools.explain.pictures.axis import BELOW, Axis, ms, number
-from paceline.tools.explain.pictures.scene import Frame, Scene, box, counted, text
+from paceline.tools.explain.pictures.scene import Frame, Scene, box, text
 
 SIZES = (FIRST_CAPACITY, CAPACITY, CAPACITY, CAPACITY, CAPACITY)
 """Bytes of the buckets, with the wrapper's own capacities."""

@@ -13,11 +13,11 @@ import torch
 
 from paceline.comm.algorithms import build
 from paceline.comm.algorithms.schedule import Terms
+from paceline.core.output.wording import counted
 from paceline.core.state.buckets import MIB
 from paceline.nn.data_parallel import scatter
 from paceline.tools.explain.pictures.axis import ms
 from paceline.tools.explain.pictures.ring_exchange import traffic
-from paceline.tools.explain.pictures.scene import counted
 from paceline.tools.explain.pictures.timeline import SIZES, example
 
 IMAGES, IMAGE, CLASSES = 16, (3, 224, 224), 1000

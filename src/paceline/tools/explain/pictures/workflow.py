@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.comm.algorithms import build
+from paceline.core.output.wording import counted
 from paceline.core.state.buckets import Overlap, overlap
 from paceline.tools.explain.pictures.axis import ms
 from paceline.tools.explain.pictures.gantt import BUBBLE, COMMUNICATION, NETWORK, Bar, Gantt, Mark, Panel
 from paceline.tools.explain.pictures.rank_steps import FORWARD, OPTIMIZER
-from paceline.tools.explain.pictures.scene import Frame, Scene, counted
+from paceline.tools.explain.pictures.scene import Frame, Scene
 from paceline.tools.explain.pictures.timeline import BACKWARD, LINK, SIZES
 
 DATA = 0.010

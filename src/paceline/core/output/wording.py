@@ -1,0 +1,29 @@
+"""Numbers, times and bytes as words for people."""
+
+from __future__ import annotations
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def nbytes(size: float) -> str:
+    """Return a number of bytes: ``512 B``, ``1.5 MiB``, ``117 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Return a time: ``850 µs``, ``12.3 ms``, ``4.2 s``, ``3 min 5 s``, ``2 h 10 min``."""
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.0f} µs"
+    if seconds < 1:
+        return f"{1e3 * seconds:.{1 if seconds < 0.1 else 0}f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds) // 60
+    return f"{minutes} min {int(seconds) % 60} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
