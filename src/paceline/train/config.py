@@ -6,10 +6,12 @@ import os
 from dataclasses import dataclass
 from numbers import Real
 from operator import index
-from typing import Any, SupportsIndex, get_args
+from typing import Any, Literal, SupportsIndex, get_args
 
 from paceline.errors import UsageError
-from paceline.train.learning_rate import Decay, LrScaling
+
+LrScaling = Literal["none", "linear", "sqrt"]
+Decay = Literal["none", "linear", "cosine", "wsd"]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, get_args
 from weakref import WeakSet
 
 from torch.optim import Optimizer
@@ -29,12 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from paceline.data import GlobalBatchSampler
 from paceline.errors import UsageError
-
-if TYPE_CHECKING:
-    from paceline.train.config import TrainConfig
-
-LrScaling = Literal["none", "linear", "sqrt"]
-Decay = Literal["none", "linear", "cosine", "wsd"]
+from paceline.train.config import Decay, LrScaling, TrainConfig
 
 
 def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: int | None) -> float:

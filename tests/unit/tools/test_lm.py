@@ -30,7 +30,7 @@ from paceline.tools.recipes.language_model.text import (
     read_text,
     split,
 )
-from paceline.tools.recipes.lm import LmConfig, read_corpus, train_lm, written_on
+from paceline.tools.recipes.lm import LmConfig, train_lm, written_on
 from twins import Pools
 
 SMALL: dict[str, Any] = {"width": 16, "layers": 2, "heads": 2, "context": 16, "warmup_steps": 5, "sample": 0}
@@ -160,7 +160,7 @@ def test_all_else_is_trained_as_by_torchs_adamw() -> None:
 
 def trained(world: World, config: LmConfig) -> tuple[dict[str, Any], list[str]]:
     """The report of a training, and what rank 0 writes after it."""
-    corpus = read_corpus(config)
+    corpus = config.corpus()
     model, report, _ = train_lm(config, corpus, world)
     sample = written_on(unwrap(model), corpus.validation[0][0][:1], 20, config.context, seed=3)
     return json.loads(report.to_json()), [corpus.tokenizer.decode(sample)]
@@ -192,7 +192,7 @@ def naive_loss(model: torch.nn.Module, tokens: Tensor, context: int) -> float:
 
 
 def loss_twice(world: World, config: LmConfig) -> tuple[float, float]:
-    corpus = read_corpus(config)
+    corpus = config.corpus()
     model, report, _ = train_lm(config, corpus, world)
     training, validation = (corpus.tokenizer.encode(part) for part in split(read_text(config.data)))
     tokens = torch.cat([training[-1:], validation])

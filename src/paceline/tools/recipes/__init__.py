@@ -2,8 +2,8 @@
 
 Rooms, each above those that it imports:
 
-    commands · digits · mrpc
-    configs · lm
+    commands · digits · lm · mrpc
+    configs
     training_options
     __main__ · hugging_face · language_model · memory_fit · paraphrases · recipe_report
 """

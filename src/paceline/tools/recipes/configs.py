@@ -17,6 +17,7 @@ from paceline.tools.recipes.training_options import TrainingOptions, expect_choi
 
 if TYPE_CHECKING:
     from paceline.core import hub
+    from paceline.tools.recipes.language_model.text import Corpus, Tokenizer
     from paceline.tools.recipes.paraphrases.data import Splits
     from paceline.tools.recipes.paraphrases.model import Source
 
@@ -100,11 +101,43 @@ class LmConfig(TrainingOptions):
         if self.model is None and self.model_dtype != "float32":
             raise UsageError(f"--model-dtype {self.model_dtype} is for --model; give one, or leave it out")
         from paceline.tools.recipes.hugging_face import expect_fitting, folder_of
-        from paceline.tools.recipes.lm import read_corpus
 
-        corpus = read_corpus(self)
+        corpus = self.corpus()
         if self.model is not None:
             expect_fitting(folder_of(self.model), corpus.tokenizer.size, self.context)
+
+    def corpus(self) -> Corpus:
+        """Read the text, and cut it into windows of tokens.
+
+        Raises:
+            UsageError: if text or tokenizer cannot be had, or the text is too short.
+            MissingExtra: if a package is not installed.
+        """
+        from paceline.tools.recipes.language_model.text import make_corpus, read_text
+
+        text = read_text(self.data)
+        return make_corpus(text, self._tokenizer(text), self.context)
+
+    def _tokenizer(self, text: str) -> Tokenizer:
+        """Return the tokenizer that the options ask for."""
+        from paceline.tools.recipes.hugging_face import folder_of
+        from paceline.tools.recipes.language_model.text import (
+            Characters,
+            Subwords,
+            learn_subwords,
+            split,
+            tokenizer_in,
+        )
+
+        match self.tokenizer:
+            case None if self.model is not None:
+                return Subwords.load(tokenizer_in(folder_of(self.model), "--model"))
+            case None | "chars":
+                return Characters(text)
+            case "bpe":
+                return learn_subwords(split(text)[0], self.vocabulary)
+            case folder:
+                return Subwords.load(tokenizer_in(Path(folder), "--tokenizer"))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +25,7 @@ from paceline.tools.recipes.hugging_face import CausalModel, folder_of
 from paceline.tools.recipes.language_model.gpt import GPT
 from paceline.tools.recipes.language_model.muon import Muon
 from paceline.tools.recipes.language_model.text import (
-    Characters,
     Corpus,
-    Subwords,
-    Tokenizer,
-    learn_subwords,
-    make_corpus,
-    read_text,
-    split,
-    tokenizer_in,
 )
 from paceline.tools.recipes.recipe_report import Report, expect_saved, gather_report, print_report
 from paceline.train import Evaluation, Result, Trainer
@@ -42,35 +33,6 @@ from paceline.train import Evaluation, Result, Trainer
 OTHER_LR = 0.15  # of --lr, for embeddings, gains and the output layer
 MOST_NATS = 700.0  # what exp() takes
 TEMPERATURE = 0.8  # of the sample: below 1, it has more of what the model is sure of
-
-
-def read_corpus(config: LmConfig) -> Corpus:
-    """Read the text, and cut it into the windows that `config` asks for.
-
-    Raises:
-        UsageError: if text or tokenizer cannot be had, or the text is too short.
-        MissingExtra: if a package is not installed.
-    """
-    text = read_text(config.data)
-    return make_corpus(text, choose_tokenizer(config, text), config.context)
-
-
-def choose_tokenizer(config: LmConfig, text: str) -> Tokenizer:
-    """Return the tokenizer that `config` asks for.
-
-    Raises:
-        UsageError: if there is none.
-        MissingExtra: if a package is not installed.
-    """
-    match config.tokenizer:
-        case None if config.model is not None:
-            return Subwords.load(tokenizer_in(folder_of(config.model), "--model"))
-        case None | "chars":
-            return Characters(text)
-        case "bpe":
-            return learn_subwords(split(text)[0], config.vocabulary)
-        case folder:
-            return Subwords.load(tokenizer_in(Path(folder), "--tokenizer"))
 
 
 def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
@@ -138,7 +100,7 @@ def main(text: str) -> None:
     """
     config = LmConfig.from_json(text)
     with init(config.backend) as world:
-        corpus = read_corpus(config)
+        corpus = config.corpus()
         model, report, result = train_lm(config, corpus, world)
         if world.is_main:
             print_report("lm", report, ("loss", "perplexity", "tokens_per_second"))

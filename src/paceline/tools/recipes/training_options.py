@@ -90,7 +90,7 @@ class TrainingOptions(ProgramConfig):
             raise UsageError(f"--seed must be at least 0 and below 2**63, not {self.seed}")
 
     def _check_learning_rate(self) -> None:
-        from paceline.train.learning_rate import Decay, LrScaling
+        from paceline.train.config import Decay, LrScaling
 
         expect_choice("--lr-scaling", self.lr_scaling, get_args(LrScaling))
         expect_choice("--decay", self.decay, get_args(Decay))
