@@ -16,7 +16,7 @@ from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
 
-import paceline
+from paceline import errors
 from paceline.core.telemetry import flight_record
 from paceline.launch.rank.stack_dump import number, path_of, polite_number
 
@@ -24,9 +24,7 @@ POLITE_S, ANSWER_S = 0.5, 1.0
 """How long a rank may take to write its stacks, at the first signal and at the second."""
 BACKWARD = "Tensor.backward"
 """Function in which a rank of torch's own wrapper waits."""
-_FOLDER, _STDLIB = (
-    re.escape(f"{folder}/") for folder in (Path(paceline.__file__).parent, sysconfig.get_path("stdlib"))
-)
+_FOLDER, _STDLIB = (re.escape(f"{folder}/") for folder in (Path(errors.__file__).parent, sysconfig.get_path("stdlib")))
 _PACKAGE, _LAUNCHES, _STANDARD = (re.compile(folder) for folder in (_FOLDER, f"{_FOLDER}launch/", _STDLIB))
 _WAITS = re.compile(
     rf"/torch/distributed/(?!checkpoint/|elastic/)|/torch/nn/parallel/distributed\.py|{_FOLDER}(comm/|core/processes/missing_ranks\.py)"

@@ -19,7 +19,6 @@ from _pytest._code.code import (
     ReprTraceback,
 )
 
-import paceline  # noqa: F401  # registers the backend
 from paceline.errors import UsageError
 from paceline.testing.pool import RankFailed
 from paceline.testing.pytest_plugin import coverage as coverage_of_ranks

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import paceline
+from paceline import errors
 from paceline.core.processes.missing_ranks import named_ranks, ranks_by_value
 from paceline.testing.ranks.recorded_collectives import Calls, unmatched
 
@@ -21,7 +21,7 @@ MACHINERY += [str(Path(__file__).parents[1])]
 """In the frames that are left out of a stack."""
 LEFT_OUT = ("skipped", "xfailed")
 """Kinds of outcomes of a rank that ended the test by ``pytest.skip`` or ``pytest.xfail``; all ranks have to."""
-LIBRARIES = (sys.base_prefix + "/lib", str(Path(paceline.__file__).parent), "<")
+LIBRARIES = (sys.base_prefix + "/lib", str(Path(errors.__file__).parent), "<")
 """Where the frames lie that do not tell a user where the rank is."""
 
 
