@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 @cache
 def names_of_tests() -> set[str]:
-    files = [path for folder in ("unit", "property", "peers") for path in (ROOT / "tests" / folder).glob("test_*.py")]
+    files = [path for folder in ("unit", "property", "peers") for path in (ROOT / "tests" / folder).rglob("test_*.py")]
     return {node.name for path in files for node in ast.parse(path.read_text()).body if hasattr(node, "name")}
 
 

@@ -122,7 +122,7 @@ def test_a_check_for_nan_waits_once_a_step(gloo: Pools) -> None:
     """It was once for each bucket."""
     for stops in gloo.run(2, train, "check_finite"):
         assert len(stops) == 1
-        assert "tolist at ddp/engine/finite_check.py" in stops[0]
+        assert "tolist at ddp/engine/gradients/finite_check.py" in stops[0]
 
 
 def train_in_the_trainer(world: World) -> list[str]:
@@ -152,7 +152,7 @@ def train_in_the_trainer(world: World) -> list[str]:
 def test_the_trainers_steps_wait_for_the_device_to_check_for_nan_alone(gloo: Pools) -> None:
     for stops in gloo.run(2, train_in_the_trainer):
         assert len(stops) == 2  # steps
-        assert all("tolist at ddp/engine/finite_check.py" in stop for stop in stops)
+        assert all("tolist at ddp/engine/gradients/finite_check.py" in stop for stop in stops)
 
 
 def test_a_replica_check_waits_once(gloo: Pools) -> None:

@@ -131,7 +131,7 @@ def words_of(drawn: str) -> list[str]:
 def test_the_plot_has_a_title_and_titled_axes_with_units() -> None:
     words = words_of(plot(rows_of(Model(1e-4, 1e-9)), 2, ".svg"))
     assert "all-reduce: time relative to Gloo's, 4 ranks on 2 cores" in words
-    assert {"time ÷ Gloo's time", "size of the whole tensor (bytes)", "Gloo's time", "1 ms", "0", "1M"} <= set(words)
+    assert {"time ÷ Gloo's time", "size of the whole tensor (bytes)", "Gloo's time", "1.0 ms", "0", "1M"} <= set(words)
 
 
 def test_without_gloo_the_plot_says_what_its_times_are_relative_to() -> None:

@@ -135,16 +135,16 @@ def export_object(
     found = _choose(folder, step, every_byte=True)
     assert found.manifest is not None, "a chosen checkpoint is not damaged"
     try:
-        count, nbytes = exporting.export(found.path, found.manifest, name, target, kind)
+        count, size = exporting.export(found.path, found.manifest, name, target, kind)
     except UsageError:
         raise
     except CheckpointError as error:
         raise NoCheckpoint(str(error)) from error
     if json:
         about = {"step": found.step, "name": name, "format": kind, "file": str(target)}
-        print_json({**about, "tensors": count, "nbytes": nbytes})
+        print_json({**about, "tensors": count, "nbytes": size})
     else:
-        typer.echo(f"{out}: {name!r} of step {found.step}, {_tensors(count)}, {nbytes(nbytes)}, as {kind}")
+        typer.echo(f"{out}: {name!r} of step {found.step}, {_tensors(count)}, {nbytes(size)}, as {kind}")
 
 
 def _choose(folder: str, step: int | None, every_byte: bool) -> Inspected:

@@ -106,7 +106,8 @@ def locate(folder: str | os.PathLike[str], step: int | None = None) -> tuple[Pat
         return place, steps
     if step not in steps:
         raise NoCheckpoint(
-            f"there is no checkpoint of step {step} in {place}, which has {strict_json.shown(steps)}; choose one"
+            f"there is no checkpoint of step {step} in {place}, which has {strict_json.shown(steps)}; "
+            "choose one of them"
         )
     return place, [step]
 
