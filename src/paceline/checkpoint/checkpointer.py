@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeVar
 from paceline.checkpoint.exchange import collected_states
 from paceline.checkpoint.exchange.saved_checkpoint import Saved, compare, expect_registrable
 from paceline.checkpoint.format import metadata as notes
-from paceline.checkpoint.format import state_codec
 from paceline.checkpoint.format.metadata import Keep
 from paceline.checkpoint.format.state_codec import Encoder
 from paceline.checkpoint.loading import restore as restoring
@@ -30,6 +29,7 @@ from paceline.checkpoint.recovery.recovery import History, Recovery
 from paceline.checkpoint.saving.checkpoint_store import RunFolder, expect_path
 from paceline.checkpoint.saving.due_saves import DueSaves
 from paceline.checkpoint.saving.save_interval import SaveInterval
+from paceline.checkpoint.saving.saved_steps import SavedSteps
 from paceline.checkpoint.saving.synchronous import collect
 from paceline.core.processes import consensus
 from paceline.core.processes.missing_ranks import called_by_all
@@ -41,7 +41,7 @@ from paceline.errors import CheckpointError, UsageError
 Object = TypeVar("Object", bound=Stateful)
 
 
-class Checkpointer(AbstractContextManager["Checkpointer"]):
+class Checkpointer(SavedSteps, AbstractContextManager["Checkpointer"]):
     """Saves and restores registered objects as folders ``step-00000120`` in `folder`.
 
     Make it on all ranks, with the same arguments, and call its methods on all ranks (except :meth:`register`).
@@ -90,7 +90,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._folder = Path(folder).absolute()
         self._keep = Keep(keep, keep_best, best)
         self._registered: dict[str, Registered] = {}
-        self._opened: RunFolder | None = None  # rank 0's
         self._closed = False
         self._in_flight = False  # on all ranks alike: a save was started in the background, and not waited for
         me = weakref.ref(self)  # no cycle: a Checkpointer that is dropped leaves its folder at once
@@ -222,36 +221,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """The error of the save in the background, on rank 0, as soon as it has failed; raised on all ranks later."""
         return None if self._opened is None else self._opened.writer.failure()
 
-    @called_by_all("Checkpointer.latest()")
-    def latest(self) -> Path | None:
-        """Return the path of the newest checkpoint that is whole, down to the last byte; None if there is none.
-
-        Damaged ones are skipped, and rank 0 warns of each once. The path is that on rank 0's host.
-        """
-        answer = consensus.decide(self._world(), lambda: self._run_folder.newest())
-        return None if answer is None else Path(answer)
-
-    @called_by_all("Checkpointer.steps()")
-    def steps(self) -> list[int]:
-        """Return the steps that have a folder, whole or damaged, in ascending order; also one rescued into memory."""
-        return list(consensus.decide(self._world(), lambda: self._run_folder.steps()))
-
-    @called_by_all("Checkpointer.best()")
-    def best(self) -> int | None:
-        """Return the step of the checkpoint in which ``keep_best`` is best; None if none has it."""
-        found = consensus.decide(self._world(), lambda: self._run_folder.best())
-        return None if found is None else int(found)
-
-    @called_by_all("Checkpointer.metadata()")
-    def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """Return the metadata of the checkpoint of `step`, or of the newest whole one; empty if it has none.
-
-        Raises:
-            NoCheckpoint: if there is no such checkpoint, or its metadata are damaged.
-        """
-        node = consensus.decide(self._world(), lambda: Encoder().encode(dict(self._run_folder.metadata(step))))
-        return dict(state_codec.decode(node, {}))
-
     @uninterrupted()
     @called_by_all("Checkpointer.restore()")
     def restore(self, step: int | None = None, allow_changed_settings: bool = False) -> int:
@@ -328,11 +297,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 self._in_flight = True  # the next call waits for it
                 raise
             self.due.written()
-
-    @property
-    def _run_folder(self) -> RunFolder:
-        assert self._opened is not None, "only rank 0 uses the folder"
-        return self._opened
 
     def _open(self, async_save: bool) -> bool:
         self._opened = RunFolder(self._folder, self._keep, async_save, self._recovery.memory)

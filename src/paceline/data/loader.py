@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from paceline.data.fetch import Collate, Failure, Fetch
 from paceline.data.position import Position
 from paceline.data.sampler import GlobalBatchSampler
 from paceline.data.stream import End, GlobalBatchStream, Reader
-from paceline.data.workers import OutliveStop, lost_worker, watch
+from paceline.data.workers import OutliveStop, end_workers, lost_worker, watch
 from paceline.errors import CheckpointMismatch, DataError, UsageError
 
 REFUSED = {
@@ -200,7 +199,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             yield from self._unwrapped(iterator)
         finally:
             if not is_exiting() and not self._torch_loader.persistent_workers:
-                _end_workers(iterator)
+                end_workers(iterator)
 
     def _unwrapped(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the results of torch's `iterator` until the pass is over; raise failures."""
@@ -215,7 +214,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 lost = error if isinstance(error, DataError) else lost_worker(iterator, self.progress, awaited, error)
                 if lost is None:
                     raise
-                _end_workers(iterator)
+                end_workers(iterator)
                 raise lost from error.__cause__ or error
             if isinstance(batch, End):
                 return
@@ -224,16 +223,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                     batch.throw()
             yield batch
             awaited += 1
-
-
-def _end_workers(iterator: Any) -> None:
-    """End the workers of torch's `iterator` now, not when it is collected.
-
-    An error's traceback keeps it in a cycle. When the collector finds that, torch tells the workers to end, through
-    pipes that the collector may have closed before, or that are somebody else's by then.
-    """
-    with suppress(RuntimeError):  # a worker that died, of which an error tells already
-        getattr(iterator, "_shutdown_workers", lambda: None)()
 
 
 class _Tickets:

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -172,3 +173,13 @@ def _named(error: RuntimeError) -> DataError | None:
         if ended:
             return DataError(_message(progress, progress.position, ended, error))
     return None
+
+
+def end_workers(iterator: Any) -> None:
+    """End the workers of torch's `iterator` now, not when it is collected.
+
+    An error's traceback keeps it in a cycle. When the collector finds that, torch tells the workers to end, through
+    pipes that the collector may have closed before, or that are somebody else's by then.
+    """
+    with suppress(RuntimeError):  # a worker that died, of which an error tells already
+        getattr(iterator, "_shutdown_workers", lambda: None)()

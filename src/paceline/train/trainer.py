@@ -16,6 +16,7 @@ from paceline.checkpoint.recovery.interrupts import Interrupts
 from paceline.data import DataLoader, GlobalBatchSampler
 from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
 from paceline.errors import UsageError
+from paceline.train import validation
 from paceline.train.config import TrainConfig
 from paceline.train.evaluation import Evaluation, evaluate, evaluated, expect_evaluation
 from paceline.train.learning_rate import (
@@ -34,18 +35,7 @@ from paceline.train.metrics.running_means import LossAverage
 from paceline.train.result import Result
 from paceline.train.resume.checkpoint_folder import go_on, open_folder, open_memory
 from paceline.train.resume.run_identity import ChangedDataLoader, DataIdentity, Settings
-from paceline.train.validation import (
-    expect_config,
-    expect_loader,
-    expect_loggers,
-    expect_optimizer,
-    expect_same_world,
-    expect_scheduler,
-    expect_shared_buffers,
-    expect_wrapper,
-    shared_out,
-    summed_loss,
-)
+from paceline.train.validation import shared_out, summed_loss
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, float]]
 """``loss(model, batch)``: the *summed* loss of a micro-batch, and what it sums over: samples, or tokens."""
@@ -122,20 +112,20 @@ class Trainer:
         return own_schedule(optimizer, config, self._total_steps)
 
     def _refuse_what_cannot_work(self, scheduler: LRScheduler | None) -> None:
-        expect_config(self.config, self.loss)
-        expect_wrapper(self.model, "the Trainer")
-        expect_loader(self.loader, "the Trainer")
-        expect_optimizer(self.optimizer, self.model)
-        expect_same_world(self.model)
-        expect_loggers(self.loggers)
+        validation.expect_config(self.config, self.loss)
+        validation.expect_wrapper(self.model, "the Trainer")
+        validation.expect_loader(self.loader, "the Trainer")
+        validation.expect_optimizer(self.optimizer, self.model)
+        validation.expect_same_world(self.model)
+        validation.expect_loggers(self.loggers)
         if scheduler is None:
             expect_unscheduled(self.optimizer)
         else:
-            expect_scheduler(scheduler, self.optimizer, self.config)
+            validation.expect_scheduler(scheduler, self.optimizer, self.config)
         if self.evaluation is not None:
             expect_evaluation(self.evaluation, self.loader)
         if self.config.checkpoint_dir:
-            expect_shared_buffers(self.model)
+            validation.expect_shared_buffers(self.model)
 
     def fit(self) -> Result:
         """Train to the end of the last epoch, from the newest checkpoint if the config says so.

@@ -13,10 +13,11 @@ import torch
 from paceline.profiler.analysis.analyze import report_of, summary
 from paceline.profiler.analysis.bucket_size_simulation import fit
 from paceline.profiler.analysis.bucket_timeline import bucket_times, detailed_steps, lanes
-from paceline.profiler.analysis.gradient_noise_scale import describe, estimate, squared_norms
+from paceline.profiler.analysis.gradient_noise_scale import describe, estimate
 from paceline.profiler.analysis.metrics import Facts
 from paceline.profiler.analysis.operator_table import OperatorTable, tabulate
 from paceline.profiler.analysis.step_breakdown import account
+from paceline.profiler.recording.gradient_norms import GradientNorms
 from paceline.profiler.report.report import COMMUNICATION, Report
 from profile_records import Timing, records, usual
 
@@ -165,8 +166,11 @@ def test_the_noise_scale_is_not_told_from_too_few_steps_one_rank_or_noise_alone(
     alone = describe(estimate([(2.0, 0.9, 8.0, 2)] * 9))
     assert alone["value"] is None
     assert "noise hides the gradient" in alone["text"]
-    assert squared_norms([]) is None
-    assert squared_norms([("local", 3.0, 2.0), ("averaged", 1.0, 1.0)]) == (2.25, 1.0)
+    norms = GradientNorms()
+    assert norms.squared() is None
+    norms.launched(torch.tensor([3.0]), 2.0)
+    norms.averaged(torch.tensor([1.0]))
+    assert norms.squared() == (2.25, 1.0)
 
 
 def test_operators_are_counted_without_those_they_call() -> None:

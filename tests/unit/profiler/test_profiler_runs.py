@@ -60,7 +60,7 @@ def profiled(world: World, folder: Path, wrapper: str, sleep: float, options: di
     with profile(folder):
         train(model, STEPS, sleep * (world.rank == 1))
     same = [one is other for one, other in zip(before, originals(), strict=True)]
-    return [*same, not recorder.on, not recorder.detailed, not recorder.spans, recorder.norms is None]
+    return [*same, not recorder.on, not recorder.detailed, not recorder.spans, recorder.bucket_watch is None]
 
 
 @pytest.mark.slow

@@ -32,8 +32,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
 from torch.profiler import record_function
 
 from paceline.core.telemetry.flight_recorder import BlackBox, open_box
@@ -46,7 +47,6 @@ REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE = "reduce", "optimizer", "checkpoint",
 GRADIENT, SENT, DONE = "gradient", "sent", "done"
 LABELS = (DATA_WAIT, FORWARD, BACKWARD, LAUNCH, CONTROL, WAIT, BUCKET_WAIT, REDUCE, OPTIMIZER, CHECKPOINT, COLLECTIVE)
 """Labels of spans, without those of marks."""
-LOCAL, AVERAGED = "local", "averaged"
 
 
 class Span(NamedTuple):
@@ -68,6 +68,16 @@ class Span(NamedTuple):
         return self.end - self.start
 
 
+class BucketWatch(Protocol):
+    """Measures the gradients of a step, bucket by bucket, before and after they are averaged."""
+
+    def launched(self, flat: Tensor, factor: float) -> None:
+        """Look at a bucket before its all-reduce; it holds `factor` times the mean over this rank's samples."""
+
+    def averaged(self, flat: Tensor) -> None:
+        """Look at a bucket of averages."""
+
+
 @dataclass
 class Recorder:
     """Collects spans while ``on``. While off, and without a torch profiler, a span costs three attribute look-ups.
@@ -84,9 +94,8 @@ class Recorder:
     those that are told in detail only."""
     groups: dict[str, list[int]] = field(default_factory=dict)
     """The ranks of each group that spans name, as the world counts them."""
-    norms: list[tuple[str, Any, float]] | None = None
-    """Where norms of buckets are wanted: of this rank's gradients (``local``) and of the averages (``averaged``), as
-    tensors, with what they are multiples of."""
+    bucket_watch: BucketWatch | None = None
+    """Sees the buckets of this step, where somebody measures them."""
     make_event: Callable[[], Any] | None = None
     """Records an event on the device's current stream, and returns it; None on CPUs."""
     box: BlackBox | _Unopened | None = None

@@ -29,15 +29,7 @@ from paceline.ddp.engine.lazy_engine import DormantEngine
 from paceline.ddp.engine.parameters.module_changes import Named
 from paceline.ddp.engine.reducer import Reducer
 from paceline.ddp.engine.single_rank import SingleRankEngine
-from paceline.ddp.options.config import (
-    Algorithm,
-    InitSync,
-    NcclOptions,
-    Options,
-    UnusedParameters,
-    choose_group,
-    expect_nccl,
-)
+from paceline.ddp.options import config
 from paceline.ddp.options.module_checks import check_devices, check_initialized
 from paceline.ddp.wrapper.averaging import enter
 from paceline.ddp.wrapper.connection import Connection, connect, while_alive
@@ -114,7 +106,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
     parameters_to_ignore: set[str]
     """Names of parameters and buffers that are each rank's own; grows with names that the module adds."""
 
-    _options: Options
+    _options: config.Options
     """Settings, checked; only ``check_finite`` changes."""
     _low_precision: LowPrecision | None
     """Casts the module in each forward; None without ``mixed_precision``."""
@@ -142,7 +134,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         output_device: Any = None,
         dim: int = 0,
         broadcast_buffers: bool | None = None,
-        init_sync: InitSync = True,
+        init_sync: config.InitSync = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
@@ -159,18 +151,18 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
         *,
-        unused_parameters: UnusedParameters = "warn",
+        unused_parameters: config.UnusedParameters = "warn",
         check_finite: bool = False,
         reduce_dtype: torch.dtype | None = None,
         check_replicas_every: int | None = None,
-        algorithm: Algorithm | None = None,
-        nccl: NcclOptions | None = None,
+        algorithm: config.Algorithm | None = None,
+        nccl: config.NcclOptions | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not torch DDP's, which would build its reducer
         Joinable.__init__(self)
         self._low_precision, reduce_dtype = low_precision(mixed_precision, reduce_dtype)
-        self._options = Options.checked(
+        self._options = config.Options.checked(
             init_sync=init_sync,
             capacity=(bucket_cap_mb, bucket_cap_mb_list),
             unused=(unused_parameters, find_unused_parameters or static_graph or skip_all_reduce_unused_params),
@@ -185,7 +177,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         )
         self._look_at(module)
         self._input_device = check_devices(device_ids, output_device, self.device)
-        self.process_group = choose_group(process_group, device_mesh)
+        self.process_group = config.choose_group(process_group, device_mesh)
         self._recorder, self.device_mesh, self.device_ids = recorder or tracing.recorder, device_mesh, device_ids
         self.output_device, self.dim, self.mixed_precision = output_device, dim, mixed_precision
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
@@ -209,7 +201,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _begin(self, *, is_copy: bool = False) -> None:
         """Begin to average: among the ranks, which all call this; alone in a world of one; as a copy, not yet."""
-        expect_nccl(self._options.nccl, self.device, self.process_group)
+        config.expect_nccl(self._options.nccl, self.device, self.process_group)
         self._comm_hook = CommHook(self.process_group, self._replica, self._options)
         self._connection = None
         replica, checked = self._replica, self._options.check_finite
@@ -224,10 +216,8 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _connect(self, *, makes_equal: bool = False) -> Reducer:
         """Reach the other ranks; without `makes_equal` for a copy, or for a communication hook in a world of one."""
-        on_change = while_alive(self._take_over)
-        self._connection = connect(
-            self, self._replica, self._options, self._recorder, on_change, makes_equal=makes_equal
-        )
+        parts = self._replica, self._options, self._recorder, while_alive(self._take_over)
+        self._connection = connect(self, *parts, makes_equal=makes_equal)
         self._average_with(self._connection.reducer)
         return self._connection.reducer
 

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.telemetry.spans import AVERAGED, LOCAL
 from paceline.profiler.analysis.step_breakdown import steps_by_number
 from paceline.profiler.records.rank_file import RankRecord
 
@@ -44,19 +43,6 @@ class NoiseScale:
     def value(self) -> float | None:
         """Samples; None where noise hides the gradient, so that only more steps could tell."""
         return self.variance / self.gradient if self.gradient > 0 and self.variance > 0 else None
-
-
-def squared_norms(norms: Sequence[tuple[str, Any, float]]) -> tuple[float, float] | None:
-    """Return the squared norms of a rank's gradient and of the average, from the norms of buckets; None without any."""
-    sums = {LOCAL: 0.0, AVERAGED: 0.0}
-    seen = set()
-    for label, norm, factor in norms:
-        if factor:
-            sums[label] += (float(norm) / factor) ** 2
-            seen.add(label)
-    if len(seen) < 2 or not all(map(math.isfinite, sums.values())):
-        return None
-    return sums[LOCAL], sums[AVERAGED]
 
 
 def estimate(steps: Sequence[tuple[float, float, float, int]]) -> NoiseScale | None:

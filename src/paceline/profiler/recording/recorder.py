@@ -19,27 +19,17 @@ from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.profiler import before_profiling
 from paceline.errors import UsageError
 from paceline.nn.data_parallel import nested_tensors
-from paceline.profiler.analysis.gradient_noise_scale import squared_norms
 from paceline.profiler.recording.device_times import DeviceTimes
 from paceline.profiler.recording.environment import describe_model, describe_rank, place, time_of_day
+from paceline.profiler.recording.gradient_norms import GradientNorms, are_due
 from paceline.profiler.recording.torch_profiler import OperatorTrace
 from paceline.profiler.recording.torch_spans import torch_spans
+from paceline.profiler.records import rank_file
 from paceline.profiler.records.clock_offsets import are_apart, measure_offset
-from paceline.profiler.records.rank_file import (
-    KILLED,
-    open_file,
-    remove_ranks,
-    trace_of,
-    write_head,
-    write_state,
-    write_steps,
-)
 from paceline.profiler.records.steps import DETAILED, FLUSH_S, KEPT, MEASURED, MOST, TRACED, WARM_UP, Step, cut, kind_of
 
 FLUSH_SPANS = 100_000
 """After which steps are cut and written before :data:`FLUSH_S`."""
-NORMS_EVERY, NORMS_SEEN = (4, 16), 48
-"""Steps from one that takes norms of gradients, which cost two passes over these, to the next; first and later on."""
 CROWD = 50_000
 """Spans of one step that are kept: a step that has more is left out of the figures, as memory is bounded."""
 
@@ -74,12 +64,12 @@ class Session:
         folder = folder.absolute()  # as the program may change its own
         self._wanted, self._on_enough, self._recorder = steps, on_enough, recorder
         self._record = describe_rank(title)
-        self._file = open_file(folder, self._record.rank)
+        self._file = rank_file.open_file(folder, self._record.rank)
         if self._record.rank == 0:
-            remove_ranks(folder, self._record.size)
-        write_head(self._file, self._record)
+            rank_file.remove_ranks(folder, self._record.size)
+        rank_file.write_head(self._file, self._record)
         self._traced = TRACED if operators else 0
-        self._operators = OperatorTrace(trace_of(folder, self._record.rank))
+        self._operators = OperatorTrace(rank_file.trace_of(folder, self._record.rank))
         self._device_times: DeviceTimes | None = None
         """Made when the first forward shows that the model is on a GPU."""
         self._unwritten: list[Step] = []
@@ -92,8 +82,8 @@ class Session:
         """Kind of the step under way."""
         self._rows = self._batches = 0
         """Rows and batches of the step under way."""
-        self._norms: dict[int, list[tuple[str, Any, float]]] = {}
-        """Norms of buckets, by step, until the device has come to them."""
+        self._norms: dict[int, GradientNorms] = {}
+        """Norms of gradients, by step, until the device has come to them."""
         self._depth = 0
         """Backwards under way."""
         self._is_due = self._stepped_inside = False
@@ -201,8 +191,10 @@ class Session:
         kind, before = kind_of(self._number, self._traced), self._kind
         self._kind = kind
         self._recorder.skipped = set() if kind == "detailed" else {BUCKET_WAIT}
-        every = NORMS_EVERY[self._number >= NORMS_SEEN]
-        self._recorder.norms = [] if self._number % every == 0 and kind in MEASURED else None
+        if kind in MEASURED and are_due(self._number):
+            self._recorder.bucket_watch = self._norms[self._number] = GradientNorms()
+        else:
+            self._recorder.bucket_watch = None
         if kind == before == "plain":
             return
         self._recorder.detailed = kind == "detailed"
@@ -221,8 +213,6 @@ class Session:
         spans, self._recorder.spans = self._recorder.spans, []
         kind = "crowded" if self._is_crowded else self._kind
         step = Step(self._number, kind, self._start, end, {}, [], self._rows, self._batches, None, spans)
-        if self._recorder.norms:
-            self._norms[self._number] = self._recorder.norms
         self._unwritten += [step] if self._device_times is None else self._device_times.step_ends(step)
         self._unwritten_spans += len(spans)
         self._measured += step.is_measured()
@@ -232,7 +222,7 @@ class Session:
         if end - self._flushed > FLUSH_S or self._unwritten_spans > FLUSH_SPANS:
             self._flush()
         if self._number == WARM_UP + DETAILED:
-            self._write_state(KILLED)  # which is true until the end, where it is replaced
+            self._write_state(rank_file.KILLED)  # which is true until the end, where it is replaced
         if self._measured in (MOST, self._wanted):
             self._stop()
             if self._measured == self._wanted:
@@ -245,7 +235,8 @@ class Session:
     def _cut(self, step: Step) -> Step:
         """Give `step` its parts, and return it; its spans are dropped if enough are kept."""
         step.seconds, step.meetings = cut(step.spans, step.start, step.end)
-        step.norms = squared_norms(self._norms.pop(step.number, []))
+        norms = self._norms.pop(step.number, None)
+        step.norms = norms and norms.squared()
         if step.number >= WARM_UP + DETAILED + TRACED + KEPT:
             step.spans = []
         return step
@@ -253,7 +244,7 @@ class Session:
     def _flush(self) -> None:
         """Write what has come together; a disk that is full ends the profile, not the training."""
         try:
-            write_steps(self._file, map(self._cut, self._unwritten))
+            rank_file.write_steps(self._file, map(self._cut, self._unwritten))
         except OSError as error:
             self._give_up(error)
         self._unwritten, self._unwritten_spans, self._flushed = [], 0, time.perf_counter()
@@ -271,7 +262,7 @@ class Session:
             return
         self._is_over = True
         self._recorder.on = self._recorder.detailed = False
-        self._recorder.make_event = self._recorder.norms = None
+        self._recorder.make_event = self._recorder.bucket_watch = None
         self._recorder.spans, self._recorder.skipped = [], set()
         self._operators.follow(is_wanted=False)
 
@@ -306,7 +297,7 @@ class Session:
         self._record.groups = {name: list(ranks) for name, ranks in self._recorder.groups.items()}
         self._record.ended = ended
         try:
-            write_state(self._file, self._record)
+            rank_file.write_state(self._file, self._record)
         except OSError as error:
             self._give_up(error)
 

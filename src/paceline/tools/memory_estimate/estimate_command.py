@@ -85,10 +85,7 @@ def estimate_memory(
     footprints = {count: training.footprints(count) for count in counts}
     activations = None if batch is None else activations_of(model, built, batch, weights, cast)
     estimate = Estimate(f"{model}: {type(built.module).__name__}", training, footprints, batch, activations)
-    if json:
-        print(json_text.dumps(estimate.to_json()))
-    else:
-        estimate.print()
+    print(json_text.dumps(estimate.to_json())) if json else estimate.print()
 
 
 def _counts(text: str) -> list[int]:

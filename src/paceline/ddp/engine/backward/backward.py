@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core.state.buckets import Bucket, arrival_order
 from paceline.core.telemetry.failpoints import strike
-from paceline.core.telemetry.spans import CONTROL, LAUNCH, LOCAL
+from paceline.core.telemetry.spans import CONTROL, LAUNCH
 from paceline.core.torch_internals.autograd import GraphTask, has_ended, without_gradients
 from paceline.core.torch_internals.tensors import copy_scaled
 from paceline.ddp.agreement.weighting import WEIGHTED
@@ -144,17 +144,15 @@ class Backward:
                 self._move_in_one_by_one(bucket)
             if parts.check_finite:
                 self._finite_check.add_bucket(bucket)
-            if parts.recorder.norms is not None:
-                self._note_norm(bucket)
+            if (watch := parts.recorder.bucket_watch) is not None:
+                watch.launched(bucket.flat, self._factor(bucket))
             is_last = number + 1 == len(parts.storage)
             self.launched.append(parts.finisher.launch(bucket, number, last=is_last))
 
-    def _note_norm(self, bucket: Bucket) -> None:
-        """Record the norm of this rank's gradients, as multiples of their mean over its samples."""
+    def _factor(self, bucket: Bucket) -> float:
+        """Return what the bucket is a multiple of: the mean over this rank's samples."""
         weight, weighting = self.parts.ledger.status.note
-        factor = self.parts.finisher.prescale(bucket.flat) * (weight if int(weighting) & WEIGHTED else 1.0)
-        assert self.parts.recorder.norms is not None
-        self.parts.recorder.norms.append((LOCAL, torch.linalg.vector_norm(bucket.flat), factor))
+        return self.parts.finisher.prescale(bucket.flat) * (weight if int(weighting) & WEIGHTED else 1.0)
 
     def _move_in_one_by_one(self, bucket: Bucket) -> None:
         """Move gradients in where some are absent, sparse, or were there before."""

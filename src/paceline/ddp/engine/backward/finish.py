@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from paceline.core.telemetry.spans import AVERAGED, WAIT
+from paceline.core.telemetry.spans import WAIT
 from paceline.ddp.agreement.control_block import Status
 from paceline.ddp.agreement.join_events import Event
 from paceline.ddp.agreement.weighting import UNWEIGHTED, compute_scale
@@ -102,8 +101,9 @@ class Ending:
     def _scale(self, notes: Notes) -> None:
         parts = self.backward.parts
         parts.finisher.scale(parts.storage.buckets, notes)
-        if (norms := parts.recorder.norms) is not None and parts.finisher.is_whole:
-            norms += [(AVERAGED, torch.linalg.vector_norm(bucket.flat), 1.0) for bucket in parts.storage.buckets]
+        if (watch := parts.recorder.bucket_watch) is not None and parts.finisher.is_whole:
+            for bucket in parts.storage.buckets:
+                watch.averaged(bucket.flat)
 
     def _show_early(self) -> EarlyAverages:
         """Wait for the buckets, and show what are the averages in a step without weights and surprises."""

@@ -1,0 +1,44 @@
+"""Norms of a step's gradients on one rank, for the gradient noise scale."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+EVERY, SEEN = (4, 16), 48
+"""Steps from one that takes norms, which cost two passes over the gradients, to the next; first and later on."""
+
+
+def are_due(step: int) -> bool:
+    """Tell whether norms are taken in a step."""
+    return step % EVERY[step >= SEEN] == 0
+
+
+class GradientNorms:
+    """Takes the norms of buckets while a step runs, as tensors; a device may come to them later."""
+
+    def __init__(self) -> None:
+        self._local: list[tuple[Tensor, float]] = []
+        self._averaged: list[Tensor] = []
+
+    def launched(self, flat: Tensor, factor: float) -> None:
+        """Take the norm of a bucket that holds `factor` times the mean over this rank's samples."""
+        if factor:
+            self._local.append((torch.linalg.vector_norm(flat), factor))
+
+    def averaged(self, flat: Tensor) -> None:
+        """Take the norm of a bucket of averages."""
+        self._averaged.append(torch.linalg.vector_norm(flat))
+
+    def squared(self) -> tuple[float, float] | None:
+        """Return the squared norms of this rank's gradient and of the average; None unless both are there and finite.
+
+        Waits for the device.
+        """
+        if not (self._local and self._averaged):
+            return None
+        local = math.fsum((float(norm) / factor) ** 2 for norm, factor in self._local)
+        averaged = math.fsum(float(norm) ** 2 for norm in self._averaged)
+        return (local, averaged) if math.isfinite(local + averaged) else None
