@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from paceline.checkpoint.exchange import collected_states
-from paceline.checkpoint.exchange.saved_checkpoint import Saved, compare, expect_registrable
+from paceline.checkpoint.exchange.saved_checkpoint import Saved, compare, validate_registrable
 from paceline.checkpoint.format import metadata as notes
 from paceline.checkpoint.format.metadata import Keep
 from paceline.checkpoint.format.state_codec import Encoder
@@ -26,7 +26,7 @@ from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.recovery.emergency_save import Contents
 from paceline.checkpoint.recovery.interrupts import uninterrupted
 from paceline.checkpoint.recovery.recovery import History, Recovery
-from paceline.checkpoint.saving.checkpoint_store import RunFolder, expect_path
+from paceline.checkpoint.saving.checkpoint_store import RunFolder, validate_path
 from paceline.checkpoint.saving.due_saves import DueSaves
 from paceline.checkpoint.saving.save_interval import SaveInterval
 from paceline.checkpoint.saving.saved_steps import SavedSteps
@@ -86,7 +86,7 @@ class Checkpointer(SavedSteps, AbstractContextManager["Checkpointer"]):
     ) -> None:
         world = consensus.here()
         self._schedule = SaveInterval(every)
-        consensus.agree(world, consensus.error_of(expect_path, folder) or consensus.error_of(self._schedule.check))
+        consensus.agree(world, consensus.error_of(validate_path, folder) or consensus.error_of(self._schedule.check))
         self._folder = Path(folder).absolute()
         self._keep = Keep(keep, keep_best, best)
         self._registered: dict[str, Registered] = {}
@@ -116,7 +116,7 @@ class Checkpointer(SavedSteps, AbstractContextManager["Checkpointer"]):
             UsageError: if the name is taken or malformed, or the object's state cannot be encoded; then the
                 message names the path to the value.
         """
-        expect_registrable(name, object, self._registered)
+        validate_registrable(name, object, self._registered)
         entry = Registered.of(name, object, per_rank, self._registered)
         entry.capture(Encoder(None if per_rank else local_of))
         self._registered[name] = entry
@@ -196,7 +196,7 @@ class Checkpointer(SavedSteps, AbstractContextManager["Checkpointer"]):
         self._finish(world)
         entries = list(self._registered.values())
         captures, checked_notes = collect(world, step, entries, lambda: self._keep.note(notes.check(metadata, protect)))
-        size = collected_states.expect_equal(world, step, entries, captures)
+        size = collected_states.check_equal(world, step, entries, captures)
         if world.rank != 0:
             collected_states.hand_over(captures[-1])
         order = (world, step, size, checked_notes, captures)
@@ -252,7 +252,7 @@ class Checkpointer(SavedSteps, AbstractContextManager["Checkpointer"]):
             UsageError: as an object's ``load_state_dict`` raises it.
         """
         world = self._world()
-        restoring.expect_same_step(world, step)
+        restoring.check_same_step(world, step)
         saved = Saved.open(world, lambda: self._run_folder.choose(step))
         entries = list(self._registered.values())
         consensus.agree(world, consensus.error_of(compare, entries, saved, world, allow_changed_settings))
@@ -282,7 +282,7 @@ class Checkpointer(SavedSteps, AbstractContextManager["Checkpointer"]):
                 self._opened.close()
             self._opened = None
         if was_open and not failing and self._schedule.is_set:
-            self.due.expect_some(self._folder)
+            self.due.check_some(self._folder)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close()

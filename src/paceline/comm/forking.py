@@ -31,7 +31,7 @@ def _run_in(process: int, function: Callable[..., None], arguments: tuple[Any, .
         function(*arguments)
 
 
-def expect_own_process(process: int) -> None:
+def check_own_process(process: int) -> None:
     """Refuse to go on in a child of `process`.
 
     Raises:

@@ -24,7 +24,7 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: 
         before = own_sockets()
         group = ProcessGroupGloo(store, rank, size, timeout)
         if size > 1 and is_private(store):  # on one host
-            _expect_no_stranger(own_sockets() - before, names[rank])
+            _check_no_stranger(own_sockets() - before, names[rank])
         store.set(f"connected/{rank}", "")
         return group
     except CommunicationError:
@@ -44,7 +44,7 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, names: 
         ).because_of(absent) from error
 
 
-def _expect_no_stranger(sockets: set[int], name: int) -> None:
+def _check_no_stranger(sockets: set[int], name: int) -> None:
     stranger = find_stranger(sockets, os.geteuid())
     if stranger is not None:
         port, user = stranger

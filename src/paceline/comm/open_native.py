@@ -24,7 +24,7 @@ def agree_to_share(store: Store, rank: int, size: int, timeout: timedelta, names
         UsageError: on every rank, if one has too few file descriptors for the group.
         CommunicationError: if a rank does not come in time.
     """
-    descriptors.tell(store, rank)
+    descriptors.publish(store, rank)
     refused = ""
     try:
         hosts = len(set(agree_on_hosts(store, rank, size, timeout)))
@@ -32,7 +32,7 @@ def agree_to_share(store: Store, rank: int, size: int, timeout: timedelta, names
             refused = f"the {size} ranks are on {hosts} hosts"
     except Refused as reason:
         refused = str(reason)
-    descriptors.expect_enough(store, rank, 1 if refused else size, names)
+    descriptors.check_enough(store, rank, 1 if refused else size, names)
     if refused and rank == 0:
         warnings.warn(f"the process group uses Gloo, not shared memory: {refused}", stacklevel=2)
     return not refused

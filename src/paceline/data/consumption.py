@@ -37,10 +37,10 @@ class Consumption:
 
     def hand_over(self, position: int) -> None:
         """Note that the batch at `position` is about to be handed over."""
-        self.look()
+        self.account()
         self._steps = data_position.steps()
 
-    def look(self) -> None:
+    def account(self) -> None:
         """Take account of the steps since the last batch was handed over."""
         if self._open and self.handed > self.consumed and data_position.steps() != self._steps:
             self.window = max(self.window, self.handed - self.consumed)
@@ -49,12 +49,12 @@ class Consumption:
 
     def leave(self) -> None:
         """End the pass: later steps do not belong to its batches."""
-        self.look()
+        self.account()
         self._open = False
 
     def position(self) -> int:
         """Return where to go on after a restart. If no step was ever seen, all that was handed over is consumed."""
-        self.look()
+        self.account()
         return self.consumed if self.sees_steps else self.handed
 
     def left_over(self, position: int, length: int | None) -> int | None:

@@ -76,7 +76,7 @@ class DistributedSampler(EpochPosition, torch.utils.data.distributed.Distributed
         settings = self._identity()
         if not state.get("position"):
             del settings["num_replicas"]  # between epochs any number of ranks will do
-        self._expect_settings(state, settings)
+        self._check_settings(state, settings)
         self._move(at_least("epoch", state["epoch"], 0), at_least("position", state["position"], 0))
 
     def origin(self) -> data_position.Origin:

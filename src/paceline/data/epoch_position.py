@@ -56,7 +56,7 @@ class EpochPosition:
         """Return the position to save where the script does not name it."""
         return self.position
 
-    def _expect_settings(self, state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    def _check_settings(self, state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """Refuse a saved `state` in which one of the `settings` differs.
 
         Raises:

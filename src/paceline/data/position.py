@@ -64,7 +64,7 @@ class Position(EpochPosition):
         Raises:
             UsageError: if that pass was left in the middle of an accumulation window; see :meth:`rewind`.
         """
-        self._expect_no_open_window()
+        self._check_no_open_window()
         self.rewind()
         if self.position == self.length and not self._named:
             self.finish()
@@ -94,7 +94,7 @@ class Position(EpochPosition):
         if (left := self._consumption.left_over(self.position, self.length)) is not None:
             self.set_position(left)
 
-    def _expect_no_open_window(self) -> None:
+    def _check_no_open_window(self) -> None:
         self._consumption.leave()
         left = self._consumption.left_over(self.position, self.length)
         if left is not None and self._consumption.window > 1:
@@ -175,7 +175,7 @@ class Position(EpochPosition):
             CheckpointMismatch: if batch size, seed or data differ, so that the position would mean something
                 else.
         """
-        self._expect_settings(state, self._identity())
+        self._check_settings(state, self._identity())
         try:
             epoch, position = at_least("epoch", state["epoch"], 0), at_least("position", state["position"], 0)
         except (KeyError, UsageError) as error:

@@ -91,7 +91,7 @@ def mean_over_ranks(value: Any, weight: float | Tensor = 1.0) -> Any:
     if not given:
         raise UsageError("mean_over_ranks: the weight is 0 on every rank, so there is no mean; skip the call then")
     seen = [(rank, _mean_kind(part)) for rank, _, part in given]
-    _expect_alike(seen, "value is", "give the same on every rank", "mean_over_ranks")
+    _check_equal(seen, "value is", "give the same on every rank", "mean_over_ranks")
     first = given[0][2]
     total = sum(weight for _, weight, _ in given)
     mean = reduce(add, (weight * _wide(part) for _, weight, part in given)) / total
@@ -199,7 +199,7 @@ def _together(parts: Iterable[Part], place: str) -> Any:
     given = [(rank, part) for rank, part in parts if part is not None]
     if not given:
         return None
-    _expect_alike([(rank, _kind(part)) for rank, part in given], f"{place} is", "give the same structure on every rank")
+    _check_equal([(rank, _kind(part)) for rank, part in given], f"{place} is", "give the same structure on every rank")
     first = given[0][1]
     if isinstance(first, Tensor):
         return _concatenated(given, place)
@@ -211,10 +211,10 @@ def _together(parts: Iterable[Part], place: str) -> Any:
         raise UsageError(f"gather_for_metrics: {place} is {_kind(first)} on rank {given[0][0]}, not a list of rows")
     if isinstance(first, dict):
         keys = [(rank, sorted(map(repr, part))) for rank, part in given]
-        _expect_alike(keys, f"{place} has keys", "give the same on every rank, with None for what has no rows")
+        _check_equal(keys, f"{place} has keys", "give the same on every rank, with None for what has no rows")
         return {key: _together([(rank, part[key]) for rank, part in given], f"{place}[{key!r}]") for key in first}
     lengths = [(rank, len(part)) for rank, part in given]
-    _expect_alike(lengths, f"{place} has length", "give as many on every rank, with None for what has no rows")
+    _check_equal(lengths, f"{place} has length", "give as many on every rank, with None for what has no rows")
     items = [_together([(rank, part[at]) for rank, part in given], f"{place}[{at}]") for at in range(len(first))]
     return _alike(first, items)
 
@@ -225,9 +225,9 @@ def _concatenated(given: Sequence[tuple[int, Tensor]], place: str) -> Tensor:
     if not with_rows:
         return max((tensor for _, tensor in given), key=Tensor.dim)
     dtypes = [(rank, tensor.dtype) for rank, tensor in with_rows]
-    _expect_alike(dtypes, f"{place} is", "convert it to one dtype on every rank")
+    _check_equal(dtypes, f"{place} is", "convert it to one dtype on every rank")
     shapes = [(rank, tuple(tensor.shape[1:])) for rank, tensor in with_rows]
-    _expect_alike(shapes, f"{place} has rows of shape", "pad them to one shape, or gather what is computed from them")
+    _check_equal(shapes, f"{place} has rows of shape", "pad them to one shape, or gather what is computed from them")
     return torch.cat([tensor for _, tensor in with_rows])
 
 
@@ -238,7 +238,7 @@ def _kind(part: Any) -> str:
     return "a dict" if isinstance(part, dict) else f"a {type(part).__name__}"
 
 
-def _expect_alike(seen: Sequence[Part], claim: str, remedy: str, call: str = "gather_for_metrics") -> None:
+def _check_equal(seen: Sequence[Part], claim: str, remedy: str, call: str = "gather_for_metrics") -> None:
     (first_rank, first), *others = seen
     for rank, other in others:
         if other != first:

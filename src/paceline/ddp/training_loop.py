@@ -122,7 +122,7 @@ def clip_grad_norm_(
                 "clip_grad_norm_ was called before the gradients were synchronized; clip when model.do_sync is true, "
                 "just before optimizer.step()"
             )
-        parameters.expect_averaged("clip_grad_norm_()")
+        parameters.check_averaged("clip_grad_norm_()")
     tensors = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]

@@ -96,7 +96,7 @@ class Agent(LocalElasticAgent):
         self._moments = LastMoments(boxes)
         self._hangs = hangs
         self._preemption = Preemption(None if boxes is None else boxes.path)
-        self._ending = Ending(self._handlers, self._running, self._look, caught, say)
+        self._ending = Ending(self._handlers, self._running, self._poll, caught, say)
         self._watched: dict[int, int] = {}  # rank -> pidfd, readable when the rank has ended
         self._signalled: set[int] = set()  # ranks that the launcher itself told to end
         self._shown: set[int] = set()  # ranks whose error was shown before they ended
@@ -148,25 +148,25 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._obey()
-        self._look(self._hangs.pause(self.interval))
-        self._hangs.look(self._pids(), self._say)
+        self._poll(self._hangs.pause(self.interval))
+        self._hangs.check(self._pids(), self._say)
         size = worker_group.spec.local_world_size
-        self._expect_stop()
+        self._check_stop()
         if not any(end.code for end in self.ends.values()):
             if len(self.ends) < size:
                 self._show_slow()
                 return RunResult(state=WorkerState.HEALTHY)
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(range(size)))
-        self._settle()
+        self._await_more_failures()
         self._obey()  # who sent us SIGTERM may have sent it to the ranks as well
-        self._restarts.wait_for_rescue(self._running, self._look, self._tell_of_failure)
+        self._restarts.wait_for_rescue(self._running, self._poll, self._report_failure)
         self._obey()
-        self._hangs.ask_absent([*self._told(), *self._ends_of_running()], self._pids())
+        self._hangs.request_absent([*self._recorded_ends(), *self._ends_of_running()], self._pids())
         self._end_ranks(signal.SIGTERM, FAILURE_GRACE_S)
         self._obey()
         ends = self.outcome()
         if self._report is not None:
-            self._report.note_progress(*self._restarts.told())
+            self._report.note_progress(*self._restarts.progress())
             self._report.failed(ends)
         # A user's mistake would be made again.
         restart = None if root_cause.usage(ends) is not None else self._restarts.decide(root_cause.cause(ends))
@@ -185,16 +185,16 @@ class Agent(LocalElasticAgent):
 
     def outcome(self) -> list[End]:
         """Return how each rank that has ended did so, with the record that it left."""
-        return self._hangs.told(self._moments.told(self._told()))
+        return self._hangs.with_hangs(self._moments.with_diagnosis(self._recorded_ends()))
 
-    def _told(self) -> list[End]:
-        return [self._with_told(end) for end in self.ends.values()]
+    def _recorded_ends(self) -> list[End]:
+        return [self._with_record(end) for end in self.ends.values()]
 
-    def _with_told(self, end: End) -> End:
+    def _with_record(self, end: End) -> End:
         path = self._files.errors[end.rank]
         return replace(end, record=record.read(path), leaving=record.read_leaving(path))
 
-    def _look(self, timeout: float) -> None:
+    def _poll(self, timeout: float) -> None:
         """Note which ranks have ended; wait up to `timeout` seconds for the next one."""
         running = self._running()
         if all(rank in self._watched for rank in running):
@@ -208,22 +208,22 @@ class Agent(LocalElasticAgent):
                 if code != 0:
                     self._moments.note_failure()
 
-    def _settle(self) -> None:
+    def _await_more_failures(self) -> None:
         """Wait while more ranks may fail: those that fail together, or the cause if only consequences have shown."""
         begin = time.monotonic()
         while self._running() and not self._caught.received:
             # What running ranks have told counts as well: they may need long to end, or never do.
             running = self._ends_of_running()
-            told = self._told()
+            told = self._recorded_ends()
             if root_cause.usage([*told, *running]) is not None:
                 return
             if time.monotonic() - begin > _patience(told, running):
                 return
-            self._look(0.02)
+            self._poll(0.02)
 
     def _ends_of_running(self) -> list[End]:
         """Return the ends of ranks that still run, as if the launcher had ended them."""
-        return [self._with_told(End(rank, 1, time.time(), stopped=True)) for rank in self._running()]
+        return [self._with_record(End(rank, 1, time.time(), stopped=True)) for rank in self._running()]
 
     def _show_slow(self) -> None:
         """Show the error of a rank that raised and still runs: it keeps the others waiting, and nobody says so."""
@@ -257,7 +257,7 @@ class Agent(LocalElasticAgent):
         if number in STOP_SIGNALS and self._preemption.would_save(self._pids().values()):
             self._say(f"{number.name}: the ranks end after this step and save it; another signal ends them at once")
             self._signalled.update(self._running())
-            self._preemption.ask(number, self._pids().values())
+            self._preemption.request_stop(number, self._pids().values())
             self._ending.wait(number, self.grace)
             if not any(end.code for end in self.ends.values()):
                 return  # they had come to their end before
@@ -270,7 +270,7 @@ class Agent(LocalElasticAgent):
             self._ending.end(number, self.grace, self._failed(), (), quiet=False)
         raise Stopped(number, self._preemption.saved_step())
 
-    def _expect_stop(self) -> None:
+    def _check_stop(self) -> None:
         """If a rank was told to end, and all have agreed on a step and saved it, let them end, and end the launcher."""
         saved = self._preemption.saved() if self._failed() else None
         if saved is None:
@@ -285,10 +285,10 @@ class Agent(LocalElasticAgent):
         heedless = [rank for rank, pid in self._pids().items() if self._preemption.would_save([pid])]
         self._ending.end(number, grace, self._failed(), heedless, quiet)
 
-    def _tell_of_failure(self) -> None:
+    def _report_failure(self) -> None:
         """Signal ranks that mark their steps; they look then whether another one is gone."""
         self._signalled.update(self._running())
-        self._preemption.ask(signal.SIGTERM, self._pids().values())
+        self._preemption.request_stop(signal.SIGTERM, self._pids().values())
 
     def _failed(self) -> list[int]:
         return [rank for rank, end in self.ends.items() if end.code != 0]

@@ -19,7 +19,7 @@ FILE_BYTES = 2**20
 file in which ranks meet, whose C++ code waits for ever where it cannot write."""
 
 
-def expect_room(count: int) -> None:
+def check_room(count: int) -> None:
     """Refuse more ranks than the memory that is available can hold, before they push everything else out of it.
 
     Raises:
@@ -37,7 +37,7 @@ def expect_room(count: int) -> None:
         )
 
 
-def expect_files(count: int) -> None:
+def check_files(count: int) -> None:
     """Refuse ranks whose launcher may not open as many files as it has to, or write none of the size that is needed.
 
     Raises:

@@ -25,7 +25,7 @@ from paceline.launch.failures.job_report import JobReport
 from paceline.launch.failures.verdict import Verdict
 from paceline.launch.fork_server.client import ForkServer
 from paceline.launch.fork_server.policy import binds_threads, decide
-from paceline.launch.host_limits import expect_files, expect_room
+from paceline.launch.host_limits import check_files, check_room
 from paceline.launch.pinning import CORES, as_setting, cores, pinned
 from paceline.launch.rank.channels import Logs, RankFiles
 from paceline.launch.rank.failure_record import LAUNCHER
@@ -109,7 +109,7 @@ def launch(job: Job) -> int:
     """
     if is_command_line():  # others were warned when they imported us
         warn_if_untested()
-    expect_files(job.nproc)
+    check_files(job.nproc)
     report = JobReport(job.report, say)
     with Caught(job.signals) as caught:
         try:
@@ -155,7 +155,7 @@ def run(job: Job, caught: Caught, report: JobReport | None = None) -> int:
             raise stop if stop.saved is not None else Stopped(stop.number, rescued) from None
         ends = agent.outcome()
         if report is not None:
-            report.note_progress(*restarts.told())
+            report.note_progress(*restarts.progress())
         if result.is_failed():
             restarts.keep_rescued(say)
         lost = restarts.unsaved()
@@ -277,7 +277,7 @@ def resolve_nproc(wanted: str | int, force: bool = False) -> tuple[int, str | No
     Args:
         wanted: a number; ``"gpu"``; ``"cpu"``, which is one per core; or ``"auto"``, which is GPUs if there
             are any, else cores.
-        force: start them whatever memory is there, see :func:`expect_room`.
+        force: start them whatever memory is there, see :func:`check_room`.
 
     Raises:
         UsageError: if it is none of these, less than 1, more than memory can hold, or ``"gpu"`` where there is none.
@@ -293,7 +293,7 @@ def resolve_nproc(wanted: str | int, force: bool = False) -> tuple[int, str | No
     if count < 1:
         raise UsageError(f"--nproc={wanted} is less than 1; give the number of ranks to start, or auto")
     if not force:
-        expect_room(count)
+        check_room(count)
     if count > available and count > gpus:
         return count, f"note: {count} ranks on {available} cores: they take turns, which gains no speed"
     return count, None

@@ -43,7 +43,7 @@ def option(default: Any, help: str, metavar: str | None = None) -> Any:
     return field(default=default, metadata={"help": help, "metavar": metavar})
 
 
-def expect_script(name: str, recipes: Iterable[str]) -> None:
+def validate_script(name: str, recipes: Iterable[str]) -> None:
     """Refuse a script that is not there, nor one of the `recipes`.
 
     Raises:

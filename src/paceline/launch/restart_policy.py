@@ -71,7 +71,7 @@ class Restarts:
             return []
         return [_reached(self._folder, key, records) for key, records in present_records(self._folder).items()]
 
-    def told(self) -> tuple[int, str | None]:
+    def progress(self) -> tuple[int, str | None]:
         """Return how many steps were computed again, and where the present start went on from."""
         reached = self.reached()
         redone = sum(each.redone for each in reached)

@@ -110,14 +110,14 @@ def subject_of(params: nn.Module | Iterable[Any], process_group: dist.ProcessGro
     return Subject(groups, group, model, names, sparse, several)
 
 
-def expect_scatterable(subject: Subject) -> None:
+def check_scatterable(subject: Subject) -> None:
     """Refuse to scatter gradients that no wrapper of ours averages, or one by something else than an all-reduce.
 
     Raises:
         UsageError: unless there is one rank alone.
     """
     for wrapper in subject.wrappers:
-        wrapper.expect_scatterable()
+        wrapper.check_scatterable()
     if subject.size > 1 and not subject.wrappers:
         raise UsageError(
             "reduce_scatter=True needs paceline.DistributedDataParallel, as others average whole gradients; wrap the "
@@ -143,7 +143,7 @@ def _parameters(groups: Iterable[Any]) -> Iterable[Any]:
             yield entry
 
 
-def expect_plain(group: Any, before: Sequence[Mapping[str, Any]], subject: Subject) -> None:
+def validate_plain(group: Any, before: Sequence[Mapping[str, Any]], subject: Subject) -> None:
     """Refuse a group with parameters that cannot be sharded.
 
     Raises:
@@ -179,7 +179,7 @@ def expect_plain(group: Any, before: Sequence[Mapping[str, Any]], subject: Subje
             )
 
 
-def expect_step(
+def validate_step(
     closure: Any, subject: Subject, groups: Sequence[Mapping[str, Any]], trained: Sequence[Sequence[Tensor]]
 ) -> None:
     """Refuse a step that cannot be taken over `groups`, of which `trained` are the parameters.

@@ -50,12 +50,12 @@ class Owned:
         return self._view
 
     def let_go(self) -> None:
-        """Hold the parameter's memory no longer, until :meth:`look_again`."""
+        """Hold the parameter's memory no longer, until :meth:`refresh`."""
         self._view = self._view.new_empty(0)
         if self.master_dtype is None:
             self.trained.data = self._view
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Follow the parameter to other memory."""
         self._view = self._seen()
         if self.master_dtype is None:

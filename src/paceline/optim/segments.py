@@ -69,7 +69,7 @@ class SharedSegment:
     @torch.no_grad()
     def take(self) -> None:
         """Move the parameters into the shared memory, one by one."""
-        expect_one_dtype(self.parameters)
+        check_one_dtype(self.parameters)
         self._leave()
         for offset, parameter in zip(self._offsets, self.parameters, strict=True):
             if size := parameter.numel():
@@ -114,9 +114,9 @@ class StagedSegment:
     @torch.no_grad()
     def take(self) -> None:
         """Find the pieces in the parameters' memory."""
-        expect_one_dtype(self.parameters)
+        check_one_dtype(self.parameters)
         for parameter in self.parameters:
-            expect_dense(parameter)
+            check_dense(parameter)
         views = [flat_view(parameter) for parameter in self.parameters]
         self._places = []
         for owned in self._pieces:
@@ -165,7 +165,7 @@ def make_segment(channel: Channel, parameters: Sequence[nn.Parameter], pieces: S
     return StagedSegment(channel, parameters, pieces)
 
 
-def expect_dense(parameter: nn.Parameter) -> None:
+def check_dense(parameter: nn.Parameter) -> None:
     """Give a parameter whose memory has gaps, or is shared by several of its elements, memory without them."""
     expected = 1
     for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
@@ -175,7 +175,7 @@ def expect_dense(parameter: nn.Parameter) -> None:
         expected *= extent
 
 
-def expect_one_dtype(parameters: Sequence[nn.Parameter]) -> None:
+def check_one_dtype(parameters: Sequence[nn.Parameter]) -> None:
     """Refuse parameters of which only some were given another dtype, as they cannot be gathered together any more.
 
     Raises:

@@ -31,11 +31,18 @@ from paceline.core.torch_internals.optimizer_hooks import (
 from paceline.ddp.transport.channel import Channel
 from paceline.errors import UsageError
 from paceline.optim import states
-from paceline.optim.arguments import Subject, describe_groups, expect_plain, expect_scatterable, expect_step, subject_of
+from paceline.optim.arguments import (
+    Subject,
+    check_scatterable,
+    describe_groups,
+    subject_of,
+    validate_plain,
+    validate_step,
+)
 from paceline.optim.elementwise import Prototype, check_class, is_known_elementwise, stand_ins
 from paceline.optim.owned_shard import Owned
 from paceline.optim.sharding import Sharding
-from paceline.optim.trained_parameters import enter, expect_apart
+from paceline.optim.trained_parameters import check_disjoint, enter
 
 _NOT_SETTINGS = ("params", "param_names")
 
@@ -91,7 +98,7 @@ class ShardedOptimizer(Optimizer):
         make: Callable[[Any], Optimizer] = partial[Any](optimizer_class, **defaults)
         self._subject: Subject = subject_of(params, process_group)
         if reduce_scatter:
-            expect_scatterable(self._subject)
+            check_scatterable(self._subject)
         self._by, self._master_dtype = by, master_dtype
         template = make(stand_ins(self._class, by, self._subject.shapes()))  # the class refuses what it does not take
         self._inner: Optimizer | None = None
@@ -103,7 +110,7 @@ class ShardedOptimizer(Optimizer):
         self._versions = -1
         """Sum of the parameters' version counters after the last step."""
         super().__init__(self._subject.groups, template.defaults)
-        expect_apart(self, self.param_groups, self._subject)
+        check_disjoint(self, self.param_groups, self._subject)
         self._sharding = Sharding(self._subject, by, master_dtype, self._description)
         if self._sharding.channel is not None:
             finalize(self, self._sharding.channel.close)
@@ -182,14 +189,14 @@ class ShardedOptimizer(Optimizer):
         Raises:
             UsageError: if one is trained already, or ranks give different ones.
         """
-        expect_plain(param_group, self.param_groups, self._subject)
+        validate_plain(param_group, self.param_groups, self._subject)
         if self._inner is not None and self._sharding is not None and self._sharding.has_moved():
             self._follow()  # now, as what is noted of the memory that pieces lie in is noted anew for all of them
         super().add_param_group(param_group)
         if self._inner is not None:
-            expect_apart(self, [param_group], self._subject)
+            check_disjoint(self, [param_group], self._subject)
             assert self._sharding is not None
-            self._sharding.expect_equal(self._description())
+            self._sharding.check_equal(self._description())
             self._sharding.add(param_group["params"])
             self._inner.add_param_group(self._inner_group(param_group))
 
@@ -214,7 +221,7 @@ class ShardedOptimizer(Optimizer):
         """
         assert self._inner is not None
         assert self._sharding is not None
-        expect_step(closure, self._subject, self.param_groups, self._sharding.groups)
+        validate_step(closure, self._subject, self.param_groups, self._sharding.groups)
         self._consolidated = None
         if self._sharding.has_moved():
             self._follow()

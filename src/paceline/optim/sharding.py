@@ -65,9 +65,9 @@ class Sharding:
             assert subject.group is not None
             device = _device_of(subject)
             self.channel = open_channel(subject.group, device, caller="ShardedOptimizer(…)")
-            self.expect_equal(description())
+            self.check_equal(description())
 
-    def expect_equal(self, description: Any) -> None:
+    def check_equal(self, description: Any) -> None:
         """Compare what ranks are about to train.
 
         Raises:
@@ -142,7 +142,7 @@ class Sharding:
         for segment in self._segments:
             segment.take()
         for owned in self.owned:
-            owned.look_again()
+            owned.refresh()
         self._note_places()
         return self.strides != before
 

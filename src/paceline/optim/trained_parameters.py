@@ -20,7 +20,7 @@ def enter(optimizer: Optimizer) -> None:
     _living().add(optimizer)
 
 
-def expect_apart(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], subject: Subject) -> None:
+def check_disjoint(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]], subject: Subject) -> None:
     """Refuse parameters of `groups` that another than `optimizer` trains.
 
     Raises:

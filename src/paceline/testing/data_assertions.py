@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.core.state.digests import tensor_digest
-from paceline.testing.replica_assertions import expect_world
+from paceline.testing.replica_assertions import check_world
 
 
 def assert_data_is_split(
@@ -31,14 +31,14 @@ def assert_data_is_split(
         AssertionError: on every rank, if it is otherwise; names epoch and ranks.
     """
     __tracebackhide__ = True
-    expect_world("assert_data_is_split()")
+    check_world("assert_data_is_split()")
     size = dist.get_world_size()
     seen: list[list[list[str]]] = []
     for number in range(epochs):
         everyone: list[Any] = [None] * size
         dist.all_gather_object(everyone, [sample for batch in epoch(number) for sample in _samples(batch)])
         seen.append(everyone)
-        _expect_split(everyone, number, repeated)
+        _check_split(everyone, number, repeated)
     for number in range(1, epochs if shuffled else 0):
         if seen[number] == seen[number - 1] and len(seen[number][0]) > 2:
             raise AssertionError(
@@ -47,7 +47,7 @@ def assert_data_is_split(
             )
 
 
-def _expect_split(everyone: list[list[str]], number: int, repeated: int) -> None:
+def _check_split(everyone: list[list[str]], number: int, repeated: int) -> None:
     __tracebackhide__ = True
     owners: dict[str, int] = {}
     twice: dict[tuple[int, int], int] = {}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.testing.replica_assertions import assert_replicas_equal, expect_world, unwrapped
+from paceline.testing.replica_assertions import assert_replicas_equal, check_world, unwrapped
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], None]
@@ -62,7 +62,7 @@ def assert_equals_one_process(
         AssertionError: at the first difference; names step, rank and parameter, and says what it looks like.
     """
     __tracebackhide__ = True
-    expect_world("assert_equals_one_process()")
+    check_world("assert_equals_one_process()")
     rank, size = dist.get_rank(), dist.get_world_size()
     model = wrap(build())
     try:

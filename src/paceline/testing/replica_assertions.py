@@ -38,7 +38,7 @@ def assert_replicas_equal(model: nn.Module, group: dist.ProcessGroup | None = No
         UsageError: if parameters are sharded, of which every rank has other parts.
     """
     __tracebackhide__ = True
-    expect_world("assert_replicas_equal()")
+    check_world("assert_replicas_equal()")
     tensors = {plain_name(name): value.detach() for name, value in _named_tensors(unwrapped(model))}
     digests = {name: _digest(name, value) for name, value in tensors.items()}
     everyone = _gather(digests, group)
@@ -76,7 +76,7 @@ def assert_no_desync(seconds: float = 10.0) -> None:
         AssertionError: if a rank does not come within `seconds`, or has called other collectives.
     """
     __tracebackhide__ = True
-    expect_world("assert_no_desync()")
+    check_world("assert_no_desync()")
     rank, size, turn = dist.get_rank(), dist.get_world_size(), next(_turns)
     store = PrefixStore(f"paceline/no_desync/{turn}/", get_default_store())
     mine = {"place": place_of(sys._getframe(1)), "number": _number(), "calls": _calls()}
@@ -118,7 +118,7 @@ def _number() -> int:
         return 0
 
 
-def expect_world(call: str) -> None:
+def check_world(call: str) -> None:
     """Raise unless there is a process group.
 
     Raises:

@@ -14,8 +14,8 @@ from paceline.core.state.unwrapping import unwrap
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.errors import UsageError
-from paceline.train.metrics.reductions import all_sum, expect_same_data
-from paceline.train.validation import expect_loader, expect_wrapper, summed_metrics
+from paceline.train.metrics.reductions import all_sum, check_same_data
+from paceline.train.validation import summed_metrics, validate_loader, validate_wrapper
 
 Sums = Callable[[nn.Module, Any], tuple[dict[str, Tensor], int]]
 
@@ -52,8 +52,8 @@ def evaluate(
         UsageError: for a model that is not wrapped, an evaluation of another type, or if ``sums`` gives something else
             than sums of the evaluation's names, and a count.
     """
-    expect_wrapper(model, "evaluate()")
-    expect_evaluation(evaluation)
+    validate_wrapper(model, "evaluate()")
+    validate_evaluation(evaluation)
     model.sync_buffers()
     generators = rng_state()
     module = unwrap(model)
@@ -63,7 +63,7 @@ def evaluate(
     evaluation.loader.progress.set_epoch(0)  # the same batches every time, also after a resume
     evaluation.loader.progress.restart()
     try:
-        expect_same_data(evaluation.loader, model, epoch=0)
+        check_same_data(evaluation.loader, model, epoch=0)
         for batch in evaluation.loader:
             if batch is None:
                 continue
@@ -87,7 +87,7 @@ def evaluated(metrics: dict[str, float]) -> dict[str, float]:
     return {f"eval/{name}": value for name, value in metrics.items()}
 
 
-def expect_evaluation(evaluation: Any, training: DataLoader | None = None) -> None:
+def validate_evaluation(evaluation: Any, training: DataLoader | None = None) -> None:
     """Refuse an object that is no :class:`Evaluation`, or whose loader is not Paceline's, or is the `training` loader.
 
     Raises:
@@ -96,7 +96,7 @@ def expect_evaluation(evaluation: Any, training: DataLoader | None = None) -> No
     if not isinstance(evaluation, Evaluation):
         type_name = type(evaluation).__qualname__
         raise UsageError(f"evaluation must be an Evaluation(loader, sums, names), not a {type_name}; make one of it")
-    expect_loader(evaluation.loader, "Evaluation")
+    validate_loader(evaluation.loader, "Evaluation")
     if training is not None and evaluation.loader.progress is training.progress:
         raise UsageError(
             "training and evaluation share one loader or sampler, and an evaluation starts its loader anew, so "

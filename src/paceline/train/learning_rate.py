@@ -104,7 +104,7 @@ _scheduled: WeakSet[Optimizer] = WeakSet()
 """The optimizers that a Trainer's own schedule is on, whose ``initial_lr`` is not that of a user's scheduler."""
 
 
-def expect_unscheduled(optimizer: Optimizer) -> None:
+def validate_unscheduled(optimizer: Optimizer) -> None:
     """Refuse an optimizer that has a scheduler which the Trainer does not know.
 
     Raises:
@@ -144,7 +144,7 @@ def settings_of(scheduler: LRScheduler) -> dict[str, Any]:
     return {"class": type(scheduler).__qualname__, **values}
 
 
-def expect_length(lengths: Sequence[int] | None, epoch: int, now: int) -> None:
+def validate_length(lengths: Sequence[int] | None, epoch: int, now: int) -> None:
     """Refuse an epoch that has `now` batches, if the schedule was made for epochs of other `lengths`.
 
     Raises:

@@ -18,19 +18,19 @@ from paceline.ddp import DistributedDataParallel, accumulate, clip_grad_norm_
 from paceline.errors import UsageError
 from paceline.train import validation
 from paceline.train.config import TrainConfig
-from paceline.train.evaluation import Evaluation, evaluate, evaluated, expect_evaluation
+from paceline.train.evaluation import Evaluation, evaluate, evaluated, validate_evaluation
 from paceline.train.learning_rate import (
-    expect_length,
-    expect_unscheduled,
     lengths_of,
     own_schedule,
     scaled_lr,
     settings_of,
     steps_of,
+    validate_length,
+    validate_unscheduled,
 )
 from paceline.train.metrics.loggers import Loggers, MetricsLogger, open_loggers
 from paceline.train.metrics.progress import ProgressDisplay
-from paceline.train.metrics.reductions import expect_same_data
+from paceline.train.metrics.reductions import check_same_data
 from paceline.train.metrics.running_means import LossAverage
 from paceline.train.result import Result
 from paceline.train.resume.checkpoint_folder import go_on, open_folder, open_memory
@@ -85,7 +85,7 @@ class Trainer:
         self._refuse_what_cannot_work(scheduler)
         self.optimizer = optimizer = shared_out(optimizer, scheduler, model, config)
         assert isinstance(loader.progress, GlobalBatchSampler)
-        expect_same_data(loader, model)
+        check_same_data(loader, model)
         self._sampler = loader.progress
         self._sampler.rewind()  # looking at a batch before is no training
         self._lengths = lengths_of(self._sampler, config.epochs, config.decay)
@@ -112,20 +112,20 @@ class Trainer:
         return own_schedule(optimizer, config, self._total_steps)
 
     def _refuse_what_cannot_work(self, scheduler: LRScheduler | None) -> None:
-        validation.expect_config(self.config, self.loss)
-        validation.expect_wrapper(self.model, "the Trainer")
-        validation.expect_loader(self.loader, "the Trainer")
-        validation.expect_optimizer(self.optimizer, self.model)
-        validation.expect_same_world(self.model)
-        validation.expect_loggers(self.loggers)
+        validation.validate_config(self.config, self.loss)
+        validation.validate_wrapper(self.model, "the Trainer")
+        validation.validate_loader(self.loader, "the Trainer")
+        validation.validate_optimizer(self.optimizer, self.model)
+        validation.check_same_world(self.model)
+        validation.validate_loggers(self.loggers)
         if scheduler is None:
-            expect_unscheduled(self.optimizer)
+            validate_unscheduled(self.optimizer)
         else:
-            validation.expect_scheduler(scheduler, self.optimizer, self.config)
+            validation.validate_scheduler(scheduler, self.optimizer, self.config)
         if self.evaluation is not None:
-            expect_evaluation(self.evaluation, self.loader)
+            validate_evaluation(self.evaluation, self.loader)
         if self.config.checkpoint_dir:
-            validation.expect_shared_buffers(self.model)
+            validation.check_shared_buffers(self.model)
 
     def fit(self) -> Result:
         """Train to the end of the last epoch, from the newest checkpoint if the config says so.
@@ -198,7 +198,7 @@ class Trainer:
                 self._end_epoch(log, display)
             if self._sampler.epoch >= self.config.epochs:
                 break
-            expect_length(self._lengths, self._sampler.epoch, self._sampler.length)
+            validate_length(self._lengths, self._sampler.epoch, self._sampler.length)
             self._train_epoch(log, display)
         if self.evaluation is not None and not self.result.metrics:
             self.result.metrics = evaluate(self.model, self.evaluation, self._interrupts.check)
@@ -302,7 +302,7 @@ class Trainer:
     def _save_if_due(self) -> None:
         if self._saver is None:
             return
-        self._saver.due.look(self._saver)
+        self._saver.due.warn_of_failure(self._saver)
         every = self.config.checkpoint_every
         at_end = self.loader.at_last and (every is None or self._is_last_step)
         if at_end or (every is not None and self.result.steps % every == 0):

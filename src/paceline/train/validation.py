@@ -16,7 +16,7 @@ from paceline.optim import ShardedOptimizer
 from paceline.train.config import TrainConfig
 
 
-def expect_config(config: Any, loss: Any) -> None:
+def validate_config(config: Any, loss: Any) -> None:
     """Refuse a config of another class, and a loss that cannot be called.
 
     Raises:
@@ -28,7 +28,7 @@ def expect_config(config: Any, loss: Any) -> None:
         raise UsageError(f"loss must be a function loss(model, batch), not {_described(loss)}")
 
 
-def expect_wrapper(model: Any, caller: str) -> None:
+def validate_wrapper(model: Any, caller: str) -> None:
     """Refuse a model that is not wrapped by Paceline's class; ``torch.compile`` may be around it.
 
     Raises:
@@ -46,7 +46,7 @@ def expect_wrapper(model: Any, caller: str) -> None:
     raise UsageError(f"{caller} needs a model in Paceline's wrapper, not {_described(inner)}; {remedy}")
 
 
-def expect_loader(loader: Any, owner: str) -> None:
+def validate_loader(loader: Any, owner: str) -> None:
     """Refuse a loader that is not Paceline's, or whose epochs have no length.
 
     Raises:
@@ -61,7 +61,7 @@ def expect_loader(loader: Any, owner: str) -> None:
         raise UsageError("the Trainer needs data of a known length; write a plain loop for a stream")
 
 
-def expect_loggers(loggers: Any) -> None:
+def validate_loggers(loggers: Any) -> None:
     """Refuse what is no list of loggers.
 
     Raises:
@@ -75,7 +75,7 @@ def expect_loggers(loggers: Any) -> None:
             raise UsageError(f"{_described(logger)} is no logger; {remedy}")
 
 
-def expect_optimizer(optimizer: Any, model: nn.Module) -> None:
+def validate_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Refuse an object that is no optimizer, LBFGS, and an optimizer over none of the model's parameters.
 
     Raises:
@@ -114,7 +114,7 @@ def shared_out(
     return ShardedOptimizer.of(optimizer, model.process_group)
 
 
-def expect_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
+def validate_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
     """Refuse an object that cannot step after every optimizer step, another optimizer's, and a second schedule.
 
     Raises:
@@ -134,7 +134,7 @@ def expect_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer, config: T
         )
 
 
-def expect_same_world(model: DistributedDataParallel) -> None:
+def check_same_world(model: DistributedDataParallel) -> None:
     """Refuse a model that averages over a part of the world, because data and checkpoints are split over all of it.
 
     Raises:
@@ -148,7 +148,7 @@ def expect_same_world(model: DistributedDataParallel) -> None:
         )
 
 
-def expect_shared_buffers(model: DistributedDataParallel) -> None:
+def check_shared_buffers(model: DistributedDataParallel) -> None:
     """Refuse to checkpoint buffers that differ between ranks.
 
     Raises:

@@ -267,7 +267,7 @@ def test_room_on_the_disk_is_looked_for_before_anything_is_copied(pools: Pools, 
 
 def test_without_memory_for_the_copy_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer, _ = open_with(tmp_path)
-    monkeypatch.setattr(step_folders, "expect_room", lambda *_: None)
+    monkeypatch.setattr(step_folders, "check_room", lambda *_: None)
     checkpointer.register("large", Holder({"large": torch.ones(1).expand(2**50)}))
     with pytest.raises(CheckpointError, match="no memory for a copy"):
         checkpointer.save(1)

@@ -20,7 +20,7 @@ from torch import nn
 
 from forked import Forked, call
 from paceline.checkpoint import Checkpointer
-from paceline.checkpoint.storage.free_space import expect_room
+from paceline.checkpoint.storage.free_space import check_room
 from paceline.core.output.wording import nbytes
 from paceline.core.processes.world import World
 from paceline.errors import CheckpointError, UsageError
@@ -358,13 +358,13 @@ def test_what_other_ranks_save_takes_room_too(small_disk: Path, pools: Pools) ->
 
 
 def test_room_is_compared_with_what_the_file_system_says(tmp_path: Path) -> None:
-    expect_room(tmp_path, 1)
+    check_room(tmp_path, 1)
     with pytest.raises(OSError, match=r"No space left on device: 4194304.0 TiB are needed, .* are free") as caught:
-        expect_room(tmp_path, 2**62)
+        check_room(tmp_path, 2**62)
     assert caught.value.errno == errno.ENOSPC
     assert os.statvfs("/proc").f_blocks == 0
-    expect_room(Path("/proc"), 2**62)  # one that does not tell is trusted
-    expect_room(tmp_path / "nowhere", 2**62)
+    check_room(Path("/proc"), 2**62)  # one that does not tell is trusted
+    check_room(tmp_path / "nowhere", 2**62)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import nn
 
 import paceline.core.processes.world
 from paceline.core.processes import nccl_communicators
-from paceline.core.processes.gpus import choose_gpu, expect_own_gpu, gpu_name
+from paceline.core.processes.gpus import check_own_gpu, choose_gpu, gpu_name
 from paceline.core.processes.world import World
 from paceline.core.torch_internals.distributed.c10d import HashStore, get_known_groups
 from paceline.ddp import DistributedDataParallel
@@ -228,10 +228,10 @@ def test_ranks_that_see_the_same_single_gpu_are_refused_by_its_uuid() -> None:
     store = HashStore()
     for rank, gpu in enumerate(["GPU-a", "GPU-b", "GPU-a"]):
         store.set(f"gpu/{rank}", gpu)
-    expect_own_gpu(store, 1, 3, "GPU-b")
+    check_own_gpu(store, 1, 3, "GPU-b")
     for rank, other in ((0, 2), (2, 0)):
         with pytest.raises(WorldError, match=rf"rank {rank}: GPU GPU-a is also that of rank {other}"):
-            expect_own_gpu(store, rank, 3, "GPU-a")
+            check_own_gpu(store, rank, 3, "GPU-a")
 
 
 def test_parts_of_one_divided_gpu_are_different_gpus() -> None:

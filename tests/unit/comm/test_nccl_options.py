@@ -23,7 +23,7 @@ from paceline.core.torch_internals.distributed.c10d import HashStore, ProcessGro
 from paceline.ddp import DistributedDataParallel, NcclOptions
 from paceline.ddp.engine.device import exposed_time
 from paceline.ddp.engine.device.exposed_time import MOST_PENDING, ExposedTime
-from paceline.ddp.options.config import check_nccl, expect_nccl
+from paceline.ddp.options.config import check_nccl, check_nccl_group
 from paceline.errors import UsageError
 from twins import Pools
 
@@ -133,11 +133,11 @@ def test_what_torch_or_the_device_lacks_for_registered_memory_is_named() -> None
 def test_registered_memory_is_refused_where_the_device_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     group = group_with_nccl(bound=None)
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
-    expect_nccl(NcclOptions(high_priority=True), GPU, group)
+    check_nccl_group(NcclOptions(high_priority=True), GPU, group)
     with pytest.raises(
         UsageError, match=r"registered_buckets=True\) cannot be used, as this torch, .*, lacks register"
     ):
-        expect_nccl(NcclOptions(registered_buckets=True), GPU, group)
+        check_nccl(NcclOptions(registered_buckets=True), GPU, group)
 
 
 def test_registered_memory_comes_from_a_pool_of_an_initialized_communicator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -481,11 +481,11 @@ def test_a_place_that_is_named_comes_first_and_the_users_cache_last(
     if named:
         monkeypatch.setenv(PARENT, "/chosen")
 
-    def expect_room(place: Path, size: int) -> None:
+    def check_room(place: Path, size: int) -> None:
         if place != homes.get(last):
             raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(job_directory, "_expect_room", expect_room)
+    monkeypatch.setattr(job_directory, "_check_room", check_room)
     folder = black_boxes("run", ["train.py"], 2)
     said = capfd.readouterr().err
     first = "/chosen" if named else "/dev/shm"

@@ -56,7 +56,7 @@ def whole(size: int) -> tuple[Tensor, Tensor]:
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
 
-def expect_equal(model: nn.Module, twin: nn.Module) -> None:
+def check_equal(model: nn.Module, twin: nn.Module) -> None:
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
 
@@ -128,7 +128,7 @@ def mean_over_uneven_slices(world: World, loss: Loss, make: Callable[[], nn.Modu
                 if not ends_inside:
                     value.backward()
         loss(twin, *whole(world.size)).backward()
-        expect_equal(model, twin)
+        check_equal(model, twin)
 
 
 @pytest.mark.parametrize("ends_inside", [True, False])
@@ -162,7 +162,7 @@ def chained(world: World, weighted: tuple[bool, bool]) -> None:
     means = net(), copy.deepcopy(second)
     sum(means[1](means[0](part)).mean() for part in parts).div(world.size).backward()
     for model, twin, mean, on in zip(models, twins, means, weighted, strict=True):
-        expect_equal(model, twin if on else mean)
+        check_equal(model, twin if on else mean)
 
 
 @pytest.mark.parametrize("weighted", [(True, True), (True, False), (False, True)])
@@ -177,7 +177,7 @@ def nothing_on_the_last_rank(world: World) -> None:
         F.cross_entropy(model(x), y).backward()
     parts = [batch(rank, 3) for rank in range(max(1, world.size - 1))]
     F.cross_entropy(twin(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts])).backward()
-    expect_equal(model, twin)
+    check_equal(model, twin)
 
 
 def test_a_mean_over_nothing_counts_as_zero(ranks: Ranks) -> None:
@@ -195,7 +195,7 @@ def scaled(world: World) -> None:
     scaler.unscale_(optimizer)
     parts = [batches(rank)[0] for rank in range(world.size)]
     F.cross_entropy(twin(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts])).backward()
-    expect_equal(model, twin)
+    check_equal(model, twin)
     scaler.step(optimizer)
 
 
@@ -210,7 +210,7 @@ def copied(world: World) -> None:
             F.cross_entropy(model(x), y).backward()
     parts = [batches(rank)[0] for rank in range(world.size)]
     F.cross_entropy(twin(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts])).backward()
-    expect_equal(model, twin)
+    check_equal(model, twin)
 
 
 def test_a_copy_of_a_wrapper_takes_means_too(ranks: Ranks) -> None:

@@ -279,7 +279,7 @@ def test_a_rank_that_runs_python_writes_its_stacks_by_itself(tmp_path: Path, mon
     with subprocess.Popen([sys.executable, "-c", BUSY], env=environment, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None
         rank.stdout.readline()
-        told = [stack_requests.ask(tmp_path, {0: rank.pid}) for _ in range(2)]
+        told = [stack_requests.request_stacks(tmp_path, {0: rank.pid}) for _ in range(2)]
         assert rank.poll() is None
         rank.kill()
     assert [stack_requests.main_thread(each[0])[0].rpartition(" in ")[2] for each in told] == ["busy", "busy"]

@@ -44,7 +44,7 @@ def check(step: int, entries: Iterable[Registered]) -> None:
         raise UsageError(f"step must be a whole number >= 0, not {step!r}")
     entries = list(entries)
     for entry in entries:
-        entry.expect_whole(step)
+        entry.check_whole(step)
     if any(entry.is_sharded for entry in entries):
         with _explained(step):
             for entry in entries:
@@ -99,7 +99,7 @@ def own(entries: Iterable[Registered]) -> Capture:
     return Capture(nodes, encoder.tensors, encoder.aliases)
 
 
-def expect_equal(world: World, step: int, entries: Sequence[Registered], captures: Sequence[Capture]) -> int:
+def check_equal(world: World, step: int, entries: Sequence[Registered], captures: Sequence[Capture]) -> int:
     """Compare what the ranks of `world` are about to save, on all of them; return how many bytes it takes.
 
     Args:

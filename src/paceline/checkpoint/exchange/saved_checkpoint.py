@@ -28,7 +28,7 @@ _NAME = re.compile(r"[a-z0-9_]{1,64}")
 _RESERVED = ("state", RANK_ROLE, GENERATORS)
 
 
-def expect_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
+def validate_registrable(name: Any, object: Any, taken: Collection[str]) -> None:
     """Refuse a name under which nothing can be saved, and an object without a state.
 
     Raises:

@@ -54,7 +54,7 @@ def choose(store: Storage, step: int | None) -> tuple[Path, Manifest]:
     )
 
 
-def expect_same_step(world: World, step: int | None) -> None:
+def check_same_step(world: World, step: int | None) -> None:
     """Compare what the ranks are about to restore.
 
     Raises:
@@ -128,7 +128,7 @@ def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_cha
             if not saved.is_own(entry):
                 consensus.agree(world, consensus.error_of(entry.load_layout, saved.objects[entry.name]))
         if allow_changed:
-            consensus.agree(world, consensus.error_of(_take_over, world, saved, entries))
+            consensus.agree(world, consensus.error_of(_keep_own_settings, world, saved, entries))
     except BaseException:
         _put_back(undo, saved.step)
         raise
@@ -188,12 +188,12 @@ def _load_merged(world: World, entry: Registered, saved: Saved, undo: list[_Befo
     consensus.agree(world, consensus.error_of(load))
 
 
-def _take_over(world: World, saved: Saved, entries: Sequence[Registered]) -> None:
+def _keep_own_settings(world: World, saved: Saved, entries: Sequence[Registered]) -> None:
     changes: list[str] = []
     for entry in entries:
         outline = saved.outline_for(entry, world)
         changes += entry.changes(outline)
-        entry.take_over(outline)
+        entry.keep_own_settings(outline)
     for entry in entries:
         if isinstance(entry.object, LRScheduler):
             follow(entry.object)

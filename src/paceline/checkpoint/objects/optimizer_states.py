@@ -92,7 +92,7 @@ def changes(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list
     ]
 
 
-def take_over(optimizer: Optimizer, options: Options, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def apply_options(optimizer: Optimizer, options: Options, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Set on `optimizer`, after it has loaded the state described by `saved`, those of its own `options` that differ.
 
     The learning rate keeps the factor that a schedule has given it.

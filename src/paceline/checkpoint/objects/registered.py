@@ -68,7 +68,7 @@ class Registered:
         """Whether the object says, by an attribute ``state_is_constant``, that its state never changes."""
         return not isinstance(self.object, nn.Module) and bool(getattr(self.object, "state_is_constant", False))
 
-    def expect_whole(self, step: int) -> None:
+    def check_whole(self, step: int) -> None:
         """Refuse to save a model while its gradients, which no checkpoint holds, wait for an optimizer step.
 
         Raises:
@@ -139,10 +139,10 @@ class Registered:
             [] if saved.optimizer is None else optimizer_states.changes(self.name, self._description(), saved.optimizer)
         )
 
-    def take_over(self, saved: Outline) -> None:
+    def keep_own_settings(self, saved: Outline) -> None:
         """Restore this run's settings on an optimizer that has loaded the state `saved`."""
         if saved.optimizer is not None:
-            optimizer_states.take_over(self.object, self.options, self._description(), saved.optimizer)
+            optimizer_states.apply_options(self.object, self.options, self._description(), saved.optimizer)
 
     def load(self, node: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], step: int) -> None:
         """Load the state of `step` that `node` and `tensors` hold.

@@ -56,14 +56,14 @@ class StopRequests:
             return
         self._is_watching = True
         if not self._saves:
-            self._tell(Stopping.IN_VAIN)
+            self._publish(Stopping.IN_VAIN)
         elif threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if _is_unhandled(number):
                     signal.signal(number, self._note)
                     self._installed.append(number)
             if signal.SIGTERM in self._installed:
-                self._tell(Stopping.READY)
+                self._publish(Stopping.READY)
 
     def agreed(self) -> signal.Signals | None:
         """Return the signal for which all ranks end after the step that has just ended; None if they go on.
@@ -81,7 +81,7 @@ class StopRequests:
         Raises:
             Preempted: always.
         """
-        self._tell(Stopping.SAVED, number)
+        self._publish(Stopping.SAVED, number)
         raise Preempted(128 + number)
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class StopRequests:
             if signal.getsignal(number) == self._note and threading.current_thread() is threading.main_thread():
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         self._installed = []
-        self._tell(Stopping.NOT)
+        self._publish(Stopping.NOT)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now, bit = time.monotonic(), 1 << STOP_SIGNALS.index(signal.Signals(number))
@@ -100,14 +100,16 @@ class StopRequests:
             os.kill(os.getpid(), number)
             return
         gate = self._boundary.gate
-        if gate is not None and (gone := gate.gone()):  # so the launcher tells a rank that is far from meeting others
+        if gate is not None and (
+            gone := gate.lost_ranks()
+        ):  # so the launcher tells a rank that is far from meeting others
             raise CommunicationError(
                 f"rank {gate.rank}: {named_ranks(gone)} ended; look for that rank's own error"
             ).because_of(gone)
         if not self._boundary.wish & bit:
             self._noted = now
         self._boundary.wish |= bit
-        self._tell(Stopping.ASKED)
+        self._publish(Stopping.ASKED)
 
     def _wishes(self) -> int:
         """Return the wishes of all ranks, if it is time to ask them; 0 else."""
@@ -126,7 +128,7 @@ class StopRequests:
             wishes |= int(wish)
         return wishes
 
-    def _tell(self, state: Stopping, number: int = 0) -> None:
+    def _publish(self, state: Stopping, number: int = 0) -> None:
         if self._record is not None and self._record.stopping is not Stopping.SAVED:  # which is the last word
             self._record.stop(state, number, self._boundary.step)
 

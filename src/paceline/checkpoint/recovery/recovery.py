@@ -156,7 +156,7 @@ class Recovery:
         if self._gate is not None and os.getpid() == self._process and not self._rescue.was_called:
             self._gate.record.leave()
             self._gate.wait_for_step(self.boundary.step, COMPLETES_S)
-            self._rescue_for(self._gate.gone())
+            self._rescue_for(self._gate.lost_ranks())
 
     def _rescue_for(self, gone: list[int]) -> None:
         if not gone:

@@ -75,7 +75,7 @@ class _Fate:
     def __init__(self) -> None:
         self.error: CheckpointError | None = None  # not raised yet
 
-    def say_if_untold(self) -> None:
+    def warn_if_unreported(self) -> None:
         """Warn of an error that nobody was told: the process or the Checkpointer ends."""
         if self.error is not None:
             warnings.warn(str(self.error), CheckpointWarning, stacklevel=2)
@@ -94,7 +94,7 @@ class BackgroundWriter(Writer):
         self._staging = Staging()
         self._thread: threading.Thread | None = None  # of the latest save, until somebody has waited for it
         self._fate = _Fate()
-        weakref.finalize(self, self._fate.say_if_untold)
+        weakref.finalize(self, self._fate.warn_if_unreported)
 
     def save(self, order: Save, states: Iterable[Part]) -> Path:
         """Copy `states`, and start writing them as the checkpoint that `order` describes.
@@ -143,7 +143,7 @@ class BackgroundWriter(Writer):
         """Wait until nothing is being written, and give the memory back; warn of an error that nobody was told."""
         self.join()
         self._staging = Staging()
-        self._fate.say_if_untold()
+        self._fate.warn_if_unreported()
         self._fate.error = None
 
     def _copied(self, states: list[Part]) -> list[Part]:

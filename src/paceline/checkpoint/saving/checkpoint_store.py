@@ -20,7 +20,7 @@ from paceline.core.telemetry.step_progress import step_name
 from paceline.errors import UsageError
 
 
-def expect_path(folder: Any) -> None:
+def validate_path(folder: Any) -> None:
     """Refuse what names no folder.
 
     Raises:

@@ -53,7 +53,7 @@ class DueSaves:
         else:
             self._begun = step
 
-    def look(self, saver: Saver) -> None:
+    def warn_of_failure(self, saver: Saver) -> None:
         """Warn, after any step, as soon as the save in the background has failed."""
         if (error := saver.failure) is not None:
             self._warn(error, is_last=False)
@@ -71,7 +71,7 @@ class DueSaves:
         if self._record is not None:
             self._record.saved()
 
-    def expect_some(self, folder: Path) -> None:
+    def check_some(self, folder: Path) -> None:
         """Refuse the end of a training that was to save steps in `folder`, and has saved none since its start.
 
         Raises:

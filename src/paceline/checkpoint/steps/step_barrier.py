@@ -96,7 +96,7 @@ class Gate:
         other = self.record if rank == self.rank else self._other(rank)
         return -1 if other is None else other.completed
 
-    def gone(self) -> list[int]:
+    def lost_ranks(self) -> list[int]:
         """Return the ranks that were ended before their training was; one that leaves by itself needs no rescue."""
         others = [(rank, self._other(rank)) for rank in range(self.size) if rank != self.rank]
         return [rank for rank, other in others if other and not other.has_left and not is_running(other.pid)]
@@ -119,7 +119,7 @@ class Gate:
     def wait_for_end(self, seconds: float) -> list[int]:
         """Wait until every rank has come to the end of its training or is gone; returns those that are gone."""
         deadline = time.monotonic() + seconds
-        while not (gone := self.gone()) and time.monotonic() < deadline:
+        while not (gone := self.lost_ranks()) and time.monotonic() < deadline:
             if self.is_over:
                 break
             time.sleep(_LOOK_S)

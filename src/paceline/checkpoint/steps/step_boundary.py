@@ -100,7 +100,7 @@ class Boundary:
     @property
     def joins(self) -> bool:
         """Whether this is inside ``join``, where ranks take different numbers of steps."""
-        return any(map(joins, self._look().modules))
+        return any(map(joins, self._refresh_watched().modules))
 
     def watch(self, entry: Registered) -> None:
         """Notice the steps of `entry`, if it is an optimizer."""
@@ -125,7 +125,7 @@ class Boundary:
         """
         if self._turn.has_begun:
             strike("stepped")
-        watched = self._look()
+        watched = self._refresh_watched()
         is_first, self._is_armed = not self._is_armed, True
         if any(model.holds_local_gradients() for model in watched.accumulating):
             return False
@@ -188,7 +188,7 @@ class Boundary:
             box.lose_count()
         if is_first:
             strike("prepared")
-        watched = self._look()
+        watched = self._refresh_watched()
         if self._is_armed and self._gate is not None and self._turn.has_new_gradients(optimizer):
             if self._is_of_no_use(watched):
                 self.leave_gate()
@@ -198,7 +198,7 @@ class Boundary:
         if is_first:
             strike("gate")
 
-    def _look(self) -> Watched:
+    def _refresh_watched(self) -> Watched:
         entries = self._entries()
         if len(entries) != len(self._watched.entries):
             self._watched = Watched(entries)

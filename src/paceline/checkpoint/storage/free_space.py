@@ -31,7 +31,7 @@ def needed(tensors: Iterable[torch.Tensor]) -> int:
     return sum(spec_of(tensor).nbytes + PER_TENSOR for tensor in tensors)
 
 
-def expect_room(folder: Path, size: int) -> None:
+def check_room(folder: Path, size: int) -> None:
     """Raise unless the file system of `folder` has room for `size` bytes; one that does not tell is trusted.
 
     Raises:

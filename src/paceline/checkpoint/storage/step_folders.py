@@ -32,7 +32,7 @@ from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.format.metadata import Keep, Notes
 from paceline.checkpoint.format.verify import Damaged, read_whole
 from paceline.checkpoint.storage.folder_lock import FolderLock
-from paceline.checkpoint.storage.free_space import expect_room
+from paceline.checkpoint.storage.free_space import check_room
 from paceline.core.telemetry.failpoints import strike
 from paceline.core.telemetry.step_progress import STEP_NAME, step_name
 from paceline.errors import CheckpointError, CheckpointWarning, UsageError
@@ -142,7 +142,7 @@ class Storage:
         final = self.path(step)
         if os.path.lexists(final) and (final.is_symlink() or not final.is_dir()):
             raise FileExistsError(errno.EEXIST, f"{final.name} is there and is no folder")
-        expect_room(self.folder, size)
+        check_room(self.folder, size)
         draft = self.folder / f".writing-{step_name(step)}"
         draft.mkdir(FOLDER_MODE)
         return draft

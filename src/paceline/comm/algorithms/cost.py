@@ -193,17 +193,17 @@ def crossovers(
     best = _chooser(size, model, result, hosts)
     found = [(0, best(0))]
 
-    def look(low: int, high: int) -> None:
+    def search(low: int, high: int) -> None:
         if best(low) == best(high):
             return
         if high - low == 1:
             found.append((high, best(high)))
             return
         middle = (low + high) // 2
-        look(low, middle)
-        look(middle, high)
+        search(low, middle)
+        search(middle, high)
 
-    look(0, LARGEST)
+    search(0, LARGEST)
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.forking import expect_own_process
+from paceline.comm.forking import check_own_process
 from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.errors import CommunicationError
 
@@ -50,9 +50,9 @@ class Handle(dist.Work):
         if event is not None:
             event.set()
         if future is not None:  # outside the lock: its callbacks may ask for us
-            self._settle(future)
+            self._complete(future)
 
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
+    def _complete(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
             future.set_result(self._result if self.value is None else self.value())
         elif isinstance(self._error, Exception):
@@ -72,7 +72,7 @@ class Handle(dist.Work):
     def join(self, seconds: float | None = None) -> bool:
         """Wait until finished, `seconds` at most; returns whether it is. Never raises the operation's error."""
         if not self._finished:
-            expect_own_process(self._process)  # in a forked child nobody would finish it
+            check_own_process(self._process)  # in a forked child nobody would finish it
         with self._lock:
             if self._finished:
                 return True
@@ -92,7 +92,7 @@ class Handle(dist.Work):
             given = self._given = future.then(_value_of)
             finished = self._finished
         if finished:
-            self._settle(future)
+            self._complete(future)
         return given
 
     def is_completed(self) -> bool:
@@ -159,7 +159,7 @@ class Runner:
             if threading.current_thread() is self._thread or (not asynchronous and self._is_idle()):
                 handle.run(function)
                 return handle
-            expect_own_process(self._process)
+            check_own_process(self._process)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
@@ -172,7 +172,7 @@ class Runner:
 
     def drain(self) -> None:
         """Wait until everything begun before has ended, whether well or not."""
-        expect_own_process(self._process)
+        check_own_process(self._process)
         last = self._queued
         if last is not None:
             last.join()

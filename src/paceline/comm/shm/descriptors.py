@@ -20,13 +20,13 @@ def needed(size: int, local: int) -> int:
     return gloo + own_memory + 5 * (local - 1) + handshake + spare
 
 
-def tell(store: Store, rank: int) -> None:
+def publish(store: Store, rank: int) -> None:
     """Tell the other ranks how many descriptors this one may open, and how many of them are free."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     store.set(f"descriptors/{rank}", f"{limit} {limit - _open_now()} {most}")
 
 
-def expect_enough(store: Store, rank: int, local: int, names: Sequence[int]) -> None:
+def check_enough(store: Store, rank: int, local: int, names: Sequence[int]) -> None:
     """Refuse, on every rank alike, to make a group for which a rank has too few. All ranks have called :func:`tell`.
 
     Args:

@@ -40,7 +40,7 @@ class Signals:
         for descriptor in self._alarms():
             self._poll.register(descriptor, select.POLLIN)
 
-    def tell(self, posted: int = 0, done: int = 0) -> None:
+    def announce(self, posted: int = 0, done: int = 0) -> None:
         """Let the next ring tell of so many more operations posted and done."""
         self._untold += posted + (done << _DONE)
 

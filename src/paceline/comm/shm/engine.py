@@ -92,7 +92,7 @@ class Engine:
             CommunicationError: if the group has failed before, or fails now.
         """
         with self._lock:
-            self._expect_whole()
+            self._check_whole()
             while len(self._under_way) >= SLOTS - 1:
                 self._wait_until(self._under_way[0], is_finished)
             operation = Operation(self._posted, header, compute)
@@ -100,7 +100,7 @@ class Engine:
             self._posted += 1
             self._under_way.append(operation)
             with _Unbroken(self):
-                self.signals.tell(posted=1)
+                self.signals.announce(posted=1)
                 self.signals.ring()
             return operation
 
@@ -154,7 +154,7 @@ class Engine:
             self.signals.listen()
             self._advance()
             while spins and not is_over(operation):
-                self._expect_whole()
+                self._check_whole()
                 spins -= 1
                 self.signals.listen()
                 self._advance()
@@ -162,7 +162,7 @@ class Engine:
                 return
             with waiting():
                 while not is_over(operation):
-                    self._expect_whole()
+                    self._check_whole()
                     left = self._block(operation, left)
                     self._advance()
 
@@ -198,7 +198,7 @@ class Engine:
         operation.computed = True
         operation.compute = _nothing  # it may hold the caller's tensors
         self._done = operation.number + 1
-        self.signals.tell(done=1)
+        self.signals.announce(done=1)
 
     def _header(self, rank: int, operation: Operation) -> Header:
         if rank == self.rank:
@@ -241,7 +241,7 @@ class Engine:
         self._blamed = [peer.name for peer in blamed]
         raise CommunicationError(f"rank {self._name}: {self._broken}; {_REMEDY}").because_of(self._blamed)
 
-    def _expect_whole(self) -> None:
+    def _check_whole(self) -> None:
         if self._broken:
             raise CommunicationError(
                 f"rank {self._name}: this process group cannot be used any more, since {self._broken}; {_REMEDY}"

@@ -100,7 +100,7 @@ def _advance(link: Introduction, rank: int, missing: set[int], found: dict[int, 
         peer = link.advance(missing)
     except Rejected as reason:
         if link.expected is not None:
-            raise _gone(rank, link.expected) from reason
+            raise _peer_ended(rank, link.expected) from reason
         return False
     if peer is None:
         return True
@@ -127,7 +127,7 @@ def _reach(address: str, rank: int, other: int, deadline: float, timeout: timede
         if isinstance(error, BlockingIOError):
             raise late(rank, {other}, timeout) from error
         if isinstance(error, ConnectionError):
-            raise _gone(rank, other) from error
+            raise _peer_ended(rank, other) from error
         raise
 
 
@@ -143,7 +143,7 @@ def _accept(listener: socket.socket) -> socket.socket | None:
     return link
 
 
-def _gone(rank: int, other: int) -> CommunicationError:
+def _peer_ended(rank: int, other: int) -> CommunicationError:
     return CommunicationError(
         f"rank {rank}: rank {other} ended while the process group was made; look for its own error"
     )

@@ -39,7 +39,7 @@ def gpu_name(uuid: str, environment: Mapping[str, str]) -> str:
     return " ".join(parts)
 
 
-def expect_own_gpu(store: Store, rank: int, size: int, gpu: str) -> None:
+def check_own_gpu(store: Store, rank: int, size: int, gpu: str) -> None:
     """Refuse a GPU, given by its :func:`gpu_name`, that another rank has, too. All ranks call this, with one store.
 
     Raises:

@@ -69,12 +69,12 @@ def open_file(path: str, port: str) -> int:
         NotPrivate: if that is no memory file, not this user's, or another job's.
     """
     try:
-        _expect_ours(os.stat(path))  # before it is opened: to open some kinds of file does something
+        _check_own(os.stat(path))  # before it is opened: to open some kinds of file does something
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise NotPrivate(f"it cannot be opened: {error.strerror}") from error
     try:
-        _expect_ours(os.fstat(descriptor))
+        _check_own(os.fstat(descriptor))
         if os.readlink(f"{_OWN}{descriptor}") != f"/memfd:paceline-store-{port} (deleted)":
             raise NotPrivate("it was not made for this job")
         return descriptor
@@ -83,7 +83,7 @@ def open_file(path: str, port: str) -> int:
         raise
 
 
-def _expect_ours(status: os.stat_result) -> None:
+def _check_own(status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
         raise NotPrivate(f"it belongs to user {status.st_uid}, not to user {os.geteuid()}")
     if not stat.S_ISREG(status.st_mode) or stat.S_IMODE(status.st_mode) != 0o600 or status.st_nlink != 0:

@@ -79,7 +79,7 @@ class Get:
         if mesh is None:
             values = {"ws": world.size, "rank": world.rank, "pg": dist.group.WORLD}
         else:
-            mesh = self._named(mesh) if isinstance(mesh, str) else _expect_mesh(mesh)
+            mesh = self._named(mesh) if isinstance(mesh, str) else _check_mesh(mesh)
             if mesh.get_coordinate() is None:
                 raise WorldError(
                     f"rank {world.rank} is not part of the mesh, which has ranks {mesh.mesh.flatten().tolist()}; "
@@ -110,7 +110,7 @@ class Get:
             WorldError: before :func:`paceline.init`.
         """
         current()
-        if not _expect_mesh(mesh).mesh_dim_names and len(_dimensions(mesh)) > 1:
+        if not _check_mesh(mesh).mesh_dim_names and len(_dimensions(mesh)) > 1:
             raise UsageError(
                 "the mesh has no names to ask for; make it with "
                 f"init_device_mesh({mesh.device_type!r}, {tuple(mesh.mesh.shape)}, mesh_dim_names=(…))"
@@ -176,11 +176,11 @@ class cache_mesh(Generic[Answer]):
             WorldError: before :func:`paceline.init`.
         """
         current()
-        self._mesh, self._group = _expect_mesh(mesh), weakref.ref(dist.group.WORLD)
+        self._mesh, self._group = _check_mesh(mesh), weakref.ref(dist.group.WORLD)
         return self
 
 
-def _expect_mesh(mesh: Any) -> DeviceMesh:
+def _check_mesh(mesh: Any) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(
             f"mesh must be a DeviceMesh or the name of a dimension of the registered one, not {type(mesh).__name__}"

@@ -36,7 +36,7 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence
     """
     called = names or range(size)
     try:
-        answer, missing = _ask(PrefixStore("meeting/", store), rank, size, timeout)
+        answer, missing = _take_part(PrefixStore("meeting/", store), rank, size, timeout)
         number = int(answer or 0)
     except (RuntimeError, ValueError) as error:  # a ValueError is a key in which there is no number
         raise CommunicationError(
@@ -52,7 +52,7 @@ def meet(store: Store, rank: int, size: int, timeout: timedelta, names: Sequence
     return number
 
 
-def _ask(asked: Store, rank: int, size: int, timeout: timedelta) -> tuple[str, list[int]]:
+def _take_part(asked: Store, rank: int, size: int, timeout: timedelta) -> tuple[str, list[int]]:
     """Do this rank's part: return the number, and the ranks that did not come in time."""
     turn = asked.add(f"asked/{rank}", 1)
     asked.set(f"asked/{rank}/{turn}", "")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from paceline.core.processes.gpus import choose_gpu, expect_own_gpu, gpu_name
+from paceline.core.processes.gpus import check_own_gpu, choose_gpu, gpu_name
 from paceline.core.processes.missing_ranks import called_by_all, collective, failed_to_connect
 from paceline.core.processes.nccl_communicators import aborting, destroy_all
 from paceline.core.processes.private_store import world_stores
@@ -172,13 +172,13 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
     show_mistakes_in_one_line()
     patience = _patience(timeout, os.environ)
     if dist.is_initialized():
-        _expect_backend(backend)
+        _check_backend(backend)
         return current()
     strike("rendezvous")
     os.environ.update(adopted(os.environ))
     place = _place(os.environ)
     if backend is not None:
-        expect_available(backend)
+        check_available(backend)
     gpu = None
     if torch.cuda.is_available() and (backend is None or "nccl" in backend or backend == OWN_BACKEND):
         gpu = choose_gpu(place["RANK"], place["LOCAL_RANK"], torch.cuda.device_count())
@@ -195,7 +195,7 @@ def init(backend: str | None = None, timeout: timedelta | float | None = None) -
             rank, size = place["RANK"], place["WORLD_SIZE"]
             store = _unused_store(rank, size, one_host, patience or default_pg_timeout)
             if gpu is not None:
-                expect_own_gpu(store, rank, size, gpu_name(str(torch.cuda.get_device_properties(gpu).uuid), os.environ))
+                check_own_gpu(store, rank, size, gpu_name(str(torch.cuda.get_device_properties(gpu).uuid), os.environ))
         else:
             rank, size, store = 0, 1, HashStore()
         dist.init_process_group(chosen, timeout=patience, store=store, rank=rank, world_size=size, device_id=bound)
@@ -291,7 +291,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         raise WorldError(f"{name}={environment[name]!r} is not a whole number; torchrun sets it") from None
 
 
-def expect_available(backend: str) -> None:
+def check_available(backend: str) -> None:
     """Refuse a backend that this PyTorch does not have.
 
     Raises:
@@ -309,7 +309,7 @@ def usable_backends() -> str:
     return ",".join(each for each in backends if torch.cuda.is_available() or not each.startswith("cuda:"))
 
 
-def _expect_backend(backend: str | None) -> None:
+def _check_backend(backend: str | None) -> None:
     if backend is None:
         return
     present = str(dist.get_backend_config())

@@ -1,6 +1,6 @@
 """Sources of batches, and the optimizer steps that consumed them; read by the data loaders and by the wrapper.
 
-    a loader hands over a batch ──► hand_over(source) ──► the next synchronized backward tells the other ranks: told()
+    a loader hands over a batch ──► hand_over(source) ──► the next synchronized backward tells the other ranks: report()
     an optimizer steps, or a backward is synchronized ──► steps() has grown: the loader's batches were consumed
 
 Ranks are compared where all of them communicate anyway, so a rank that looks at a loader alone never waits.
@@ -135,7 +135,7 @@ def hand_over(source: Source) -> None:
         _taken.sources[source.key] = source
 
 
-def told(size: int) -> Origin:
+def report(size: int) -> Origin:
     """Return what to tell the other ranks about the data since the last synchronization, in a group of `size` ranks.
 
     With several sources, each step tells about another one.

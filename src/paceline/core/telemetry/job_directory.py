@@ -82,7 +82,7 @@ class JobFolder:
             try:
                 if place == _cache():
                     place.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _expect_room(place, room)
+                _check_room(place, room)
                 self._make(place)
             except OSError as error:
                 problems.append(f"{place}: {error.strerror or error}")
@@ -191,7 +191,7 @@ def _is_own(path: str) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def _expect_room(place: Path, size: int) -> None:
+def _check_room(place: Path, size: int) -> None:
     about = os.statvfs(place)
     if about.f_blocks and about.f_bavail * about.f_frsize < size:  # some file systems do not tell
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

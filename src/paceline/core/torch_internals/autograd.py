@@ -49,7 +49,7 @@ class Accumulators:
             self._find()
         return self._nodes
 
-    def are_meant(self) -> bool:
+    def are_accumulated(self) -> bool:
         """Whether the running graph task is a backward for these parameters, not ``autograd.grad``."""
         nodes = self._present_nodes()
         if is_plain_backward():
@@ -66,7 +66,7 @@ class Accumulators:
         nodes = (node for index, node in self._present_nodes().items() if index not in left_out)
         try:
             return any(map(torch._C._will_engine_execute_node, nodes))
-        except RuntimeError:  # as in are_meant()
+        except RuntimeError:  # as in are_accumulated()
             return False
 
 

@@ -65,7 +65,7 @@ def _mark(function: Any, below: _FrameAction) -> None:
     function._torchdynamo_disable_msg = "Paceline runs between compiled graphs"
 
 
-def expect_eager_backward(rank: int) -> None:
+def check_eager_backward(rank: int) -> None:
     """Refuse a backward that compiled autograd runs: it calls hooks late, and the end of backward not at all.
 
     Raises:

@@ -60,7 +60,7 @@ class JoinEvents(Protocol):
     def source(self) -> int:
         """The rank whose buffers all ranks take over: the first that has data, rank 0 outside ``join``."""
 
-    def tell(self, event: Event) -> bool:
+    def announce(self, event: Event) -> bool:
         """Tell of a collective that comes next; returns whether ranks without data take part in it."""
 
 

@@ -27,7 +27,7 @@ def layers_to_shadow(module: nn.Module, group: dist.ProcessGroup) -> list[Commun
     return list(layers.values())
 
 
-def expect_shadowable(module: nn.Module) -> None:
+def check_shadowable(module: nn.Module) -> None:
     """Refuse layers whose collectives nobody can take part in without data.
 
     Raises:

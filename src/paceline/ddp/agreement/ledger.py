@@ -99,7 +99,7 @@ class Ledger:
     def report(self, size: int, *, aborted: bool = False, hook_failed: bool = False) -> Status:
         """The rank's status as of now, for a group of `size` ranks."""
         self.add_up()
-        told: dict[str, Any] = {"aborted": aborted, "hook_failed": hook_failed, "data": data_position.told(size)}
+        told: dict[str, Any] = {"aborted": aborted, "hook_failed": hook_failed, "data": data_position.report(size)}
         status = Status(**vars(self.status) | told)
         if self.sampler is not None:
             status.epoch, status.position = self.sampler.epoch, self.sampler.position
@@ -207,7 +207,7 @@ class Ledger:
                 the mean losses of two blocks.
         """
         if (task := current_task()) == self._task and task != -1:
-            self.expect_one_mean(block)
+            self.check_one_mean(block)
             return
         self._task = task
         self._current = self._multiplied = None
@@ -226,9 +226,9 @@ class Ledger:
             running = GraphTask()
             self._multiplied = weakref.ref(running)
             queue_callback(partial(_ended, running))
-        self.expect_one_mean(block)
+        self.check_one_mean(block)
         if self._current is not None and self._current.factor == 1:
-            self._mistaken_means.look(self._current)
+            self._mistaken_means.check(self._current)
 
     def _is_multiplied(self) -> bool:
         return self._multiplied is not None and self._multiplied() is not None
@@ -244,7 +244,7 @@ class Ledger:
         self._unclaimed.remove(block)
         return block
 
-    def expect_one_mean(self, block: Block | None) -> None:
+    def check_one_mean(self, block: Block | None) -> None:
         """Refuse a backward through a forward of `block` that is multiplied for another one."""
         multiplied = self._current if self._is_multiplied() else None
         if block is None or block is multiplied:

@@ -51,7 +51,7 @@ class MistakenMeans:
     def __init__(self) -> None:
         self._looks = LOOKS
 
-    def look(self, block: Weighted) -> None:
+    def check(self, block: Weighted) -> None:
         """Warn if the running backward, of a loss that counts as a sum over so many items, starts from a mean."""
         if not self._looks:
             return

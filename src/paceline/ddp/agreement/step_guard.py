@@ -47,10 +47,10 @@ class StepGuard:
         self._ours = {id(parameter) for parameter in parameters}
 
     def before(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step. Raises what :meth:`expect_whole` raises, and ``read_late()``."""
+        """The optimizer is about to step. Raises what :meth:`check_whole` raises, and ``read_late()``."""
         if self._trains_ours(optimizer):
             self._read_late()
-            self.expect_whole("optimizer.step()", self._synchronizations_seen.get(optimizer, 0))
+            self.check_whole("optimizer.step()", self._synchronizations_seen.get(optimizer, 0))
             self._synchronizations_seen[optimizer] = self._ledger.synchronizations
             self._ledger.optimizers.add(optimizer)
             # One optimizer may step inside another, on some ranks only (ZeroRedundancyOptimizer). An outer step that
@@ -59,7 +59,7 @@ class StepGuard:
                 self._outermost = (id(optimizer), self._ledger.synchronizations)
                 self._stepped = self._recorder.open(OPTIMIZER, id(self))
 
-    def expect_whole(self, caller: str, synchronizations_before: int | None = None) -> None:
+    def check_whole(self, caller: str, synchronizations_before: int | None = None) -> None:
         """Refuse gradients that hold something which was not averaged over the ranks, or not divided by its weight.
 
         A backward may have stayed local under ``no_sync``, or gone past the wrapper. The latter is looked for only if

@@ -67,13 +67,13 @@ class BufferSync:
         """Run a user's hook that is registered to run after the forward."""
         hook = self._hook()
         if not runs_before_forward(hook) and self._is_wanted():
-            self._tell_and_exchange()
+            self._announce_and_exchange()
 
     def synchronize(self) -> bool:
         """Make the buffers equal now; returns whether there are any to synchronize."""
         if not (runs_before_forward(self._hook()) and self._is_wanted()):
             return False
-        self._tell_and_exchange()
+        self._announce_and_exchange()
         self._forwards = 0
         return True
 
@@ -107,9 +107,9 @@ class BufferSync:
         self._forwards = 0
         return [buffer.data for buffer in self._buffers.named().values()]
 
-    def _tell_and_exchange(self) -> None:
+    def _announce_and_exchange(self) -> None:
         if self._join_events.is_active:
-            self._join_events.tell(Event.BUFFERS)
+            self._join_events.announce(Event.BUFFERS)
         self.exchange()
 
     def _note(self) -> None:

@@ -16,7 +16,7 @@ _ABSENT = 0x6E6F6E65
 """Stands for the digest of a gradient that is None."""
 
 
-def expect_equal_gradients(names: Sequence[str], parameters: Sequence[nn.Parameter], channel: Channel) -> None:
+def check_equal_gradients(names: Sequence[str], parameters: Sequence[nn.Parameter], channel: Channel) -> None:
     """Compare 64 bits of each gradient between the ranks of `channel`, in one small collective.
 
     Raises:

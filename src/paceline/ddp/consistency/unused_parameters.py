@@ -28,7 +28,7 @@ class UnusedReport:
         self._mode, self._names, self._parameters, self._channel = mode, names, parameters, channel
         self._known: set[int] = set()
 
-    def look(self, missing: Sequence[int], absent: Sequence[int]) -> Pausing[str | None]:
+    def find(self, missing: Sequence[int], absent: Sequence[int]) -> Pausing[str | None]:
         """Find what to say of parameters `missing` on some rank, of which this rank lacks the `absent` ones."""
         asked = [index for index in missing if index not in self._known]
         if not asked or self._mode == "allow":
@@ -41,7 +41,7 @@ class UnusedReport:
         without = yield from gather_numbers(self._channel, lacks, "exchange of unused parameters")
         return unused_message([self._names[index] for index in asked], list(zip(*without, strict=True)))
 
-    def say(self, message: str | None) -> None:
+    def report(self, message: str | None) -> None:
         """Warn, or raise.
 
         Raises:

@@ -45,7 +45,7 @@ class GradientEngine:
         """Return the reducer with buckets, which takes this engine's place if it is another; all ranks call this."""
         raise NotImplementedError
 
-    def expect_equal(self) -> None:
+    def check_equal(self) -> None:
         """Refuse gradients that are not the same on every rank.
 
         Raises:
@@ -61,7 +61,7 @@ class GradientEngine:
             PacelineError: what the end of backward raises elsewhere.
         """
 
-    def settle_aborted(self) -> None:
+    def resync_aborted(self) -> None:
         """Take part in what other ranks wait for since this rank's backward was ended by an exception.
 
         What they reported of one that was not is read, too, as :meth:`read_late` does.
@@ -70,7 +70,7 @@ class GradientEngine:
             CommunicationError: if a collective has failed before, or fails now.
         """
 
-    def expect_idle(self) -> None:
+    def check_idle(self) -> None:
         """Refuse to go on where a backward has not come to its end.
 
         Raises:

@@ -47,7 +47,7 @@ class DormantEngine(GradientEngine):
 
     def _output_hook(self, on_local: Callable[[], None], forward: Forward, gradient: Tensor) -> None:
         parameters = [parameter for _, parameter in self._watch.named_parameters() if parameter.requires_grad]
-        if not Accumulators(parameters).are_meant():
+        if not Accumulators(parameters).are_accumulated():
             return
         if self.sync_enabled:
             self.connected().backward_reached(on_local, forward, gradient)
@@ -60,14 +60,14 @@ class DormantEngine(GradientEngine):
         """Connect, and average what ``p.grad`` holds."""
         self.connected().synchronize()
 
-    def expect_equal(self) -> None:
+    def check_equal(self) -> None:
         """Connect, and compare the gradients of all ranks."""
-        self.connected().expect_equal()
+        self.connected().check_equal()
 
     def connected(self) -> Reducer:
         """Return the reducer that takes this engine's place; the first time, all ranks make it."""
         if self._reducer is None:
-            if (change := self._watch.look()) is not None:
+            if (change := self._watch.detect()) is not None:
                 change.close()
                 self._watch.follow(change.named)
                 self._on_change(change.named, True)

@@ -19,7 +19,7 @@ from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.consistency.replica_check import ReplicaCheck
 from paceline.ddp.consistency.unused_parameters import UnusedReport
 from paceline.ddp.engine.device.exposed_time import ExposedTime
-from paceline.ddp.engine.device.graph_capture import expect_capturable, is_capturing
+from paceline.ddp.engine.device.graph_capture import check_capturable, is_capturing
 from paceline.ddp.engine.gradients.arrivals import Arrivals
 from paceline.ddp.engine.gradients.bucket_set import BucketSet
 from paceline.ddp.engine.gradients.published_gradients import PublishedGradients
@@ -115,16 +115,16 @@ class EngineParts:
             unused=UnusedReport(self.options.unused, names, parameters, channel),
         )
 
-    def expect_ready(self) -> None:
+    def check_ready(self) -> None:
         """Refuse a backward that cannot be carried out, before anything else.
 
         Raises:
-            CommunicationError: as :meth:`.Channel.expect_open`.
-            UsageError: as :func:`.expect_capturable`.
+            CommunicationError: as :meth:`.Channel.check_open`.
+            UsageError: as :func:`.check_capturable`.
         """
-        self.channel.expect_open()
+        self.channel.check_open()
         if is_capturing(self.exposed_time.device):
-            expect_capturable(self)
+            check_capturable(self)
 
     def follow_layout(self) -> None:
         """Use the buckets as they are from now on; the order of arrival is no longer asked for."""

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from paceline.core.telemetry.spans import BACKWARD, GRADIENT, Recorder
 from paceline.core.torch_internals.autograd import Accumulators, GraphTask, queue_callback
-from paceline.core.torch_internals.compile import class_never_compiled, expect_eager_backward
+from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
 from paceline.ddp.agreement.join_events import Event
-from paceline.ddp.consistency.gradient_check import expect_equal_gradients
+from paceline.ddp.consistency.gradient_check import check_equal_gradients
 from paceline.ddp.engine.backward.backward import Backward
 from paceline.ddp.engine.backward.concurrent_wrappers import begin_others, enter
 from paceline.ddp.engine.backward.finish import Ending
@@ -91,7 +91,7 @@ class Reducer(Settling):
 
     def restore_layout(self, layout: list[list[str]]) -> None:
         """Take over a checkpoint's layout, by parameter names, instead of observing the order of arrival."""
-        self.settle_aborted()
+        self.resync_aborted()
         self.storage.use_named(layout)
         self._parts.arrivals.observed = []
         self._parts.follow_layout()
@@ -102,7 +102,7 @@ class Reducer(Settling):
 
     def use_finisher(self, make: Callable[[Channel, Recorder], Finisher]) -> None:
         """Let what `make` makes take the all-reduce's place, from the next backward on; on all ranks alike."""
-        self.settle_aborted()
+        self.resync_aborted()
         self._parts = replace(self._parts, finisher=make(self._parts.channel, self._parts.recorder))
 
     def connected(self) -> Reducer:
@@ -113,19 +113,19 @@ class Reducer(Settling):
 
     def hook_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward: the first sign of its backward, before any gradient of ours is there."""
-        self._in_backward.take_over()
+        self._in_backward.claim()
         self._forwards.hook(outputs, on_local, self._parts.ledger.forward_in_block())
 
     def backward_reached(self, on_local: Callable[[], None], forward: Forward | None, _gradient: Tensor) -> None:
         """A backward has reached an output of the wrapper."""
         ledger = self._parts.ledger
-        expect_eager_backward(self._parts.channel.rank)
-        self._backward.look_for_end()
+        check_eager_backward(self._parts.channel.rank)
+        self._backward.notice_exception()
         block = forward.block if forward is not None else None
         if self._backward.is_under_way:
-            ledger.expect_one_mean(block)
-        elif self._is_meant():
-            self.settle_aborted()
+            ledger.check_one_mean(block)
+        elif self._accumulates():
+            self.resync_aborted()
             try:
                 ledger.backward_began(block)
                 ledger.forget_dropped(self.parameters, in_backward=True)
@@ -135,7 +135,7 @@ class Reducer(Settling):
                     self._stay_local(on_local)
             finally:
                 begin_others(self)
-        self._forwards.came(forward)
+        self._forwards.backward_began(forward)
         if torch.is_grad_enabled():  # create_graph=True
             if self._backward.phase is Phase.IDLE:  # autograd.grad()
                 self._parts.arrivals.hook_all()
@@ -143,17 +143,17 @@ class Reducer(Settling):
                 self._forwards.warn_of_graph()
 
     def _stay_local(self, on_local: Callable[[], None]) -> None:
-        self._parts.sharing.expect_no_average()
+        self._parts.sharing.check_no_average()
         self._parts.ledger.local_backwards += 1
         on_local()
         if self._parts.join.is_active:
-            queue_callback(partial(self._parts.join.tell, Event.LOCAL))
+            queue_callback(partial(self._parts.join.announce, Event.LOCAL))
 
     def is_expected(self) -> bool:
         """Whether the backward under way is going to reach a forward of this wrapper, and to be synchronized."""
         if self._backward.phase is not Phase.IDLE or not self.sync_enabled or not self._forwards:
             return False
-        self._look_for_new_parameters()
+        self._detect_new_parameters()
         return self._accumulators.are_reached(self._parts.sharing.common)
 
     def begin_early(self) -> None:
@@ -176,21 +176,21 @@ class Reducer(Settling):
 
     def _begin(self) -> None:
         parts = self._parts
-        parts.expect_ready()
+        parts.check_ready()
         share = parts.sharing.begin()
         try:
             if share.elsewhere and (bool(self._in_backward) or parts.finisher.steps_inside):
                 raise optimizer_inside(parts.names[min(share.elsewhere)])
             if share.elsewhere and not parts.finisher.is_whole:
                 raise scattered_and_shared(parts.names[min(share.elsewhere)])
-            shadowed = parts.join.is_active and parts.join.tell(Event.BACKWARD)
-            self._look_for_new_parameters()
+            shadowed = parts.join.is_active and parts.join.announce(Event.BACKWARD)
+            self._detect_new_parameters()
             parts.new_parameters.begin()
         except BaseException:
             parts.sharing.abort(share)
             raise
         self._forwards.is_unseen = False
-        self._in_backward.take_over()  # where no forward has, as in a copy that has just woken up
+        self._in_backward.claim()  # where no forward has, as in a copy that has just woken up
         clear = none_has_gradient(parts.parameters)
         at_end = parts.finisher.launches_at_end(shadowed=shadowed)
         untouched = clear and not parts.sharing and parts.storage.is_untouched()
@@ -242,7 +242,7 @@ class Reducer(Settling):
         parts.control.check(outcome.statuses)
         if outcome.used is not None:
             raise outcome.used
-        parts.unused.say(outcome.unused)
+        parts.unused.report(outcome.unused)
         if outcome.drift is not None:
             raise ReplicaMismatch(outcome.drift)
         if outcome.new is not None:
@@ -252,13 +252,13 @@ class Reducer(Settling):
 
     # -- parameters that the module got after it was wrapped, see parameters.module_changes ------------------------
 
-    def _is_meant(self) -> bool:
-        self._look_for_new_parameters()  # first, as all that trains may be new
-        return self._accumulators.are_meant()
+    def _accumulates(self) -> bool:
+        self._detect_new_parameters()  # first, as all that trains may be new
+        return self._accumulators.are_accumulated()
 
-    def _look_for_new_parameters(self) -> None:
+    def _detect_new_parameters(self) -> None:
         parts = self._parts
-        if parts.new_parameters.look():
+        if parts.new_parameters.detect():
             self._notice([*parts.given, *parts.new_parameters.parameters()])
             parts.parameters[:] = map(parts.new_parameters.stand_in, parts.given, parts.local)
 
@@ -277,7 +277,7 @@ class Reducer(Settling):
 
     def synchronize(self) -> None:
         """Average what ``p.grad`` holds now, without a backward; a parameter without gradient counts as zero."""
-        self.settle_aborted()
+        self.resync_aborted()
         self._parts.ledger.forget_dropped(self.parameters, in_backward=False)
         self._begin()
         self.complete()
@@ -288,11 +288,11 @@ class Reducer(Settling):
         if not self._backward.at_end:
             self._backward.advance()
 
-    def expect_equal(self) -> None:
+    def check_equal(self) -> None:
         """Refuse gradients that are not the same on every rank."""
-        self.settle_aborted()
-        self.expect_idle()
-        expect_equal_gradients(self._parts.names, self.parameters, self._parts.channel)
+        self.resync_aborted()
+        self.check_idle()
+        check_equal_gradients(self._parts.names, self.parameters, self._parts.channel)
 
     def local_gradient(self) -> str | None:
         """The name of a parameter whose gradient the wrapper has not averaged; None if there is none."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.torch_internals.autograd import Accumulators, GraphTask, has_ended, queue_callback
-from paceline.core.torch_internals.compile import class_never_compiled, expect_eager_backward
+from paceline.core.torch_internals.compile import check_eager_backward, class_never_compiled
 from paceline.core.torch_internals.distributed.dtensor import as_local, release
 from paceline.core.torch_internals.tensors import multiply_each
 from paceline.ddp.agreement.control_block import non_finite
@@ -65,9 +65,9 @@ class SingleRankEngine(GradientEngine):
         self._in_backward, self._accumulators = OptimizersInBackward(parameters), Accumulators(parameters)
         self._sharing = Sharing(self._names, parameters, self._parameters, self._ledger, ranks=[0])
 
-    def _look_at_module(self) -> None:
+    def _inspect_module(self) -> None:
         """Take in parameters that the module got after it was wrapped."""
-        if (change := self._watch.look()) is not None:
+        if (change := self._watch.detect()) is not None:
             change.close()
             self.close()
             self._follow(change.named)
@@ -80,7 +80,7 @@ class SingleRankEngine(GradientEngine):
 
     def hook_outputs(self, outputs: Sequence[Tensor], on_local: Callable[[], None]) -> None:
         """Hook the outputs of a forward, in case its micro-batch is weighted."""
-        self._in_backward.take_over()
+        self._in_backward.claim()
         block = self._ledger.forward_in_block()
         for output in outputs:
             if output.grad_fn is not None:
@@ -89,23 +89,23 @@ class SingleRankEngine(GradientEngine):
     def _output_hook(self, block: Block | None, _gradient: Tensor) -> None:
         task = self._task() if self._task is not None else None
         if task is not None and has_ended(task.number):  # by an exception, though a thread of autograd still holds it
-            self._task_gone(None)
+            self._task_ended(None)
         elif task is not None:  # under way
-            self._ledger.expect_one_mean(block)
+            self._ledger.check_one_mean(block)
             return
-        self._look_at_module()
-        if not self._accumulators.are_meant():
+        self._inspect_module()
+        if not self._accumulators.are_accumulated():
             return
         self._ledger.backward_began(block)
         self._ledger.forget_dropped(self._parameters, in_backward=True)
         if not self.sync_enabled:
-            self._sharing.expect_no_average()
+            self._sharing.check_no_average()
             self._ledger.local_backwards += 1
         elif self._is_end_needed():
-            expect_eager_backward(0)
+            check_eager_backward(0)
             self._share = self._sharing.begin()
             task = GraphTask()
-            self._task = weakref.ref(task, self._task_gone)
+            self._task = weakref.ref(task, self._task_ended)
             queue_callback(partial(self._end, task))
 
     def _is_end_needed(self) -> bool:
@@ -117,7 +117,7 @@ class SingleRankEngine(GradientEngine):
         self._task = None
         self._finish()
 
-    def _task_gone(self, _: object) -> None:
+    def _task_ended(self, _: object) -> None:
         """Autograd dropped the graph task; if backward has not come to its end, an exception ended it."""
         if self._task is not None:
             self._task = None
@@ -125,7 +125,7 @@ class SingleRankEngine(GradientEngine):
 
     def synchronize(self) -> None:
         """Scale the gradients to the mean over the weights, without a backward."""
-        self._look_at_module()
+        self._inspect_module()
         self._share = self._sharing.begin()
         self._finish()
 
@@ -143,7 +143,7 @@ class SingleRankEngine(GradientEngine):
         self._sharing.show(dict.fromkeys(self._share.aside), self._share)
         self._sharing.end()
         if self._check_finite:
-            self._expect_finite()
+            self._refuse_non_finite()
         self._in_backward.step(self._ledger)
 
     def _scale(self, scale: float) -> None:
@@ -156,7 +156,7 @@ class SingleRankEngine(GradientEngine):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad * scale  # its values may be expanded, so not in place
 
-    def _expect_finite(self) -> None:
+    def _refuse_non_finite(self) -> None:
         gradients = {index: parameter.grad for index, parameter in enumerate(self._parameters)}
         present = {index: stored_elements(gradient) for index, gradient in gradients.items() if gradient is not None}
         if any(is_capturing(gradient.device) for gradient in present.values()):

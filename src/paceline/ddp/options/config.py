@@ -236,7 +236,7 @@ def check_nccl(options: object) -> NcclOptions:
     return options
 
 
-def expect_nccl(options: NcclOptions, device: torch.device, group: dist.ProcessGroup) -> None:
+def check_nccl_group(options: NcclOptions, device: torch.device, group: dist.ProcessGroup) -> None:
     """Refuse settings of a communicator where there is none, or where it cannot have them.
 
     Raises:

@@ -92,7 +92,7 @@ class Channel:
         """Let `host` carry what lies in the host's memory. Its collectives may be waited for here as well as there."""
         self.host, host._outstanding = host, self._outstanding
 
-    def expect_open(self) -> None:
+    def check_open(self) -> None:
         """Refuse to begin anything where nobody would answer.
 
         Raises:

@@ -143,7 +143,7 @@ class HookFinisher:
             self._channel.linger(block, GRACE_S)  # for those that wait for it; not for one that is stuck in the hook
             raise error
         self._channel.wait(block, CONTROL)
-        _expect_none([rank for rank, status in enumerate(control.statuses()) if status.hook_failed], self._rank)
+        _check_none([rank for rank, status in enumerate(control.statuses()) if status.hook_failed], self._rank)
         failure: Exception | None = None
         for number, answer in enumerate(buckets):
             try:
@@ -162,7 +162,7 @@ class HookFinisher:
             self._channel.linger(launched, GRACE_S)
             raise failure
         self._channel.wait(launched, "exchange of whether communication hooks have failed")
-        _expect_none(verdict.nonzero().flatten().tolist(), self._rank)
+        _check_none(verdict.nonzero().flatten().tolist(), self._rank)
 
     def scale(self, buckets: Sequence[Bucket], notes: Notes) -> None:
         """Turn the mean over all ranks into that over the weights, or over the ranks that count, where these differ."""
@@ -175,7 +175,7 @@ class HookFinisher:
         return {}
 
 
-def _expect_none(failed: Sequence[int], rank: int) -> None:
+def _check_none(failed: Sequence[int], rank: int) -> None:
     if failed:
         raise DesyncError(
             f"rank {rank}: the communication hook failed on {named_ranks(failed)}, so the gradients of this step are "
@@ -227,7 +227,7 @@ class _Answer:
         return (value.shape, value.device) == (flat.shape, flat.device) and (value.dtype is flat.dtype or chosen)
 
     def _value(self) -> Any:
-        self._expect_done()
+        self._check_done()
         try:
             return self._future.wait()
         except PacelineError:
@@ -241,7 +241,7 @@ class _Answer:
                 f"ended: {type(error).__qualname__}: {text}"
             ) from error
 
-    def _expect_done(self) -> None:
+    def _check_done(self) -> None:
         """Wait until the future is completed: a hook that forgets it must not make the rank wait for ever."""
         if self._timeout is None or self._future.done():
             return

@@ -200,7 +200,7 @@ class Scatter(AllReduce):
         if found is not None and found.key != id(parameter):  # the module has got others since
             found = None
         is_free = found is not None and sys.getrefcount(found) <= _ours_alone() and parameter.grad is not found
-        if found is None or not is_free or _look(found) != _look(parameter):
+        if found is None or not is_free or _form(found) != _form(parameter):
             if found is not None:
                 found.stand_for(None)  # whoever keeps it learns that its memory holds something else
             found = self._stand_ins[index] = made_like(ScatteredGradient, parameter)
@@ -222,7 +222,7 @@ def _ours_alone() -> int:
     return sys.getrefcount(found)
 
 
-def _look(tensor: Tensor) -> tuple[object, ...]:
+def _form(tensor: Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 

@@ -67,7 +67,7 @@ class Averaging:
         """Whether ranks may run out of data at different times."""
         return self.reducer.parts.join.is_active
 
-    def expect_scatterable(self) -> None:
+    def check_scatterable(self) -> None:
         """Refuse to scatter what something else than an all-reduce averages.
 
         Raises:
@@ -84,7 +84,7 @@ class Averaging:
     def scatter(self, plan: Plan | None) -> None:
         """Give each rank the averages of its own pieces alone, as `plan` has them, or whole ones; on all ranks alike.
 
-        Called after :meth:`expect_scatterable` where there is a plan.
+        Called after :meth:`check_scatterable` where there is a plan.
         """
         parts = self.reducer.parts
         if plan is None:

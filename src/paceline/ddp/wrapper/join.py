@@ -29,7 +29,7 @@ from paceline.core.torch_internals.compile import class_never_compiled
 from paceline.core.torch_internals.distributed.ddp import make_disabled_join
 from paceline.core.torch_internals.distributed.dtensor import local_of
 from paceline.ddp.agreement.join_events import Event, Message, Stage, decode, encode, event_number
-from paceline.ddp.agreement.layer_collectives import expect_shadowable
+from paceline.ddp.agreement.layer_collectives import check_shadowable
 from paceline.ddp.agreement.step_guard import StepGuard
 from paceline.ddp.consistency.buffer_sync import BufferSync
 from paceline.ddp.engine.reducer import Reducer
@@ -77,7 +77,7 @@ class JoinedSteps:
         if self.stage in (Stage.IDLE, Stage.ALL_HAVE_DATA):
             self._open_step()
 
-    def tell(self, event: Event, layer: int = 0, code: int = 0) -> bool:
+    def announce(self, event: Event, layer: int = 0, code: int = 0) -> bool:
         """Tell the ranks that ran out of a collective that comes next; returns whether there are any."""
         if not self.is_active or self.stage is Stage.SHADOWING:
             return self.stage is Stage.SHADOWING
@@ -103,7 +103,7 @@ class JoinedSteps:
         dist.all_reduce(vector, dist.ReduceOp.MAX, group=wrapper.join_process_group)
         message, self.present = decode(vector)
         if message is not None and message.event is Event.FORWARD and len(self.present) < channel.size:
-            expect_shadowable(self._replica.module)
+            check_shadowable(self._replica.module)
         return message
 
     def _open_step(self) -> None:
@@ -124,7 +124,7 @@ class Announcement:
 
     def __call__(self, code: int) -> bool:
         """Tell of the collective that `code` says."""
-        return self._steps.tell(Event.LAYER, self._layer, code)
+        return self._steps.announce(Event.LAYER, self._layer, code)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or a pickle has ``None`` in its place."""
@@ -212,7 +212,7 @@ class Shadow(Leaving):
 
     def leave_step(self) -> None:
         """Go on with the step if this rank has left its loop in the middle of one that others shadow."""
-        self._reducer.settle_aborted()
+        self._reducer.resync_aborted()
         if self._steps.stage is Stage.FOLLOWED:
             self.main_hook()
 

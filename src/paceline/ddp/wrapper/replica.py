@@ -69,7 +69,7 @@ class Replica:
         buffers = self.buffers.named().items() if options.syncs_initial_buffers else []
         return [*((name, tensor) for name, tensor in parameters if name not in self._ignored), *buffers]
 
-    def take_over(self, named: Named) -> None:
+    def adopt(self, named: Named) -> None:
         """Average the parameters `named` from now on, and synchronize the buffers that came with them."""
         self.trained[:] = named
         self.buffers.renew(self.module)

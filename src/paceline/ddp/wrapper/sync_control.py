@@ -104,7 +104,7 @@ class SyncControl(Joinable):
             CommunicationError: if a rank ended or did not come.
         """
         if (connection := self._connection) is not None:
-            self._engine.settle_aborted()
+            self._engine.resync_aborted()
             if self.training and self._replica.ledger.forwards_since_sync == 0:
                 if connection.joined_steps.is_active:
                     connection.joined_steps.forward_begins()
@@ -130,7 +130,7 @@ class SyncControl(Joinable):
             UsageError: if a gradient is not the same on every rank; names it.
             CommunicationError: if a rank ended or did not come.
         """
-        self._engine.expect_equal()
+        self._engine.check_equal()
         self._replica.ledger.synchronized()
 
     def weight(
@@ -168,7 +168,7 @@ class SyncControl(Joinable):
         """
         if reduction not in ("sum", "mean"):
             raise UsageError(f'model.weight(reduction=…) takes "sum" or "mean", not {reduction!r}')
-        self._engine.settle_aborted()  # which uses up the weights counted so far, so before this one is
+        self._engine.resync_aborted()  # which uses up the weights counted so far, so before this one is
         if reduction == "mean":
             self._replica.mean_losses.follow()
         return self._replica.ledger.weigh(weight, is_mean=reduction == "mean")
@@ -205,7 +205,7 @@ class SyncControl(Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For ``torch.distributed.algorithms.join.Join``; takes the keyword arguments of :meth:`join`."""
         self._has_joined = True
-        self._engine.settle_aborted()
+        self._engine.resync_aborted()
         if dist.get_world_size(self.process_group) > 1:
             self._engine.connected()  # all ranks come here, which may not be so in a copy's first backward
         if (connection := self._connection) is None:
@@ -267,14 +267,14 @@ class SyncControl(Joinable):
             for gradient in gradients
         )
 
-    def expect_averaged(self, caller: str) -> None:
+    def check_averaged(self, caller: str) -> None:
         """Refuse, on behalf of `caller`, gradients that are not averages over the ranks.
 
         Raises:
             UsageError: says what was not synchronized, and the remedy.
         """
         self._engine.read_late()
-        self._guard.expect_whole(caller)
+        self._guard.check_whole(caller)
 
     def watch(self, sampler: Positioned) -> None:
         """Compare the sampler's epoch and position across ranks in every synchronized backward."""

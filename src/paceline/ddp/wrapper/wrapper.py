@@ -175,7 +175,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
             lazy_buckets=lazy_bucket_allocation,
             nccl=nccl,
         )
-        self._look_at(module)
+        self._inspect_module(module)
         self._input_device = check_devices(device_ids, output_device, self.device)
         self.process_group = config.choose_group(process_group, device_mesh)
         self._recorder, self.device_mesh, self.device_ids = recorder or tracing.recorder, device_mesh, device_ids
@@ -188,7 +188,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         self.bucket_bytes_cap = max(self._options.capacities[-1], FIRST_CAPACITY)  # torch.compile refuses less
         self._begin()
 
-    def _look_at(self, module: nn.Module) -> None:
+    def _inspect_module(self, module: nn.Module) -> None:
         """Find what is to be synchronized, and refuse a module with which that is not possible."""
         self.module = module
         check_initialized(module)
@@ -201,11 +201,11 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _begin(self, *, is_copy: bool = False) -> None:
         """Begin to average: among the ranks, which all call this; alone in a world of one; as a copy, not yet."""
-        config.expect_nccl(self._options.nccl, self.device, self.process_group)
+        config.check_nccl_group(self._options.nccl, self.device, self.process_group)
         self._comm_hook = CommHook(self.process_group, self._replica, self._options)
         self._connection = None
         replica, checked = self._replica, self._options.check_finite
-        callbacks = while_alive(self._take_over), while_alive(self._connect)
+        callbacks = while_alive(self._adopt_parameters), while_alive(self._connect)
         if dist.get_world_size(self.process_group) == 1:
             self._average_with(SingleRankEngine(replica.trained, replica.ledger, checked, replica.watch, *callbacks))
         elif is_copy:
@@ -216,7 +216,7 @@ class DistributedDataParallel(  # type: ignore[misc, override]
 
     def _connect(self, *, makes_equal: bool = False) -> Reducer:
         """Reach the other ranks; without `makes_equal` for a copy, or for a communication hook in a world of one."""
-        parts = self._replica, self._options, self._recorder, while_alive(self._take_over)
+        parts = self._replica, self._options, self._recorder, while_alive(self._adopt_parameters)
         self._connection = connect(self, *parts, makes_equal=makes_equal)
         self._average_with(self._connection.reducer)
         return self._connection.reducer
@@ -226,13 +226,13 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         watched = self._replica.parameters(), self._replica.ledger, engine.local_gradient, self._recorder
         self._guard = StepGuard(*watched, while_alive(engine.read_late))
 
-    def _take_over(self, named: Named, averaged: bool) -> None:
+    def _adopt_parameters(self, named: Named, averaged: bool) -> None:
         """Guard steps over the parameters `named`, which came after wrapping, and have them `averaged` if so."""
         self._guard.guard(parameter for _, parameter in named)
         if averaged:
             if self._low_precision is not None:
                 self._low_precision.cast_buffers(self.module, self.parameters_to_ignore)
-            self._replica.take_over(named)
+            self._replica.adopt(named)
 
     def _revive(self, state: dict[str, Any], group: dist.ProcessGroup) -> None:
         """Begin with the attributes of another wrapper; for copies and pickles."""
@@ -272,9 +272,9 @@ class DistributedDataParallel(  # type: ignore[misc, override]
         strike("forward")
         if not self.training or (connection := self._connection) is None:
             return _nothing
-        connection.channel.expect_open()
+        connection.channel.check_open()
         if not is_in_backward():  # not while a checkpoint is recomputed inside backward
-            self._engine.settle_aborted()
+            self._engine.resync_aborted()
         if connection.joined_steps.is_active:
             connection.joined_steps.forward_begins()
         if not self.do_sync:

@@ -39,7 +39,7 @@ class LastMoments:
             ranks = range(self._boxes.note.nproc)
             self._seen = {rank: box for rank in ranks for box in self._read(rank)}
 
-    def told(self, ends: Sequence[End]) -> list[End]:
+    def with_diagnosis(self, ends: Sequence[End]) -> list[End]:
         """Return `ends` with what is known besides, after the ranks have ended."""
         kills = memory_kills()
         rise = 0 if kills is None or self._kills is None else kills - self._kills

@@ -213,10 +213,10 @@ def _take_streams(streams: "list[int]", descriptors: "list[int]") -> None:
         os.close(source)
     for output in (sys.stdout, sys.stderr):
         if output is not None:
-            _look_again(output)
+            _reset_stream(output)
 
 
-def _look_again(output: Any) -> None:
+def _reset_stream(output: Any) -> None:
     """Have a text stream, unbuffered by ``-u``, forget what kind of file it had. Loggers hold it."""
     file = FileIO(output.fileno(), "w", closefd=False)
     file.name = output.name

@@ -33,7 +33,7 @@ def rank_main(function: Callable[[], None]) -> None:
         if not isinstance(stop.code, int):
             print(stop.code, file=sys.stderr)
     except BaseException as error:
-        _tell(failure_record.of(error))
+        _write(failure_record.of(error))
         if not failure_record.is_shown_by_launcher():
             traceback.print_exc()
         say_last_words(error)
@@ -45,13 +45,13 @@ def rank_main(function: Callable[[], None]) -> None:
 
 def _usage(error: UsageError) -> int:
     note = failure_record.of(error, usage=True)
-    _tell(note)
+    _write(note)
     if not failure_record.is_shown_by_launcher():
         print(f"error: {error}", file=sys.stderr)
     return 2 if note.usage else 1
 
 
-def _tell(note: failure_record.Record) -> None:
+def _write(note: failure_record.Record) -> None:
     path = os.environ.get(failure_record.FILE)
     if path:
         failure_record.write(path, note)

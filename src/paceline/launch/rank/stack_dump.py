@@ -46,9 +46,9 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
     except (OSError, ValueError):  # the report does without
         return
 
-    def tell_stacks(*_: object) -> None:
+    def write_stacks(*_: object) -> None:
         faulthandler.dump_traceback(descriptor, all_threads=True)
 
     faulthandler.register(number(), descriptor, all_threads=True, chain=False)
-    signal.signal(polite_number(), tell_stacks)
+    signal.signal(polite_number(), write_stacks)
     signal.siginterrupt(polite_number(), False)  # calls of libraries that wait go on

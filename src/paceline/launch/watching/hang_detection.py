@@ -163,7 +163,7 @@ class HangWatch:
         self._killed: dict[int, str] = {}
         """How the ranks hung that were killed for it."""
 
-    def look(self, processes: Mapping[int, int], say: Callable[[str], None]) -> None:
+    def check(self, processes: Mapping[int, int], say: Callable[[str], None]) -> None:
         """Look for a hang that was not found before; tell the user, and kill who hangs if that is wanted.
 
         Args:
@@ -185,7 +185,7 @@ class HangWatch:
             return
         if now < self._due:
             return
-        sights = self._ask(sights, processes)
+        sights = self._request_stacks(sights, processes)
         self._due = time.monotonic() + self._timeout / 2
         ranks = hanging(sights, self._timeout)
         self._reported &= set(ranks)
@@ -207,13 +207,13 @@ class HangWatch:
         """Return how long to wait until the next look, at most `seconds`."""
         return seconds if self._timeout is None else min(seconds, BETWEEN_S)
 
-    def ask_absent(self, ends: Sequence[End], processes: Mapping[int, int]) -> None:
+    def request_absent(self, ends: Sequence[End], processes: Mapping[int, int]) -> None:
         """Ask the ranks for their stacks that kept the others waiting, and are about to be ended for that."""
         absent = {end.rank: processes[end.rank] for end in missed(ends) if end.rank in processes}
         if self._folder is not None:
-            self._stacks |= stack_requests.ask(self._folder, absent, resume=True)
+            self._stacks |= stack_requests.request_stacks(self._folder, absent, resume=True)
 
-    def told(self, ends: Sequence[End]) -> list[End]:
+    def with_hangs(self, ends: Sequence[End]) -> list[End]:
         """Return `ends` with the hangs that were found, and all stacks that were told."""
         return [
             replace(end, hang=self._killed.get(end.rank, ""), stacks=self._stacks.get(end.rank, "")) for end in ends
@@ -241,11 +241,11 @@ class HangWatch:
         self._asleep[rank] = (allowed, asleep + passed) if runs <= allowed else (runs, 0.0)
         return Sight(rank, box, process, still, self._stopped[rank], self._asleep[rank][1])
 
-    def _ask(self, sights: Sequence[Sight], processes: Mapping[int, int]) -> list[Sight]:
+    def _request_stacks(self, sights: Sequence[Sight], processes: Mapping[int, int]) -> list[Sight]:
         """Return `sights` with the stacks of those that are not stopped."""
         assert self._folder is not None
         assert self._timeout is not None
-        told = stack_requests.ask(
+        told = stack_requests.request_stacks(
             self._folder, {each.rank: processes[each.rank] for each in sights if not each.stopped}
         )
         for each in sights:
@@ -269,7 +269,7 @@ def _stacks_of_stopped(folder: Path, stopped: Sequence[int], processes: Mapping[
     others = [pid for rank, pid in processes.items() if rank not in stopped]
     try:
         _send(others, signal.SIGSTOP)
-        return stack_requests.ask(folder, {rank: processes[rank] for rank in stopped}, resume=True)
+        return stack_requests.request_stacks(folder, {rank: processes[rank] for rank in stopped}, resume=True)
     finally:
         _send([processes[rank] for rank in stopped], signal.SIGSTOP)
         _send(others, signal.SIGCONT)

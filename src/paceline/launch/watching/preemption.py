@@ -31,7 +31,7 @@ class Preemption:
         states = self._states().values()
         return bool(states) and set(states) == {Stopping.IN_VAIN}
 
-    def ask(self, number: signal.Signals, pids: Collection[int]) -> None:
+    def request_stop(self, number: signal.Signals, pids: Collection[int]) -> None:
         """Send the signal to those of the ranks that have not got one from somebody else: a second one would end them.
 
         To the ranks alone, as they need their DataLoader's workers until the step has ended. They are ready for

@@ -33,11 +33,11 @@ _WAITS = re.compile(
 _ENGINE = re.compile(r"/torch/autograd/graph\.py.* in _engine_run_backward$")
 """torch's engine, at whose end its own wrapper waits."""
 _LIBRARY = re.compile(rf'{_FOLDER}|{_STDLIB}|/(site|dist)-packages/|"<')
-_HANDLER = re.compile(r"  File .*/stack_dump\.py\", line \d+ in tell_stacks\n")
+_HANDLER = re.compile(r"  File .*/stack_dump\.py\", line \d+ in write_stacks\n")
 _PLACE = re.compile(r'File "(.*)", line (\d+) in ')
 
 
-def ask(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dict[int, str]:
+def request_stacks(folder: Path, processes: Mapping[int, int], resume: bool = False) -> dict[int, str]:
     """Return the stacks of the ranks whose `processes` these are, by local rank; those that do not answer are left out.
 
     Args:

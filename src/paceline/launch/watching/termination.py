@@ -35,7 +35,7 @@ class Ending:
         caught: Caught,
         say: Callable[[str], None],
     ) -> None:
-        self._handlers, self._running, self._look, self._caught, self._say = handlers, running, look, caught, say
+        self._handlers, self._running, self._poll, self._caught, self._say = handlers, running, look, caught, say
 
     def end(
         self, number: signal.Signals, grace: float, failed: Collection[int], heedless: Collection[int], quiet: bool
@@ -57,14 +57,14 @@ class Ending:
         running, received = self._running(), len(self._caught.received)
         deadline = time.monotonic() + grace
         while self._running() and time.monotonic() < deadline and len(self._caught.received) == received:
-            self._look(0.05)
+            self._poll(0.05)
         stubborn = self._running()
         # A rank's own children are in its process group; they go too, also those of a rank that just failed.
         for rank in {*running, *failed}:
             self._signal(rank, signal.SIGKILL)
         deadline = time.monotonic() + KILLED_S
         while self._running() and time.monotonic() < deadline:
-            self._look(0.05)
+            self._poll(0.05)
         if stubborn and not quiet and len(self._caught.received) == received:
             names = ", ".join(map(str, stubborn))
             self._say(f"rank {names} did not end within {grace:.0f} s after {number.name} and was killed")

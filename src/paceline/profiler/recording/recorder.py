@@ -236,7 +236,7 @@ class Session:
         """Give `step` its parts, and return it; its spans are dropped if enough are kept."""
         step.seconds, step.meetings = cut(step.spans, step.start, step.end)
         norms = self._norms.pop(step.number, None)
-        step.norms = norms and norms.squared()
+        step.norms = None if norms is None else norms.squared()
         if step.number >= WARM_UP + DETAILED + TRACED + KEPT:
             step.spans = []
         return step

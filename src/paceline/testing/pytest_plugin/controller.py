@@ -72,7 +72,7 @@ def set_up(item: Any, mark: RanksMark, needed: frozenset[str]) -> None:
         )
     if not item.config.pluginmanager.has_plugin(Listener.NAME):
         item.config.pluginmanager.register(Listener(), Listener.NAME)
-    item.config.stash.setdefault(MODULES, LoadedModules()).expect(item.path)
+    item.config.stash.setdefault(MODULES, LoadedModules()).preload_for(item.path)
     item.stash[MARK] = mark
     defer(item, needed)
 

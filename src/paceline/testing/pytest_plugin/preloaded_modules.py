@@ -32,7 +32,7 @@ class LoadedModules:
         self._wanted: dict[str, None] = {}
         """In the order in which ranks loaded them."""
 
-    def expect(self, path: Path) -> None:
+    def preload_for(self, path: Path) -> None:
         """Load what the tests in a file are likely to need, and what ranks of earlier tests have loaded."""
         if trains(path):
             self._wanted.setdefault(OPTIMIZERS_NEED)

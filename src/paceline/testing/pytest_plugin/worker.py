@@ -74,7 +74,7 @@ def _run(
     """Join the world, set up what the test process could not, run the body, and tear that down."""
     __tracebackhide__ = True
     slow = (mark.slow_rank or {}).get(connected.rank, 0.0)
-    faults = Faults(connected.rank, connected.size, lambda why: connected.tell("doomed", why), slow)
+    faults = Faults(connected.rank, connected.size, lambda why: connected.send("doomed", why), slow)
     recorder = None
     undo = run_new_finalizers(item)
     error: BaseException | None = None
@@ -89,7 +89,7 @@ def _run(
         recorder = Recorder(connected.note, faults.lost.__contains__)
         recorder.install(places)
         faults.hook()
-        connected.tell("begun")
+        connected.send("begun")
         _set_up_deferred(item, world, faults)
         runtest()
         _warn_of_unhandled(item.config)
@@ -175,12 +175,12 @@ class Listener:
         """Take the terminal, and all the time that is needed."""
         if self.connected is not None:
             _take_terminal()
-            self.connected.tell("debugging", True)
+            self.connected.send("debugging", True)
 
     def pytest_leave_pdb(self) -> None:
         """Go on."""
         if self.connected is not None:
-            self.connected.tell("debugging", False)
+            self.connected.send("debugging", False)
 
 
 def _listen(config: pytest.Config, connected: Connected) -> list[pytest.TestReport]:
@@ -224,7 +224,7 @@ def _outcome_of(item: Any, error: BaseException | None, connected: Connected) ->
     if library and hasattr(report, "addsection"):
         report.addsection("raised by a library, the innermost frame first", library, "-")
     message = first_line(_crash_message(report) or info.exconly())
-    if item.config.getoption("usepdb", False) and connected.ask("may I debug?"):
+    if item.config.getoption("usepdb", False) and connected.request("may I debug?"):
         try:
             _debug(item, info)
         except pytest.exit.Exception as quitting:

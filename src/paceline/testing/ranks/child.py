@@ -46,13 +46,13 @@ class Connected:
     drawn: Any
     """State of the ``random`` module in the test process."""
 
-    def tell(self, what: str, value: Any = None) -> None:
+    def send(self, what: str, value: Any = None) -> None:
         """Tell the test process something."""
         self.pipe.send((what, value))
 
-    def ask(self, what: str) -> bool:
+    def request(self, what: str) -> bool:
         """Ask the test process something."""
-        self.tell(what)
+        self.send(what)
         return bool(self.pipe.recv())
 
 
@@ -69,7 +69,7 @@ def be_rank(body: Callable[[Connected], Outcome], connected: Connected) -> NoRet
             faulthandler.enable(stack)
             if stack_signal():
                 faulthandler.register(stack_signal(), stack, all_threads=False, chain=False)
-            connected.tell("ended", body(connected))
+            connected.send("ended", body(connected))
             with suppress(EOFError, OSError):
                 connected.pipe.recv()
     except BaseException:

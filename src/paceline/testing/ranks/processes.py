@@ -93,7 +93,7 @@ class RankRun:
         Raises:
             UsageError: if this process cannot be forked.
         """
-        expect_to_fork()
+        check_fork()
         with (
             tempfile.TemporaryDirectory(prefix="paceline-test-", ignore_cleanup_errors=True) as folder,
             _stores() as (listener, private),
@@ -138,24 +138,24 @@ class RankRun:
             ready = wait([process.pipe for process in waiting], LOOK_S)
             for process in waiting:
                 if process.pipe in ready:
-                    self._hear(process)
+                    self._receive(process)
             now = time.monotonic()
             if any(process.is_debugged for process in self.processes):
                 self._debugging += now - looked
             elif now - looked > LOOK_S / 2 or not ready:
                 for process in waiting:
-                    self._look_for_death(process)
+                    self._check_death(process)
                 if self._is_hopeless(now):
                     return
             else:
                 continue
             looked = now
 
-    def _hear(self, process: RankProcess) -> None:
+    def _receive(self, process: RankProcess) -> None:
         try:
             what, value = process.pipe.recv()
         except (EOFError, OSError):
-            self._look_for_death(process, patience=5.0)
+            self._check_death(process, patience=5.0)
             return
         if what == "begun":
             process.begun = time.monotonic()
@@ -171,7 +171,7 @@ class RankRun:
             process.ending.when = time.monotonic() - self._start
             process.is_debugged = False
 
-    def _look_for_death(self, process: RankProcess, patience: float = 0.0) -> None:
+    def _check_death(self, process: RankProcess, patience: float = 0.0) -> None:
         deadline = time.monotonic() + patience
         while process.ending.code is None:
             pid, status = os.waitpid(process.pid, os.WNOHANG)
@@ -184,12 +184,12 @@ class RankRun:
             return
         with suppress(EOFError, OSError):
             while not process.is_over and process.pipe.poll():
-                self._hear_last(process)
+                self._receive_last(process)
         process.ending.code = os.waitstatus_to_exitcode(status)
         process.ending.when = time.monotonic() - self._start
         process.is_debugged = False
 
-    def _hear_last(self, process: RankProcess) -> None:
+    def _receive_last(self, process: RankProcess) -> None:
         """Take what a rank said before it died."""
         what, value = process.pipe.recv()
         if what == "doomed":
@@ -289,7 +289,7 @@ def reap(process: RankProcess) -> None:
     process.pipe.close()
 
 
-def expect_to_fork() -> None:
+def check_fork() -> None:
     """Raise unless forks of this process can be ranks.
 
     Raises:

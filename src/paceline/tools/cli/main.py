@@ -207,7 +207,7 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str,
         UsageError: for a mistake, before any rank is started.
     """
     from paceline.launch.job import resolve_nproc, say
-    from paceline.launch.program import expect_script
+    from paceline.launch.program import validate_script
     from paceline.tools.profile.profile_command import run_profiled
 
     count, note = resolve_nproc(nproc, force)
@@ -216,7 +216,7 @@ def start_profiled(target: str, arguments: list[str], settings: Any, nproc: str,
         program = ["-m", "paceline.tools.recipes", target, config.to_json()]
         settings = dataclasses.replace(settings, title=command_line(target, config))
     else:
-        expect_script(target, RECIPES)
+        validate_script(target, RECIPES)
         program = [target, *arguments]
     settings.check()
     if note:

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.core.output.files import check_file, write_file
 from paceline.core.output.tables import print_table
 from paceline.errors import UsageError
-from paceline.launch.program import ProgramConfig, expect_script
+from paceline.launch.program import ProgramConfig, validate_script
 from paceline.tools.compare.bars import draw
 from paceline.tools.compare.comparison import Row, as_json, compare_weights, figures, table_of
 from paceline.tools.compare.modes import MODES, Mode, Run, choose_modes, devices_of, ranks_of
@@ -65,7 +65,7 @@ class Comparison:
             UsageError: for what cannot work, before anything runs.
         """
         if target.config is None:
-            expect_script(target.name, target.recipes)
+            validate_script(target.name, target.recipes)
         if self.steps < 1:
             raise UsageError(f"--steps must be at least 1, not {self.steps}")
         if nproc < 2:

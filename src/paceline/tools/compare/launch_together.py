@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from paceline.launch.host_limits import expect_files
+from paceline.launch.host_limits import check_files
 from paceline.launch.job import Job, farewell, run
 from paceline.launch.watching.signals import Caught, Stopped
 
@@ -27,7 +27,7 @@ def launch_together(jobs: Mapping[str, Job], has_worked: Callable[[str], bool]) 
         UsageError: if the limits of this host are too low for a job.
     """
     for job in jobs.values():
-        expect_files(job.nproc)
+        check_files(job.nproc)
     failed: list[tuple[int, str]] = []
     errors: list[BaseException] = []
 

@@ -96,7 +96,7 @@ class PlainLoop:
         """Tell nothing of gradients."""
         return False
 
-    def expect_averaged(self, caller: str) -> None:
+    def check_averaged(self, caller: str) -> None:
         """Look at nothing."""
 
     def watch(self, sampler: object) -> None:

@@ -68,7 +68,7 @@ def activations_of(
         UsageError: if the forward fails.
     """
     if model.is_of_transformers:
-        _expect_fitting(name, model, batch)
+        _check_fitting(name, model, batch)
     try:
         return measure_activations(
             model.module,
@@ -87,7 +87,7 @@ def activations_of(
         ) from error
 
 
-def _expect_fitting(name: str, model: BuiltModel, batch: Batch) -> None:
+def _check_fitting(name: str, model: BuiltModel, batch: Batch) -> None:
     takes_tokens = model.input_name == "input_ids"
     if takes_tokens and batch.sequence_length is None:
         raise UsageError(f"{name} takes tokens; give --sequence-length in place of --input-shape")

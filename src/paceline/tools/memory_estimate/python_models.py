@@ -53,7 +53,7 @@ def build_python_model(path: str) -> BuiltModel:
             return BuiltModel(found)
         if not callable(found):
             raise UsageError(f"{path} is a {type(found).__name__}; name a function that returns an nn.Module")
-        _expect_no_arguments(path, found)
+        _validate_no_arguments(path, found)
         with torch.device("meta"):
             built = _run(path, "failed on the meta device, where tensors have no values", found)
     if not isinstance(built, nn.Module):
@@ -81,7 +81,7 @@ def _import_file(file: str) -> Any:
     return module
 
 
-def _expect_no_arguments(path: str, function: Callable[..., Any]) -> None:
+def _validate_no_arguments(path: str, function: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:

@@ -32,15 +32,15 @@ STYLES = {"better": "green", "worse": "red", "": ""}
 def print_summary(report: Report) -> None:
     """Print the verdict, the table of parts, the best advice and what could not be seen."""
     console = Console()
-    _say(console, Text(report.headline, style="bold"))
+    _print(console, Text(report.headline, style="bold"))
     if report.ranks:
         print_table(parts_table(report, between="\n" if console.is_terminal else "  "))
     for number, one in enumerate(report.advice[:MOST_ADVICE], start=1):
-        _say(console, advice_line(number, one))
+        _print(console, advice_line(number, one))
     if len(report.advice) > MOST_ADVICE:
-        _say(console, Text(f"{len(report.advice) - MOST_ADVICE} more in the report", style="dim"))
+        _print(console, Text(f"{len(report.advice) - MOST_ADVICE} more in the report", style="dim"))
     for unseen in report.missing:
-        _say(console, Text(f"not seen: {unseen}", style="dim"))
+        _print(console, Text(f"not seen: {unseen}", style="dim"))
 
 
 def parts_table(report: Report, between: str = "  ") -> Table:
@@ -80,9 +80,9 @@ def advice_line(number: int, one: Advice) -> Text:
 def print_comparison(comparison: Comparison) -> None:
     """Print the verdict about two runs, and the figures of both."""
     console = Console()
-    _say(console, Text(comparison.headline, style="bold"))
+    _print(console, Text(comparison.headline, style="bold"))
     if comparison.detail:
-        _say(console, Text(comparison.detail))
+        _print(console, Text(comparison.detail))
     print_table(comparison_table(comparison))
 
 
@@ -102,6 +102,6 @@ def _pair_cells(pair: Pair) -> list[str | Text]:
     return [first, second, Text(f"{change} {pair.verdict}".rstrip(), style=STYLES[pair.verdict])]
 
 
-def _say(console: Console, text: Text) -> None:
+def _print(console: Console, text: Text) -> None:
     # A pipe gets each sentence in one line, whatever width rich assumes there.
     console.print(text, soft_wrap=not console.is_terminal, highlight=False)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import MissingExtra, UsageError
 from paceline.launch.program import option
-from paceline.tools.recipes.training_options import TrainingOptions, expect_choice, expect_positive
+from paceline.tools.recipes.training_options import TrainingOptions, validate_choice, validate_positive
 
 if TYPE_CHECKING:
     from paceline.core import hub
@@ -79,8 +79,8 @@ class LmConfig(TrainingOptions):
             MissingExtra: if a package is not installed.
         """
         super().check()
-        expect_positive("--model-lr", self.model_lr)
-        expect_choice("--model-dtype", self.model_dtype, ("float32", "bfloat16"))
+        validate_positive("--model-lr", self.model_lr)
+        validate_choice("--model-dtype", self.model_dtype, ("float32", "bfloat16"))
         for name, least in (
             ("context", 1),
             ("width", 1),
@@ -100,11 +100,11 @@ class LmConfig(TrainingOptions):
             raise MissingExtra("transformers", "recipes", "--model")
         if self.model is None and self.model_dtype != "float32":
             raise UsageError(f"--model-dtype {self.model_dtype} is for --model; give one, or leave it out")
-        from paceline.tools.recipes.hugging_face import expect_fitting, folder_of
+        from paceline.tools.recipes.hugging_face import check_fitting, folder_of
 
         corpus = self.corpus()
         if self.model is not None:
-            expect_fitting(folder_of(self.model), corpus.tokenizer.size, self.context)
+            check_fitting(folder_of(self.model), corpus.tokenizer.size, self.context)
 
     def corpus(self) -> Corpus:
         """Read the text, and cut it into windows of tokens.

@@ -18,7 +18,7 @@ from paceline.core.state.rng import set_seed
 from paceline.data import DataLoader
 from paceline.ddp import DistributedDataParallel
 from paceline.tools.recipes.configs import DigitsConfig
-from paceline.tools.recipes.recipe_report import Report, expect_saved, gather_report, print_report
+from paceline.tools.recipes.recipe_report import Report, check_saved, gather_report, print_report
 from paceline.train import Evaluation, Result, Trainer
 
 Batch = tuple[Tensor, Tensor]
@@ -115,4 +115,4 @@ def main(text: str) -> None:
         if world.is_main:
             print_report("digits", report, ("accuracy",))
             write_file("--json", config.json, report.to_json())
-        expect_saved(result, config.checkpoint_dir)
+        check_saved(result, config.checkpoint_dir)

@@ -67,7 +67,7 @@ def folder_of(name: str) -> Path:
     return cached
 
 
-def expect_fitting(folder: Path, tokens: int, context: int) -> None:
+def check_fitting(folder: Path, tokens: int, context: int) -> None:
     """Refuse a model that lacks some of the tokenizer's `tokens`, or positions for `context` of them.
 
     Raises:

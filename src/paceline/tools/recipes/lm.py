@@ -27,7 +27,7 @@ from paceline.tools.recipes.language_model.muon import Muon
 from paceline.tools.recipes.language_model.text import (
     Corpus,
 )
-from paceline.tools.recipes.recipe_report import Report, expect_saved, gather_report, print_report
+from paceline.tools.recipes.recipe_report import Report, check_saved, gather_report, print_report
 from paceline.train import Evaluation, Result, Trainer
 
 OTHER_LR = 0.15  # of --lr, for embeddings, gains and the output layer
@@ -109,4 +109,4 @@ def main(text: str) -> None:
                 start = corpus.validation[0][0][:1]
                 sample = written_on(unwrap(model), start, config.sample, config.context, config.seed)
                 print(f"\nA sample of what it writes:\n{corpus.tokenizer.decode(sample)}")
-        expect_saved(result, config.checkpoint_dir)
+        check_saved(result, config.checkpoint_dir)

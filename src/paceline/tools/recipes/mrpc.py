@@ -21,11 +21,11 @@ from paceline.tools.recipes.configs import MrpcConfig
 from paceline.tools.recipes.paraphrases.data import Batch, PadToLongest, f1_score, majority_baseline
 from paceline.tools.recipes.paraphrases.model import (
     build_model,
-    expect_fitting,
+    check_fitting,
     load_tokenizer,
     tokenize,
 )
-from paceline.tools.recipes.recipe_report import Report, expect_saved, gather_report, print_report
+from paceline.tools.recipes.recipe_report import Report, check_saved, gather_report, print_report
 from paceline.train import Evaluation, Result, Trainer
 
 REPORTED = ("accuracy", "f1", "loss", "majority_accuracy", "majority_f1")
@@ -89,7 +89,7 @@ def train_mrpc(config: MrpcConfig, world: World) -> tuple[Report, Result]:
     train_data, dev_data = (tokenize(tokenizer, part, config.max_length) for part in pairs)
     with set_seed(config.seed):
         net, note = build_model(source, tokenizer, config.dropout)
-    expect_fitting(net, (train_data, dev_data))
+    check_fitting(net, (train_data, dev_data))
     if world.is_main:
         size = sum(parameter.numel() for parameter in net.parameters())
         print(f"{type(net).__name__}, {size:,} parameters; {len(train_data):,} pairs, {len(dev_data):,} held out")
@@ -132,4 +132,4 @@ def main(text: str) -> None:
         if world.is_main:
             print_report("mrpc", report, REPORTED)
             write_file("--json", config.json, report.to_json())
-        expect_saved(result, config.checkpoint_dir)
+        check_saved(result, config.checkpoint_dir)

@@ -103,7 +103,7 @@ def print_report(recipe: str, report: Report, metrics: Sequence[str]) -> None:
     print(f"SHA-256 of the weights {report.replica_sha256[0]}")
 
 
-def expect_saved(result: Result, folder: str | None) -> None:
+def check_saved(result: Result, folder: str | None) -> None:
     """Raise, at a recipe's very end, if what was trained could not be saved.
 
     Raises:

@@ -83,17 +83,17 @@ class TrainingOptions(ProgramConfig):
             )
         if self.micro_batch not in (None, "auto"):
             raise UsageError(f"--micro-batch must be auto, not {self.micro_batch!r}; --accumulate sets a number")
-        expect_positive("--lr", self.lr)
+        validate_positive("--lr", self.lr)
         if self.clip_norm is not None:
-            expect_positive("--clip-norm", self.clip_norm)
+            validate_positive("--clip-norm", self.clip_norm)
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must be at least 0 and below 2**63, not {self.seed}")
 
     def _check_learning_rate(self) -> None:
         from paceline.train.config import Decay, LrScaling
 
-        expect_choice("--lr-scaling", self.lr_scaling, get_args(LrScaling))
-        expect_choice("--decay", self.decay, get_args(Decay))
+        validate_choice("--lr-scaling", self.lr_scaling, get_args(LrScaling))
+        validate_choice("--decay", self.decay, get_args(Decay))
         if self.warmup_steps < 0:
             raise UsageError(f"--warmup-steps must be at least 0, not {self.warmup_steps}")
         if not 0 <= self.decay_to <= 1:
@@ -167,7 +167,7 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def expect_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+def validate_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
     """Refuse a `value` that is none of `choices`.
 
     Raises:
@@ -177,7 +177,7 @@ def expect_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
         raise UsageError(f"{flag} must be {', '.join(choices[:-1])} or {choices[-1]}, not {value!r}")
 
 
-def expect_positive(flag: str, value: float) -> None:
+def validate_positive(flag: str, value: float) -> None:
     """Refuse a `value` that is not a finite number greater than 0.
 
     Raises:

@@ -13,7 +13,7 @@ from paceline.ddp import DistributedDataParallel
 from paceline.errors import DesyncError
 
 
-def expect_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: int | None = None) -> None:
+def check_same_data(loader: DataLoader, model: DistributedDataParallel, epoch: int | None = None) -> None:
     """Compare the data, and the order of `epoch` unless that is None, over the model's ranks. Collective.
 
     Every synchronized backward compares them, too. But an evaluation has no backward, and before training a checkpoint

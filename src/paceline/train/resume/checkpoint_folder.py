@@ -51,7 +51,7 @@ def open_folder(config: TrainConfig, shared: Mapping[str, Any], own: Mapping[str
     """
     assert config.checkpoint_dir is not None
     if config.resume and not is_restart():
-        consensus.decide(consensus.here(), lambda: _expect_folder(config.checkpoint_dir))
+        consensus.decide(consensus.here(), lambda: _check_folder(config.checkpoint_dir))
     checkpointer = Checkpointer(config.checkpoint_dir, config.keep, async_save=config.async_save)
     try:
         if (steps := checkpointer.steps()) and not (config.resume or is_restart()):
@@ -82,6 +82,6 @@ def go_on(checkpointer: Checkpointer, config: TrainConfig) -> int | None:
     return step
 
 
-def _expect_folder(folder: Any) -> None:
+def _check_folder(folder: Any) -> None:
     if not Path(folder).is_dir():
         raise NoCheckpoint(f"there is no folder {folder} to resume from; check the path, or start without resuming")

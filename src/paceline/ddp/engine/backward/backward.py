@@ -92,14 +92,14 @@ class Backward:
     def follow(self, task: GraphTask) -> None:
         """Notice when autograd drops the graph `task`: if this backward is under way then, an exception ended it."""
         this = weakref.ref(self)  # no reference back, so that what was launched goes with the last reference
-        self._task = weakref.ref(task, lambda _: _task_gone(this()))
+        self._task = weakref.ref(task, lambda _: _task_ended(this()))
         self._task_number = task.number
 
-    def look_for_end(self) -> None:
+    def notice_exception(self) -> None:
         """Notice an exception that has ended it where a thread of autograd still holds on to the graph task."""
         if self._task is not None and self.is_under_way and has_ended(self._task_number):
             self._task = None
-            _task_gone(self)
+            _task_ended(self)
 
     @property
     def is_followed(self) -> bool:
@@ -172,7 +172,7 @@ class Backward:
                 view.zero_()
                 continue
             if gradient is not view:
-                self._expect_dense(index, gradient)
+                self._check_dense(index, gradient)
                 if not self.clear:
                     self.held[index] = gradient
             if gradient is not view or factor != 1.0:
@@ -182,7 +182,7 @@ class Backward:
         if sources:
             copy_scaled(targets, sources, factor)
 
-    def _expect_dense(self, index: int, gradient: Tensor) -> None:
+    def _check_dense(self, index: int, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:
             raise UsageError(
                 f"rank {self.parts.channel.rank}: parameter {self.parts.names[index]!r} has a {gradient.layout} "
@@ -234,7 +234,7 @@ class Backward:
             self.parts.parameters[index].grad = None
 
 
-def _task_gone(backward: Backward | None) -> None:
+def _task_ended(backward: Backward | None) -> None:
     """An exception has ended `backward`, which is learned once: in a thread of autograd, or before in our own."""
     with _ENDING:
         if backward is None or not backward.is_under_way:

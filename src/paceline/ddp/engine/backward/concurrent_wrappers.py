@@ -1,4 +1,4 @@
-"""Wrappers in one backward: all of them begin before any can fail, and settle together what an exception left.
+"""Wrappers in one backward: all of them begin before any can fail, and resync together what an exception left.
 
 An exception on one rank ends the backward of every wrapper that it runs through. If one of them had not begun yet, it
 would owe its peers collectives that it knows nothing of. So the first wrapper that a backward reaches begins the
@@ -28,7 +28,7 @@ class Member(Protocol):
     def begin_early(self) -> None:
         """Begin the backward under way, which has not reached this wrapper's outputs yet."""
 
-    def settle(self) -> Generator[None, None, None]:
+    def resync(self) -> Generator[None, None, None]:
         """Take part in what peers wait for: launch, pause, wait, pause; when closed, restore the gradients."""
 
     def read_blocks(self) -> None:
@@ -47,13 +47,13 @@ def begin_others(first: Member) -> None:
             member.begin_early()
 
 
-def settle_all() -> None:
+def resync_all() -> None:
     """Settle every wrapper whose backward was ended by an exception.
 
     Raises:
         CommunicationError: if a collective fails.
     """
-    settling = [member.settle() for member in _in_order() if member.is_aborted]
+    settling = [member.resync() for member in _in_order() if member.is_aborted]
     try:
         for _ in range(2):
             for restoring in settling:

@@ -42,7 +42,7 @@ class Ending:
         """
         backward, parts = self.backward, self.backward.parts
         if parts.join.is_active:
-            parts.join.tell(Event.END)
+            parts.join.announce(Event.END)
         parts.ledger.status.changed = parts.new_parameters.have_gradients()
         mine = backward.launch_rest()
         parts.buffers.launch()
@@ -139,7 +139,7 @@ class Ending:
         scale = compute_scale([status.note for status in statuses])
         apart = yield from run_second_pass(parts, mine, scale)
         new = yield from parts.new_parameters.agree(statuses, scale, parts)
-        unused = yield from parts.unused.look(parts.control.missing_somewhere(statuses), self.backward.absent)
+        unused = yield from parts.unused.find(parts.control.missing_somewhere(statuses), self.backward.absent)
         drift = None
         if parts.replica_check is not None:
             drift = yield from parts.replica_check.run(statuses)

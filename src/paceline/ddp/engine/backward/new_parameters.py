@@ -51,9 +51,9 @@ class NewParameters:
         self._channel, self._on_change = channel, on_change
         self._change: Change | None = None
 
-    def look(self) -> bool:
+    def detect(self) -> bool:
         """Look at the module; returns whether there is another change than before, or none any more."""
-        before, self._change = self._change, self.watch.look()
+        before, self._change = self._change, self.watch.detect()
         if self._change is before:
             return False
         if self._change is not None:

@@ -94,7 +94,7 @@ class PendingForwards:
         """Forget the function that is called."""
         self._reached = _nothing
 
-    def came(self, forward: Forward | None) -> None:
+    def backward_began(self, forward: Forward | None) -> None:
         """The backward of `forward` has come, or ``autograd.grad``; with gradients enabled, it creates a graph."""
         if torch.is_grad_enabled():
             self._differentiated_in = self._ledger.status.optimizer_steps

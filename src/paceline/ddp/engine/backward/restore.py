@@ -23,7 +23,7 @@ def restore_gradients(backward: Backward) -> None:
     parts.sharing.abort(backward.share)
 
 
-def settle(backward: Backward) -> Generator[None, None, None]:
+def resync(backward: Backward) -> Generator[None, None, None]:
     """Carry `backward`, which an exception has ended, to its end, so that no peer waits for this rank.
 
     Launches what is owed, pauses, waits, and pauses again; when it is run on or closed, the gradients come back.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from paceline.ddp.engine.backward.backward import Backward
-from paceline.ddp.engine.backward.concurrent_wrappers import read_all, settle_all
+from paceline.ddp.engine.backward.concurrent_wrappers import read_all, resync_all
 from paceline.ddp.engine.backward.phase import Phase
-from paceline.ddp.engine.backward.restore import settle
+from paceline.ddp.engine.backward.restore import resync
 from paceline.ddp.engine.interface import GradientEngine
 from paceline.ddp.engine.parts import EngineParts
 from paceline.errors import CommunicationError, UsageError
@@ -24,12 +24,12 @@ class Settling(GradientEngine):
     @property
     def is_aborted(self) -> bool:
         """Whether an exception ended a backward, of which peers still wait for this rank's part."""
-        self._backward.look_for_end()
+        self._backward.notice_exception()
         return self._backward.phase is Phase.ABORTED
 
-    def settle(self) -> Generator[None, None, None]:
+    def resync(self) -> Generator[None, None, None]:
         """Carry the backward that an exception ended to its end."""
-        return settle(self._backward)
+        return resync(self._backward)
 
     def read_blocks(self) -> None:
         """Carry the backward to its end that has shown averages before it read control blocks, if there is one."""
@@ -45,18 +45,18 @@ class Settling(GradientEngine):
         """Read what other ranks reported of the last backward, as do all wrappers that have not done so."""
         read_all()
 
-    def settle_aborted(self) -> None:
+    def resync_aborted(self) -> None:
         """Take part in what other ranks wait for since an exception, and read what they reported; in all wrappers."""
         if self._backward.phase is Phase.BROKEN:
             raise CommunicationError(
                 f"rank {self._parts.channel.rank}: a step of this model has failed in the middle before, so ranks no "
                 "longer agree on where they are; start again from the last checkpoint"
             )
-        settle_all()
+        resync_all()
         read_all()
 
-    def expect_idle(self) -> None:
+    def check_idle(self) -> None:
         """Refuse to go on where a backward has not come to its end."""
-        self._backward.look_for_end()
+        self._backward.notice_exception()
         if (phase := self._backward.phase) not in (Phase.IDLE, Phase.UNREAD):
             raise UsageError(f"rank {self._parts.channel.rank}: the last backward has not ended: {phase.value}")

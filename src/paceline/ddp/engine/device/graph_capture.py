@@ -20,7 +20,7 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def expect_capturable(parts: EngineParts) -> None:
+def check_capturable(parts: EngineParts) -> None:
     """Refuse to have a backward captured that does more than a graph replays, which are operations of the device.
 
     Raises:

@@ -145,7 +145,7 @@ class ModuleWatch:
         self._change = None
         self._remember()
 
-    def look(self) -> Change | None:
+    def detect(self) -> Change | None:
         """How the module has changed; None if nothing new is to be averaged. In each graph task it looks once."""
         task = current_task()
         if task == self._looked_in != -1:

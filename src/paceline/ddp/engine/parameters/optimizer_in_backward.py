@@ -21,7 +21,7 @@ class OptimizersInBackward:
         self._parameters = parameters
         self._owners: list[nn.Parameter] | None = None
 
-    def take_over(self) -> list[nn.Parameter]:
+    def claim(self) -> list[nn.Parameter]:
         """Take the optimizers off autograd's own hooks, once; returns the parameters that have any."""
         if self._owners is None:
             self._owners = [
@@ -37,12 +37,12 @@ class OptimizersInBackward:
         return self._owners
 
     def __bool__(self) -> bool:
-        return bool(self.take_over())
+        return bool(self.claim())
 
     def step(self, ledger: Ledger) -> None:
         """Step them, where there is a gradient; all together are one optimizer step in `ledger`."""
         before = ledger.status.optimizer_steps
-        for parameter in self.take_over():
+        for parameter in self.claim():
             if parameter.grad is not None:
                 for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
                     optimizer.step()

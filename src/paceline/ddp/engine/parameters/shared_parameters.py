@@ -109,7 +109,7 @@ class Sharing:
                 if partner.is_active:
                     elsewhere |= {index: partner for index in common if index not in elsewhere}
             for partner in set(elsewhere.values()):
-                self._expect_same_mean(partner, elsewhere)
+                self._check_same_mean(partner, elsewhere)
             aside = {}
             for index in self.common - elsewhere.keys():
                 gradient = self._parameters[index].grad
@@ -177,7 +177,7 @@ class Sharing:
 
     # -- what cannot be right ---------------------------------------------------------------------------------------
 
-    def expect_no_average(self) -> None:
+    def check_no_average(self) -> None:
         """Refuse a weighted backward under ``no_sync`` over another wrapper's average, which it would scale again.
 
         Raises:
@@ -194,7 +194,7 @@ class Sharing:
                     "this model's micro-batches first, or set gradients to None before them"
                 )
 
-    def _expect_same_mean(self, first: Sharing, elsewhere: Mapping[int, Sharing]) -> None:
+    def _check_same_mean(self, first: Sharing, elsewhere: Mapping[int, Sharing]) -> None:
         """Refuse a backward through two wrappers that divide a common parameter's gradient by different numbers."""
         name = next(self._names[index] for index, partner in elsewhere.items() if partner is first)
         if first._ranks != self._ranks:

@@ -37,7 +37,7 @@ def copied_state(wrapper: Any, memo: dict[int, Any]) -> dict[str, Any]:
     return {name: copy.deepcopy(value, memo) for name, value in portable_state(wrapper).items()}
 
 
-def expect_default_group(group: dist.ProcessGroup) -> None:
+def check_default_group(group: dist.ProcessGroup) -> None:
     """Refuse to pickle a wrapper over a `group` other than the default one, as in torch.
 
     Raises:

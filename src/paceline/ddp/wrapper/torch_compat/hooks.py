@@ -95,7 +95,7 @@ class CommHook:
         from torch.distributed.optim import as_functional_optim
 
         chosen = None if optimized is None else list(optimized)
-        self._expect_fusible(chosen)
+        self._check_fusible(chosen)
         try:
             functional = as_functional_optim(optimizer, *arguments, **keywords)
         except ValueError as error:
@@ -103,7 +103,7 @@ class CommHook:
         hook = fuse_optimizer(default_hooks.allreduce_hook, functional, chosen)
         self._put(engine, self._process_group, hook, steps_inside=True)
 
-    def _expect_fusible(self, chosen: list[nn.Parameter] | None) -> None:
+    def _check_fusible(self, chosen: list[nn.Parameter] | None) -> None:
         for name, parameter in self._replica.trained:
             if not parameter.is_contiguous():
                 raise UsageError(f"parameter {name!r} is not contiguous in memory, which a fused optimizer mixes up")

@@ -19,7 +19,7 @@ from paceline.ddp.engine.interface import GradientEngine
 from paceline.ddp.options.config import choose_group
 from paceline.ddp.transport.hook_signature import Hook
 from paceline.ddp.wrapper.replica import Replica
-from paceline.ddp.wrapper.torch_compat.copying import copied_state, expect_default_group, portable_state
+from paceline.ddp.wrapper.torch_compat.copying import check_default_group, copied_state, portable_state
 from paceline.ddp.wrapper.torch_compat.hooks import CommHook
 from paceline.errors import UsageError
 
@@ -161,7 +161,7 @@ class TorchMembers:
         Raises:
             UsageError: if the wrapper averages over a group other than the default one, as in torch.
         """
-        expect_default_group(self.process_group)
+        check_default_group(self.process_group)
         return portable_state(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -220,7 +220,7 @@ class TorchMembers:
         self.static_graph = True
 
     def _check_reducer_finalized(self) -> None:
-        self._engine.expect_idle()
+        self._engine.check_idle()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return those of torch's entries that are known here, under torch's names."""

@@ -76,7 +76,7 @@ class Conversation:
                     connection.send(message)
                 self._running.append(rank)
             while self._running:
-                self._look()
+                self._poll()
                 if self._caught.received:
                     self.outcome.interrupted = True
                     self._stop()
@@ -90,7 +90,7 @@ class Conversation:
 
     # -- what ranks say -----------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Wait for what the ranks say, or a moment."""
         running = {rank: self._processes.ranks[rank] for rank in self._running}
         sources: list[Any] = [source for each in running.values() for source in (each.connection, each.output)]
@@ -169,7 +169,7 @@ class Conversation:
         if not idle or boxes is None or now - max(self._changed, self._looked) < STUCK_S or not self._running:
             return
         pids = {rank: self._processes.ranks[rank].pid for rank in self._running}
-        told = stack_requests.ask(boxes.path, pids)
+        told = stack_requests.request_stacks(boxes.path, pids)
         found = {rank: found for rank, text in told.items() if (found := wait_in(text)) is not None}
         before, passed = self._seen, now - self._looked
         self._seen = {rank: (found[rank], processor_seconds(pids[rank])) for rank in found}
@@ -210,10 +210,10 @@ class Conversation:
         for victims in (slice(-1, None), slice(None)):
             deadline = time.monotonic() + HEED_S
             while self._running and time.monotonic() < deadline and len(self._caught.received) == received:
-                self._look()
+                self._poll()
             self._kill(self._running[victims])
         while self._running:
-            self._look()
+            self._poll()
 
     def _kill(self, ranks: Sequence[int]) -> None:
         for rank in list(ranks):

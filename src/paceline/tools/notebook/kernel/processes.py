@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from paceline.core.processes.private_store import STORE
-from paceline.core.processes.world import expect_available
+from paceline.core.processes.world import check_available
 from paceline.core.telemetry.flight_record import FOLDER, path_of, read_box
 from paceline.core.telemetry.job_directory import JobFolder
 from paceline.errors import PacelineError, UsageError
@@ -26,7 +26,7 @@ from paceline.launch.failures.oom_kills import memory_kills
 from paceline.launch.failures.rank_state import state_of
 from paceline.launch.failures.root_cause import End
 from paceline.launch.fork_server.client import ForkedRank, ForkServer
-from paceline.launch.host_limits import expect_room
+from paceline.launch.host_limits import check_room
 from paceline.launch.job import (
     Job,
     black_boxes,
@@ -104,9 +104,9 @@ class Processes:
 
     def __init__(self, start: Start) -> None:
         if not start.force:
-            expect_room(start.nproc)
+            check_room(start.nproc)
         if start.backend is not None:
-            expect_available(start.backend)  # before seconds are spent on ranks
+            check_available(start.backend)  # before seconds are spent on ranks
         self.start = start
         self._resources = ExitStack()
         """Resources that :meth:`close` releases."""

@@ -72,7 +72,7 @@ class Subwords:
             MissingExtra: if the ``tokenizers`` library is not installed.
             UsageError: if it holds something else.
         """
-        expect_tokenizers()
+        validate_tokenizers()
         from tokenizers import Tokenizer
 
         try:
@@ -95,7 +95,7 @@ def learn_subwords(text: str, size: int) -> Subwords:
     Raises:
         MissingExtra: if the ``tokenizers`` library is not installed.
     """
-    expect_tokenizers()
+    validate_tokenizers()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -121,7 +121,7 @@ def tokenizer_in(folder: Path, option: str) -> str:
     return str(path)
 
 
-def expect_tokenizers() -> None:
+def validate_tokenizers() -> None:
     """Refuse to work without the ``tokenizers`` library.
 
     Raises:

@@ -185,7 +185,7 @@ def _set_dropout(config: Any, dropout: float) -> None:
             setattr(config, name, dropout)
 
 
-def expect_fitting(model: Any, pairs: Sequence[TokenizedPairs]) -> None:
+def check_fitting(model: Any, pairs: Sequence[TokenizedPairs]) -> None:
     """Refuse data that the model has no embeddings for.
 
     Raises:
