@@ -137,7 +137,7 @@ def test_registered_memory_is_refused_where_the_device_cannot(monkeypatch: pytes
     with pytest.raises(
         UsageError, match=r"registered_buckets=True\) cannot be used, as this torch, .*, lacks register"
     ):
-        check_nccl(NcclOptions(registered_buckets=True), GPU, group)
+        check_nccl_group(NcclOptions(registered_buckets=True), GPU, group)
 
 
 def test_registered_memory_comes_from_a_pool_of_an_initialized_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
