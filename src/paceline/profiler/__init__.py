@@ -8,9 +8,9 @@
 Rooms, each above those that it imports:
 
     profiling
-    __main__ · results
-    recording · traces
-    analysis
+    results
+    __main__ · traces
+    analysis · recording
     page · records
     report · stragglers
 """

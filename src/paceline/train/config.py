@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Real
-from operator import index
-from typing import Any, Literal, SupportsIndex, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
+from paceline.core.option_rules import choice, flag, path, positive, share, text, whole_number
 from paceline.errors import UsageError
 
 LrScaling = Literal["none", "linear", "sqrt"]
 Decay = Literal["none", "linear", "cosine", "wsd"]
+Rule = Callable[[str, Any], Any]
+"""Checks a value, named as the user knows it, and returns it in the type that it is used in."""
 
 
 @dataclass(frozen=True)
@@ -77,71 +79,60 @@ class TrainConfig:
     hand begins again."""
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("accumulate", 1), ("keep", 1), ("log_every", 1), ("warmup_steps", 0)):
-            self._take(name, _whole_number(name, getattr(self, name), least))
-        for name in ("base_batch_size", "checkpoint_every", "decay_steps"):
-            if (value := getattr(self, name)) is not None:
-                self._take(name, _whole_number(name, value, 1))
-        flags = ("sharded", "resume", "show_progress", "async_save", "allow_changed_settings", "allow_changed_data")
-        for name in flags:
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        for name in ("checkpoint_dir", "metrics_file", "tensorboard_dir"):
-            if (value := getattr(self, name)) is not None:
-                self._take(name, _path(name, value))
-        for name, choices in (("lr_scaling", get_args(LrScaling)), ("decay", get_args(Decay))):
-            if (value := getattr(self, name)) not in choices:
-                raise UsageError(f"{name} must be {' or '.join(choices)}, not {value!r}")
-        if self.clip_norm is not None:
-            self._take("clip_norm", _positive("clip_norm", self.clip_norm))
-        self._take("decay_to", _share("decay_to", self.decay_to))
-        if self.decay_to and self.decay == "none":
-            raise UsageError(f"decay_to={self.decay_to} is where a decay ends, but decay is none; choose a decay")
-        if self.decay_steps is not None and self.decay != "wsd":
-            raise UsageError(f"decay_steps is for decay='wsd'; with decay={self.decay!r} leave it out")
-        if self.wandb_project is not None and not (isinstance(self.wandb_project, str) and self.wandb_project):
-            raise UsageError(f"wandb_project must be a project's name, not {self.wandb_project!r}")
-        for name in ("resume", "checkpoint_every", "async_save"):
-            if self.checkpoint_dir is None and getattr(self, name):
-                raise UsageError(f"{name} needs checkpoint_dir, the folder of the checkpoints")
-        if self.allow_changed_settings and not self.resume:
-            raise UsageError("allow_changed_settings is about a checkpoint's settings and needs resume=True")
-        if self.allow_changed_data and not self.resume:
-            raise UsageError("allow_changed_data is about a checkpoint's data and needs resume=True")
-
-    def _take(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # frozen for everyone else
+        for name, value in check_settings(vars(self)).items():
+            object.__setattr__(self, name, value)  # frozen for everyone else
 
 
-def _whole_number(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise UsageError(f"{name} must be a whole number, not {value!r}")
-    if index(value) < least:
-        raise UsageError(f"{name} must be at least {least}, not {value}")
-    return index(value)
+def _optional(rule: Rule) -> Rule:
+    return lambda name, value: None if value is None else rule(name, value)
 
 
-def _positive(name: str, value: Any) -> float:
-    if not _number(name, value) > 0:
-        raise UsageError(f"{name} must be greater than 0, not {value}")
-    return float(value)
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(("epochs", "accumulate", "keep", "log_every"), whole_number),
+    **dict.fromkeys(("base_batch_size", "checkpoint_every", "decay_steps"), _optional(whole_number)),
+    "warmup_steps": partial(whole_number, least=0),
+    "lr_scaling": partial(choice, choices=get_args(LrScaling)),
+    "decay": partial(choice, choices=get_args(Decay)),
+    "decay_to": share,
+    "clip_norm": _optional(positive),
+    **dict.fromkeys(("check_finite", "sharded", "resume", "async_save", "show_progress"), flag),
+    **dict.fromkeys(("allow_changed_settings", "allow_changed_data"), flag),
+    **dict.fromkeys(("checkpoint_dir", "metrics_file", "tensorboard_dir"), _optional(path)),
+    "wandb_project": _optional(text),
+}
+"""The rule of each setting alone."""
+NEEDS = (
+    ("resume", "checkpoint_dir", "the folder to resume from"),
+    ("checkpoint_every", "checkpoint_dir", "the folder to write to"),
+    ("async_save", "checkpoint_dir", "the folder to write to"),
+    ("allow_changed_settings", "resume", "as it is about a checkpoint's settings"),
+    ("allow_changed_data", "resume", "as it is about a checkpoint's data"),
+)
+"""Settings that need another one, and why."""
 
 
-def _share(name: str, value: Any) -> float:
-    if not 0 <= _number(name, value) <= 1:
-        raise UsageError(f"{name} must be from 0 to 1, not {value}")
-    return float(value)
+def check_settings(given: Mapping[str, Any], named: Callable[[str], str] = str) -> dict[str, Any]:
+    """Check settings alone and together, and return them in the types that they are used in.
 
+    Args:
+        given: settings by name, all of :class:`TrainConfig` or some.
+        named: the name under which the user knows a setting, such as its option on the command line.
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise UsageError(f"{name} must be a number, not {value!r}")
-    return float(value)
-
-
-def _path(name: str, value: Any) -> str:
-    if not isinstance(value, str | os.PathLike) or not isinstance(path := os.fspath(value), str):
-        raise UsageError(f"{name} must be a path, not {value!r}")
-    if not path:
-        raise UsageError(f"{name} must not be empty; name a path, or leave {name} out")
-    return path
+    Raises:
+        UsageError: names the setting, its value and the remedy.
+    """
+    values = {name: rule(named(name), given[name]) for name, rule in RULES.items() if name in given}
+    for name, needed, why in NEEDS:
+        if values.get(name) and not values.get(needed):
+            raise UsageError(f"{named(name)} needs {named(needed)}, {why}")
+    decay, lr_scaling = values["decay"], values["lr_scaling"]
+    if values["decay_to"] and decay == "none":
+        raise UsageError(f"{named('decay_to')} is where a decay ends and needs {named('decay')} linear, cosine or wsd")
+    if values["decay_steps"] is not None and decay != "wsd":
+        raise UsageError(f"{named('decay_steps')} needs {named('decay')} wsd, not {decay}")
+    if lr_scaling != "none" and values["base_batch_size"] is None:
+        raise UsageError(
+            f"{named('lr_scaling')} {lr_scaling} needs {named('base_batch_size')}, the global batch for which the "
+            "learning rate was chosen"
+        )
+    return values

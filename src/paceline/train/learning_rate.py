@@ -27,6 +27,7 @@ from weakref import WeakSet
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from paceline.core.option_rules import choice
 from paceline.data import GlobalBatchSampler
 from paceline.errors import UsageError
 from paceline.train.config import Decay, LrScaling, TrainConfig
@@ -38,10 +39,8 @@ def scaled_lr(lr: float, scaling: LrScaling, batch_size: int, base_batch_size: i
     Raises:
         UsageError: for an unknown rule, or a rule without a base batch size.
     """
-    if scaling == "none":
+    if choice("lr_scaling", scaling, get_args(LrScaling)) == "none":
         return lr
-    if scaling not in ("linear", "sqrt"):
-        raise UsageError(f"lr_scaling must be none, linear or sqrt, not {scaling!r}")
     if base_batch_size is None or base_batch_size < 1:
         raise UsageError(
             f"lr_scaling={scaling!r} needs base_batch_size, the global batch for which the learning rate was chosen"
@@ -67,8 +66,7 @@ def lr_factor(
     Raises:
         UsageError: for an unknown decay.
     """
-    if decay not in get_args(Decay):
-        raise UsageError(f"decay must be {' or '.join(get_args(Decay))}, not {decay!r}")
+    choice("decay", decay, get_args(Decay))
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if decay == "none" or total_steps is None:

@@ -72,7 +72,10 @@ REFUSED = {
     "seed below 0": (["--seed", "-1"], "--seed must be at least 0"),
     "seed beyond torch's": (["--seed", str(2**64)], "--seed must be at least 0 and below 2**63"),
     "resume without folder": (["--resume"], "--resume needs --checkpoint-dir"),
-    "changed data without resume": (["--allow-changed-data"], "--allow-changed-data is about a checkpoint's data"),
+    "changed data without resume": (
+        ["--allow-changed-data"],
+        "--allow-changed-data needs --resume",
+    ),
     "in the background without folder": (["--async-save"], "--async-save needs --checkpoint-dir"),
     "every without folder": (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint-dir"),
     "an empty folder": (["--checkpoint-dir", ""], "--checkpoint-dir must not be empty"),

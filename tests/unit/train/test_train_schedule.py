@@ -86,7 +86,7 @@ def test_the_cosine_is_torchs() -> None:
 
 
 def test_an_unknown_decay_is_refused() -> None:
-    with pytest.raises(UsageError, match="none or linear or cosine or wsd, not 'step'"):
+    with pytest.raises(UsageError, match="none, linear, cosine or wsd, not 'step'"):
         lr_factor(3, decay="step", total_steps=9)  # type: ignore[arg-type]
 
 

@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.core.option_rules import choice, positive
 from paceline.errors import MissingExtra, UsageError
 from paceline.launch.program import option
-from paceline.tools.recipes.training_options import TrainingOptions, validate_choice, validate_positive
+from paceline.tools.recipes.training_options import TrainingOptions
 
 if TYPE_CHECKING:
     from paceline.core import hub
@@ -79,8 +80,8 @@ class LmConfig(TrainingOptions):
             MissingExtra: if a package is not installed.
         """
         super().check()
-        validate_positive("--model-lr", self.model_lr)
-        validate_choice("--model-dtype", self.model_dtype, ("float32", "bfloat16"))
+        positive("--model-lr", self.model_lr)
+        choice("--model-dtype", self.model_dtype, ("float32", "bfloat16"))
         for name, least in (
             ("context", 1),
             ("width", 1),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from paceline.core.option_rules import flag_of, positive, whole_number
 from paceline.core.output.files import check_file
 from paceline.errors import MissingExtra, UsageError
 from paceline.launch.program import ProgramConfig, option
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from paceline.train.trainer import Loss
 
 Options = TypeVar("Options", bound="TrainingOptions")
+OPTIONS = {"metrics_file": "metrics", "tensorboard_dir": "tensorboard", "wandb_project": "wandb"}
+"""Fields here of the Trainer's settings that have another name there."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +63,11 @@ class TrainingOptions(ProgramConfig):
             UsageError: names the option, its value and the remedy.
             MissingExtra: if a package is not installed.
         """
-        self._check_numbers()
-        self._check_learning_rate()
-        self._check_checkpoints()
-        for flag, value in (("--metrics", self.metrics), ("--tensorboard", self.tensorboard), ("--wandb", self.wandb)):
-            if value == "":
-                raise UsageError(f"{flag} must not be empty; give it a value, or leave it out")
-        check_file("--json", self.json)
-        for package, value in (("tensorboard", self.tensorboard), ("wandb", self.wandb)):
-            if value is not None and find_spec(package) is None:
-                raise MissingExtra(package, package, f"--{package}")
+        from paceline.train.config import check_settings
 
-    def _check_numbers(self) -> None:
-        for name in ("epochs", "batch_size", "accumulate", "log_every"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{flag_of(name)} must be at least 1, not {getattr(self, name)}")
+        check_settings(self._settings(), _option_of)
+        whole_number("--batch-size", self.batch_size)
+        positive("--lr", self.lr)
         if self.batch_size % self.accumulate:
             raise UsageError(
                 f"--batch-size {self.batch_size} is the whole step's batch and must be a multiple of --accumulate "
@@ -83,48 +75,12 @@ class TrainingOptions(ProgramConfig):
             )
         if self.micro_batch not in (None, "auto"):
             raise UsageError(f"--micro-batch must be auto, not {self.micro_batch!r}; --accumulate sets a number")
-        validate_positive("--lr", self.lr)
-        if self.clip_norm is not None:
-            validate_positive("--clip-norm", self.clip_norm)
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"--seed must be at least 0 and below 2**63, not {self.seed}")
-
-    def _check_learning_rate(self) -> None:
-        from paceline.train.config import Decay, LrScaling
-
-        validate_choice("--lr-scaling", self.lr_scaling, get_args(LrScaling))
-        validate_choice("--decay", self.decay, get_args(Decay))
-        if self.warmup_steps < 0:
-            raise UsageError(f"--warmup-steps must be at least 0, not {self.warmup_steps}")
-        if not 0 <= self.decay_to <= 1:
-            raise UsageError(f"--decay-to must be from 0 to 1, not {self.decay_to}")
-        if self.decay_to and self.decay == "none":
-            raise UsageError("--decay-to is where a decay ends and needs --decay linear, cosine or wsd")
-        if self.decay_steps is not None and self.decay != "wsd":
-            raise UsageError("--decay-steps needs --decay wsd")
-        if self.lr_scaling != "none" and self.base_batch_size is None:
-            raise UsageError(
-                f"--lr-scaling {self.lr_scaling} needs --base-batch-size, the global batch for which --lr was chosen"
-            )
-        for name in ("base_batch_size", "decay_steps"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UsageError(f"{flag_of(name)} must be at least 1, not {getattr(self, name)}")
-
-    def _check_checkpoints(self) -> None:
-        if self.checkpoint_dir == "":
-            raise UsageError("--checkpoint-dir must not be empty; name a folder, or leave it out")
-        if self.checkpoint_dir is None and self.resume:
-            raise UsageError("--resume needs --checkpoint-dir, the folder to resume from")
-        if self.allow_changed_settings and not self.resume:
-            raise UsageError("--allow-changed-settings is about a checkpoint's settings and needs --resume")
-        if self.allow_changed_data and not self.resume:
-            raise UsageError("--allow-changed-data is about a checkpoint's data and needs --resume")
-        if self.checkpoint_dir is None and self.checkpoint_every is not None:
-            raise UsageError("--checkpoint-every needs --checkpoint-dir, the folder to write to")
-        if self.checkpoint_dir is None and self.async_save:
-            raise UsageError("--async-save needs --checkpoint-dir, the folder to write to")
-        if self.checkpoint_every is not None and self.checkpoint_every < 1:
-            raise UsageError(f"--checkpoint-every must be at least 1, not {self.checkpoint_every}")
+        check_file("--json", self.json)
+        for package, value in (("tensorboard", self.tensorboard), ("wandb", self.wandb)):
+            if value is not None and find_spec(package) is None:
+                raise MissingExtra(package, package, f"--{package}")
 
     @property
     def samples_per_micro_batch(self) -> int:
@@ -146,42 +102,16 @@ class TrainingOptions(ProgramConfig):
         """Return the Trainer's settings."""
         from paceline.train import TrainConfig
 
-        same: tuple[str, ...] = ("epochs", "accumulate", "lr_scaling", "base_batch_size", "warmup_steps")
-        same += ("decay", "decay_steps", "decay_to", "clip_norm", "sharded", "checkpoint_dir")
-        same += (
-            "checkpoint_every",
-            "async_save",
-            "resume",
-            "allow_changed_settings",
-            "allow_changed_data",
-            "log_every",
-        )
-        settings: dict[str, Any] = {name: getattr(self, name) for name in same}
-        return TrainConfig(
-            **settings, metrics_file=self.metrics, tensorboard_dir=self.tensorboard, wandb_project=self.wandb
-        )
+        return TrainConfig(**self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the options that are settings of the Trainer, by their names there."""
+        from paceline.train.config import RULES
+
+        options = {name: OPTIONS.get(name, name) for name in RULES}
+        return {name: getattr(self, option) for name, option in options.items() if hasattr(self, option)}
 
 
-def flag_of(name: str) -> str:
-    """Return the option of a field: ``--batch-size`` of ``batch_size``."""
-    return f"--{name.replace('_', '-')}"
-
-
-def validate_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse a `value` that is none of `choices`.
-
-    Raises:
-        UsageError: names `flag` and the choices.
-    """
-    if value not in choices:
-        raise UsageError(f"{flag} must be {', '.join(choices[:-1])} or {choices[-1]}, not {value!r}")
-
-
-def validate_positive(flag: str, value: float) -> None:
-    """Refuse a `value` that is not a finite number greater than 0.
-
-    Raises:
-        UsageError: names `flag`.
-    """
-    if not (value > 0 and math.isfinite(value)):
-        raise UsageError(f"{flag} must be a finite number greater than 0, not {value}")
+def _option_of(setting: str) -> str:
+    """Return the option of a setting of the Trainer: ``--metrics`` of ``metrics_file``."""
+    return flag_of(OPTIONS.get(setting, setting))

@@ -1,0 +1,81 @@
+"""Rules for one value, named as a library's argument (``clip_norm``) or as a command's option (``--clip-norm``).
+
+Each returns the value in the type that it is used in.
+
+Raises:
+    UsageError: names the option, the value and what it must be.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from numbers import Real
+from operator import index
+from typing import Any, SupportsIndex
+
+from paceline.errors import UsageError
+
+
+def flag_of(name: str) -> str:
+    """Return the option of a field: ``--batch-size`` of ``batch_size``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """Check a whole number that is at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise UsageError(f"{name} must be a whole number, not {value!r}")
+    if index(value) < least:
+        raise UsageError(f"{name} must be at least {least}, not {value}")
+    return index(value)
+
+
+def positive(name: str, value: Any) -> float:
+    """Check a finite number greater than 0."""
+    if not 0 < _number(name, value) < math.inf:
+        raise UsageError(f"{name} must be a finite number greater than 0, not {value}")
+    return float(value)
+
+
+def share(name: str, value: Any) -> float:
+    """Check a number from 0 to 1."""
+    if not 0 <= _number(name, value) <= 1:
+        raise UsageError(f"{name} must be from 0 to 1, not {value}")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Check True or False."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} must be True or False, not {value!r}")
+    return value
+
+
+def choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """Check one of several words."""
+    if value not in choices:
+        raise UsageError(f"{name} must be {', '.join(choices[:-1])} or {choices[-1]}, not {value!r}")
+    return str(value)
+
+
+def text(name: str, value: Any) -> str:
+    """Check a text that is not empty."""
+    if not isinstance(value, str):
+        raise UsageError(f"{name} must be a text, not {value!r}")
+    if not value:
+        raise UsageError(f"{name} must not be empty; give it a value, or leave it out")
+    return value
+
+
+def path(name: str, value: Any) -> str:
+    """Check a path that is not empty."""
+    if not isinstance(value, str | os.PathLike) or not isinstance(place := os.fspath(value), str):
+        raise UsageError(f"{name} must be a path, not {value!r}")
+    return text(name, place)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise UsageError(f"{name} must be a number, not {value!r}")
+    return float(value)
