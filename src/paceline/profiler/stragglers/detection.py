@@ -11,12 +11,24 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.profiler.stragglers.relative_times import FEWEST_PEERS, RelativeTimes, compare, median_of_others
-from paceline.profiler.stragglers.slow_steps import slow_steps
-from paceline.profiler.stragglers.slow_windows import SHORTEST, refine, scan
+from paceline.profiler.stragglers.relative_times import (
+    FEWEST_PEERS,
+    evidence_of,
+    longest_stretch,
+    median_of_others,
+    relative,
+    scale_of,
+    variance_of,
+)
 
 THRESHOLD = 6.0
-"""Score from which a window is no chance; measured by ``benchmarks/straggler_detection.py``."""
+"""Score from which a stretch is no chance; measured by ``benchmarks/straggler_detection.py``."""
+SLOWDOWN = 1.1
+"""The smallest slowdown that is named if the caller asks for no other."""
+SHORTEST = 5
+"""Steps; in fewer a slow rank cannot be told from spikes."""
+_USUAL_BEST = 3.0  # at most, the lower quartile of the ranks' scores if nothing is slow
+_NOW_AND_THEN, _MOSTLY = 0.2, 0.7  # shares of slow steps: from the first a stretch is slow, from the second all of it
 _PASSES = 3  # of comparing with the others, each without the stragglers of the one before
 _WARM_UP = 3.0  # times as long as usual on the median rank makes a leading step one of the warm-up
 
@@ -57,7 +69,7 @@ class Straggler:
 
 
 def find_stragglers(
-    seconds: Any, names: Sequence[str | None] | None = None, *, min_slowdown: float | None = None
+    seconds: Any, names: Sequence[str | None] | None = None, *, min_slowdown: float = SLOWDOWN
 ) -> list[Straggler]:
     """Return the ranks that computed longer than the others, the most costly first.
 
@@ -73,8 +85,7 @@ def find_stragglers(
     Args:
         seconds: compute time of each step and rank, shape (steps, ranks): a list, tensor, array or DataFrame.
         names: a name for each rank, such as its host.
-        min_slowdown: the smallest slowdown that is named; by default 1.025, and 1.05 for fewer than five ranks, whose
-            natural differences cannot be told from one slow rank.
+        min_slowdown: the smallest slowdown that is named.
 
     Raises:
         UsageError: if a time is negative or infinite, naming step and rank, or a shape does not fit.
@@ -83,8 +94,6 @@ def find_stragglers(
     steps, ranks = table.shape
     if names is not None and len(names) != ranks:
         raise UsageError(f"there are {len(names)} names for {ranks} ranks; give one name for each rank")
-    if min_slowdown is None:
-        min_slowdown = 1.025 if ranks >= FEWEST_PEERS else 1.05
     if not (min_slowdown > 1 and math.isfinite(min_slowdown)):
         raise UsageError(f"min_slowdown must be a finite number above 1, not {min_slowdown}")
     if ranks < 2 or steps < SHORTEST:
@@ -96,7 +105,7 @@ def find_stragglers(
     reference = first_reference = _positive(median_of_others(times, ~slow))
     for _ in range(_PASSES):
         before = slow
-        slow = _find(compare(times[:, begin:], reference[:, begin:]), least)
+        slow = _find(times[:, begin:], reference[:, begin:], least)
         slow = torch.nn.functional.pad(slow, (begin, 0))
         if torch.equal(slow, before):
             break
@@ -163,26 +172,50 @@ def _positive(reference: Tensor) -> Tensor:
     return torch.where(reference > 0, reference, torch.nan)
 
 
-def _find(times: RelativeTimes, least: float) -> Tensor:
-    """Return in which steps each rank was slow, as booleans of shape (ranks, steps)."""
-    slow = torch.zeros_like(times.log_ratio, dtype=torch.bool)
-    found = scan(times, least / 2)
-    steps = slow.shape[1]
-    fewest = max(SHORTEST, min(steps // 100, 20))
-    limit = THRESHOLD + 25 / steps  # the noise itself is known less well from few steps
-    suspects = torch.maximum(found.score, found.fluctuating) > limit
-    for rank in suspects.nonzero().flatten().tolist():
-        known = (~times.log_ratio[rank].isnan()).nonzero().flatten()
-        window = (0, len(known))
-        if found.score[rank] > limit:
-            first, end = torch.searchsorted(known, found.window[rank]).tolist()
-            window = refine(found.evidence[rank][known], first, end)
-        log_ratio = times.log_ratio[rank][known]
-        mask = slow_steps(log_ratio, times.scale[rank][known], window, least, found.persistence)
-        if mask.sum() >= fewest and log_ratio[mask].median() >= least:
-            slow[rank, known[mask]] = True
+def _find(times: Tensor, reference: Tensor, least: float) -> Tensor:
+    """Return in which steps each rank was slow, as booleans of shape (ranks, steps).
+
+    A rank is a suspect if its evidence, summed over the stretch where that sum is largest, is too much for chance.
+    """
+    log_ratio = relative(times, reference)
+    known = ~log_ratio.isnan()
+    scale = scale_of(log_ratio).clamp(min=least / 2)  # a floor, or every microsecond would count without noise
+    evidence = evidence_of(log_ratio, scale, least)
+    first, end, gain = longest_stretch(evidence)
+    counts = torch.nn.functional.pad(known.cumsum(1), (1, 0))
+    length = (counts.gather(1, end[:, None]) - counts.gather(1, first[:, None])).squeeze(1)
+    score = gain / (length.clamp(min=1) * variance_of(evidence, known)).sqrt()
+    if len(score) >= FEWEST_PEERS:  # what most ranks have is no straggler's
+        score = score / (score.quantile(0.25) / _USUAL_BEST).clamp(min=1.0)
+    steps = times.shape[1]
+    slow = torch.zeros_like(known)
+    for rank in (score > THRESHOLD + 25 / steps).nonzero().flatten().tolist():  # few steps tell less of the noise
+        places = known[rank].nonzero().flatten()
+        bounds = torch.searchsorted(places, torch.stack([first[rank], end[rank]])).tolist()
+        mask = _slow_steps(log_ratio[rank][places], *bounds, least, float(scale[rank]))
+        if mask.sum() >= SHORTEST:
+            slow[rank, places[mask]] = True
     # Where most ranks are slow, that is usual, and the others are fast.
-    return slow & (2 * slow.sum(0) <= (~times.log_ratio.isnan()).sum(0))
+    return slow & (2 * slow.sum(0) <= known.sum(0))
+
+
+def _slow_steps(log_ratio: Tensor, first: int, end: int, least: float, scale: float) -> Tensor:
+    """Return which steps of one rank were slow, given the stretch from `first` to `end` that made it a suspect."""
+    inside = log_ratio[first:end]
+    above = inside[inside >= least]
+    slow = torch.zeros_like(log_ratio, dtype=torch.bool)
+    if len(above) < max(SHORTEST, _NOW_AND_THEN * len(inside)):
+        return slow
+    border = float(above.median()) / 2
+    if (inside > border).float().mean() < _MOSTLY and border > 1.5 * scale:  # now and then, and not by the noise
+        slow[first:end] = inside > border
+        return slow
+    border = max(float(inside.median()), least) / 2
+    first, end = (int(place) for place in longest_stretch((log_ratio - border).clamp(-border, border)[None])[:2])
+    first = first if first >= SHORTEST else 0
+    end = end if len(log_ratio) - end >= SHORTEST else len(log_ratio)
+    slow[first:end] = float(log_ratio[first:end].median()) >= least
+    return slow
 
 
 def _describe(rank: int, times: Tensor, reference: Tensor, slow: Tensor, begin: int, name: str | None) -> Straggler:

@@ -5,8 +5,6 @@ All tensors here have the shape (ranks, steps), and NaN stands for a time that i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -15,16 +13,6 @@ CLIP = 3.5
 FEWEST_PEERS = 5
 """With fewer ranks their natural differences cannot be told from one slow rank."""
 _DEVIATION = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
-
-
-@dataclass(frozen=True)
-class RelativeTimes:
-    """How every rank compares with the others in every step, and how much that varies by itself."""
-
-    log_ratio: Tensor
-    """Logarithm of a rank's time over that of the others, less the rank's natural difference; (ranks, steps)."""
-    scale: Tensor
-    """Standard deviation that the value in `log_ratio` has by chance; (ranks, steps)."""
 
 
 def median_of_others(seconds: Tensor, peers: Tensor) -> Tensor:
@@ -50,32 +38,71 @@ def median_of_others(seconds: Tensor, peers: Tensor) -> Tensor:
     return torch.where(rows.isnan(), of_all, without).T.contiguous()
 
 
-def compare(seconds: Tensor, reference: Tensor) -> RelativeTimes:
-    """Return the times relative to `reference`, the times of the others; both have the shape (ranks, steps)."""
-    log_ratio = (
-        torch.log(seconds / reference).float().nan_to_num(torch.nan, torch.nan, -10.0)
-    )  # 0 seconds: below the clock
-    ordered = log_ratio.sort(dim=1).values
-    known = (~ordered.isnan()).sum(1)
-    own = _own_scale(log_ratio, ordered, known)
-    by_rank = own.clamp(min=float(own.nanmedian())) if len(own) > 2 else own
-    natural = _natural_difference(_quantile(ordered, known, 0.5), by_rank / known.clamp(min=1).sqrt())
-    log_ratio = log_ratio - natural[:, None]
-    scale = by_rank[:, None]
-    if len(own) > 2:  # in some steps all ranks differ more than usual, as while they warm up
-        by_step = log_ratio.abs().nanmedian(0).values
-        scale = scale * (by_step / (2 * by_step.nanmedian())).nan_to_num(1.0, 1.0).clamp(min=1.0)
-    return RelativeTimes(log_ratio, scale.expand_as(log_ratio))
+def relative(seconds: Tensor, reference: Tensor) -> Tensor:
+    """Return the logarithms of `seconds` over `reference`, less what is usual for a rank of this fleet."""
+    log_ratio = torch.log(seconds / reference).float()
+    log_ratio = log_ratio.nan_to_num(torch.nan, torch.nan, -10.0)  # 0 seconds: below the clock
+    uncertainty = _own_scale(log_ratio) / (~log_ratio.isnan()).sum(1).clamp(min=1).sqrt()
+    return log_ratio - _natural_difference(_quantile(log_ratio, 0.5), uncertainty)[:, None]
 
 
-def _own_scale(log_ratio: Tensor, ordered: Tensor, known: Tensor) -> Tensor:
+def scale_of(log_ratio: Tensor) -> Tensor:
+    """Return the standard deviation that each rank's steps have by chance; of many ranks, at least the usual one."""
+    own = _own_scale(log_ratio)
+    return own.clamp(min=float(own.nanmedian())) if len(own) > 2 else own
+
+
+def evidence_of(log_ratio: Tensor, scale: Tensor, least: float) -> Tensor:
+    """Return what each step says, in standard deviations, 0 where a time is missing.
+
+    Args:
+        log_ratio: of :func:`relative`.
+        scale: standard deviation of each rank.
+        least: logarithm of the smallest ratio that counts as slow; half of it is not slow at all.
+    """
+    known = ~log_ratio.isnan()
+    evidence = ((log_ratio - least / 2) / scale[:, None]).clamp(-CLIP, CLIP).nan_to_num(0.0)
+    if len(evidence) >= FEWEST_PEERS:  # in noise that is skewed, every rank has more long steps than short ones
+        bias = (evidence.sum(1) / known.sum(1).clamp(min=1)).quantile(0.375).clamp(min=0.0)
+        evidence = (evidence - bias) * known
+    return evidence
+
+
+def variance_of(evidence: Tensor, known: Tensor) -> Tensor:
+    """Return the variance of a sum of each rank's evidence over many steps by chance, for a step; at least 1.
+
+    Steps that are slow now and then make neighbours differ, but not the steps below the median. Of noise that keeps a
+    share r from step to step, as an autoregressive process does, sums vary (1 + r) / (1 - r)² times as much as
+    neighbours do, and r shows in how much less these differ than steps further apart.
+    """
+    count = known.sum(1).clamp(min=1)
+    of_neighbours = evidence.diff(dim=1).square().sum(1) / (2 * count)
+    values = torch.where(known, evidence, torch.nan)
+    below = (values.nanmedian(1, keepdim=True).values - values).clamp(min=0)
+    variance = torch.minimum(of_neighbours, 4 * below.square().nansum(1) / count)
+    near, far = ((values[:, lag:] - values[:, :-lag]).abs().nanmedian(1).values.nanmedian().item() for lag in (1, 2))
+    by_chance = 2 * evidence.shape[1] ** -0.5
+    kept = min(max((far / near) ** 2 - 1 - by_chance, 0.0), 0.9) if near > 0 else 0.0
+    lasting = (near * _DEVIATION) ** 2 / 2 * (1 + kept) / (1 - kept) ** 2
+    return variance.clamp(min=max(1.0, lasting))
+
+
+def longest_stretch(evidence: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each rank's stretch with the largest sum of evidence: its first step, the step behind it, and the sum."""
+    sums = torch.nn.functional.pad(evidence.double().cumsum(1), (1, 0))
+    lowest, since = sums.cummin(1)
+    gain, end = (sums - lowest).max(1)
+    return since.gather(1, end[:, None]).squeeze(1), end, gain
+
+
+def _own_scale(log_ratio: Tensor) -> Tensor:
     """Return each rank's standard deviation among steps alike, whatever the share of the steps in which it was slow.
 
     Slow steps in a row leave most differences of neighbours as they are. Slow steps here and there, up to half of all,
     leave the distance of the lower quantiles as it is. So the smaller of both holds.
     """
     differences = log_ratio.diff(dim=1).abs().nanmedian(1).values * _DEVIATION / 2**0.5
-    lower = (_quantile(ordered, known, 0.3) - _quantile(ordered, known, 0.1)) / 0.757
+    lower = (_quantile(log_ratio, 0.3) - _quantile(log_ratio, 0.1)) / 0.757
     return torch.minimum(differences.nan_to_num(torch.inf), lower.nan_to_num(torch.inf)).nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -97,7 +124,8 @@ def _natural_difference(levels: Tensor, uncertainty: Tensor) -> Tensor:
     return torch.where(usual, levels, 0.0)
 
 
-def _quantile(ordered: Tensor, known: Tensor, share: float) -> Tensor:
-    """Return a quantile of each row of `ordered`, of which the first `known` values are numbers."""
-    place = (share * (known - 1).clamp(min=0)).round().long()
+def _quantile(values: Tensor, share: float) -> Tensor:
+    """Return a quantile of the numbers in each row."""
+    ordered = values.sort(dim=1).values  # NaN comes last
+    place = (share * ((~ordered.isnan()).sum(1) - 1).clamp(min=0)).round().long()
     return ordered.gather(1, place[:, None]).squeeze(1)
