@@ -15,9 +15,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from paceline.checkpoint.exchange import collected_states
-from paceline.checkpoint.exchange.saved_checkpoint import Saved, compare, validate_registrable
+from paceline.checkpoint.exchange.saved_checkpoint import Saved, validate_registrable
 from paceline.checkpoint.format import metadata as notes
+from paceline.checkpoint.format import state_codec
 from paceline.checkpoint.format.metadata import Keep
 from paceline.checkpoint.format.state_codec import Encoder
 from paceline.checkpoint.loading import restore as restoring
@@ -29,19 +29,18 @@ from paceline.checkpoint.recovery.recovery import History, Recovery
 from paceline.checkpoint.saving.checkpoint_store import RunFolder, validate_path
 from paceline.checkpoint.saving.due_saves import DueSaves
 from paceline.checkpoint.saving.save_interval import SaveInterval
-from paceline.checkpoint.saving.saved_steps import SavedSteps
-from paceline.checkpoint.saving.synchronous import collect
+from paceline.checkpoint.saving.shared_folder import SharedFolder
 from paceline.core.processes import consensus
 from paceline.core.processes.missing_ranks import called_by_all
 from paceline.core.processes.world import World
 from paceline.core.telemetry.spans import CHECKPOINT, recorder
 from paceline.core.torch_internals.distributed.dtensor import local_of
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError
 
 Object = TypeVar("Object", bound=Stateful)
 
 
-class Checkpointer(SavedSteps, AbstractContextManager["Checkpointer"]):
+class Checkpointer(AbstractContextManager["Checkpointer"]):
     """Saves and restores registered objects as folders ``step-00000120`` in `folder`.
 
     Make it on all ranks, with the same arguments, and call its methods on all ranks (except :meth:`register`).
@@ -87,17 +86,14 @@ class Checkpointer(SavedSteps, AbstractContextManager["Checkpointer"]):
         world = consensus.here()
         self._schedule = SaveInterval(every)
         consensus.agree(world, consensus.error_of(validate_path, folder) or consensus.error_of(self._schedule.check))
-        self._folder = Path(folder).absolute()
-        self._keep = Keep(keep, keep_best, best)
+        self._folder = SharedFolder(Path(folder).absolute(), Keep(keep, keep_best, best))
         self._registered: dict[str, Registered] = {}
-        self._closed = False
-        self._in_flight = False  # on all ranks alike: a save was started in the background, and not waited for
-        me = weakref.ref(self)  # no cycle: a Checkpointer that is dropped leaves its folder at once
-        contents = Contents(self._folder, self._registered, lambda: getattr(me(), "_opened", None))
+        shared = weakref.ref(self._folder)  # a Checkpointer that is dropped leaves its folder at once
+        contents = Contents(self._folder.path, self._registered, lambda: getattr(shared(), "opened", None))
         self._recovery = Recovery.of_all(world, contents)
         weakref.finalize(self, self._recovery.stops.close).atexit = False  # signals are not noted for nobody
         self.due = DueSaves(self._recovery.record, world.rank == 0)
-        self._async_save = bool(consensus.decide(world, lambda: self._open(async_save)))  # rank 0's word
+        self._folder.open(world, async_save, self._recovery.memory)
 
     def register(self, name: str, object: Object, per_rank: bool = False) -> Object:
         """Register `object`, to be saved and restored as `name`; return it.
@@ -146,8 +142,8 @@ class Checkpointer(SavedSteps, AbstractContextManager["Checkpointer"]):
                 and fails is not raised: rank 0 warns, once for each cause, and the next one tries again.
             Preempted: on every rank, after such a signal, when the step is durable; a ``SystemExit``.
         """
-        if self._closed:
-            self._world()
+        if self._folder.is_closed:
+            self._folder.world()
         boundary, stops = self._recovery.boundary, self._recovery.stops
         stops.watch()
         if self._recovery.mark():
@@ -189,22 +185,13 @@ class Checkpointer(SavedSteps, AbstractContextManager["Checkpointer"]):
             DesyncError: if `step` differs between ranks.
         """
         with recorder.span(CHECKPOINT):
-            return self._save(step, metadata, protect)
-
-    def _save(self, step: int, metadata: Mapping[str, Any] | None, protect: bool) -> Path:
-        world = self._world()
-        self._finish(world)
-        entries = list(self._registered.values())
-        captures, checked_notes = collect(world, step, entries, lambda: self._keep.note(notes.check(metadata, protect)))
-        size = collected_states.check_equal(world, step, entries, captures)
-        if world.rank != 0:
-            collected_states.hand_over(captures[-1])
-        order = (world, step, size, checked_notes, captures)
-        path = consensus.decide(world, lambda: str(self._run_folder.save(*order)))
-        self._in_flight = self._async_save
-        if not self._in_flight:
-            self.due.written()
-        return Path(path)
+            world = self._folder.world()
+            self._finish(world)
+            keep, entries = self._folder.keep, list(self._registered.values())
+            path = self._folder.save(world, step, entries, lambda: keep.note(notes.check(metadata, protect)))
+            if not self._folder.in_flight:
+                self.due.written()
+            return path
 
     @uninterrupted()
     @called_by_all("Checkpointer.wait()")
@@ -214,12 +201,42 @@ class Checkpointer(SavedSteps, AbstractContextManager["Checkpointer"]):
         Raises:
             CheckpointError: on every rank, if it was not written; once.
         """
-        self._finish(self._world())
+        self._finish(self._folder.world())
 
     @property
     def failure(self) -> CheckpointError | None:
         """The error of the save in the background, on rank 0, as soon as it has failed; raised on all ranks later."""
-        return None if self._opened is None else self._opened.writer.failure()
+        return None if self._folder.opened is None else self._folder.opened.writer.failure()
+
+    @called_by_all("Checkpointer.latest()")
+    def latest(self) -> Path | None:
+        """Return the path of the newest checkpoint that is whole, down to the last byte; None if there is none.
+
+        Damaged ones are skipped, and rank 0 warns of each once. The path is that on rank 0's host.
+        """
+        answer = self._folder.ask(RunFolder.newest)
+        return None if answer is None else Path(answer)
+
+    @called_by_all("Checkpointer.steps()")
+    def steps(self) -> list[int]:
+        """Return the steps that have a folder, whole or damaged, in ascending order; also one rescued into memory."""
+        return list(self._folder.ask(RunFolder.steps))
+
+    @called_by_all("Checkpointer.best()")
+    def best(self) -> int | None:
+        """Return the step of the checkpoint in which ``keep_best`` is best; None if none has it."""
+        found = self._folder.ask(RunFolder.best)
+        return None if found is None else int(found)
+
+    @called_by_all("Checkpointer.metadata()")
+    def metadata(self, step: int | None = None) -> dict[str, Any]:
+        """Return the metadata of the checkpoint of `step`, or of the newest whole one; empty if it has none.
+
+        Raises:
+            NoCheckpoint: if there is no such checkpoint, or its metadata are damaged.
+        """
+        node = self._folder.ask(lambda opened: Encoder().encode(dict(opened.metadata(step))))
+        return dict(state_codec.decode(node, {}))
 
     @uninterrupted()
     @called_by_all("Checkpointer.restore()")
@@ -251,12 +268,10 @@ class Checkpointer(SavedSteps, AbstractContextManager["Checkpointer"]):
             CheckpointError: if it cannot be read.
             UsageError: as an object's ``load_state_dict`` raises it.
         """
-        world = self._world()
+        world = self._folder.world()
         restoring.check_same_step(world, step)
-        saved = Saved.open(world, lambda: self._run_folder.choose(step))
-        entries = list(self._registered.values())
-        consensus.agree(world, consensus.error_of(compare, entries, saved, world, allow_changed_settings))
-        restoring.restore(world, saved, entries, allow_changed_settings)
+        saved = Saved.open(world, lambda: self._folder.rank_0s.choose(step))
+        restoring.restore(world, saved, list(self._registered.values()), allow_changed_settings)
         self._recovery.go_on_from(saved.step, "memory" if saved.path.parent == self._recovery.memory else "disk")
         return saved.step
 
@@ -271,38 +286,20 @@ class Checkpointer(SavedSteps, AbstractContextManager["Checkpointer"]):
             CheckpointError: on every rank, if the save in the background was not written, or none of those that
                 ``every`` asked for was.
         """
-        failing, was_open = sys.exc_info()[0] is not None, not self._closed
+        failing, was_open = sys.exc_info()[0] is not None, not self._folder.is_closed
         try:
             if was_open and not failing:
                 self._finish(consensus.here())
         finally:
-            self._closed = True
+            self._folder.is_closed = True
             self._recovery.close(failing)
-            if self._opened is not None:
-                self._opened.close()
-            self._opened = None
+            self._folder.release()
         if was_open and not failing and self._schedule.is_set:
-            self.due.check_some(self._folder)
+            self.due.check_some(self._folder.path)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         self.close()
 
     def _finish(self, world: World) -> None:
-        """Wait on every rank for the save in the background, if there is one, and raise its error there."""
-        in_flight, self._in_flight = self._in_flight, False
-        if in_flight:
-            try:
-                consensus.decide(world, lambda: self._run_folder.writer.finish())
-            except KeyboardInterrupt:
-                self._in_flight = True  # the next call waits for it
-                raise
+        if self._folder.finish(world):
             self.due.written()
-
-    def _open(self, async_save: bool) -> bool:
-        self._opened = RunFolder(self._folder, self._keep, async_save, self._recovery.memory)
-        return self._opened.writer.in_background
-
-    def _world(self) -> World:
-        if self._closed:
-            raise UsageError(f"the Checkpointer of {self._folder} is closed; make a new one")
-        return consensus.here()

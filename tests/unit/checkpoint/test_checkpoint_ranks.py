@@ -6,8 +6,10 @@ import shutil
 import signal
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ from test_checkpoint_damage import forge_state
 from torch import nn
 
 from paceline.checkpoint import Checkpointer, CheckpointWarning
+from paceline.checkpoint.exchange import tensor_transfer
+from paceline.checkpoint.format import safetensors_file
+from paceline.core.processes import consensus
 from paceline.core.processes.world import World
 from paceline.core.state.rng import rng_state, set_seed
 from paceline.ddp import DistributedDataParallel
@@ -370,3 +375,51 @@ def test_a_state_that_is_malformed_for_one_rank_is_refused_before_anything_is_lo
     for kind, message, same in pools.run(2, malformed_for_rank_1, str(tmp_path)):
         assert (kind, same) == ("CheckpointError", True)
         assert "malformed" in message
+
+
+LENGTHS = (0, 900, 1012, 1022, 1023, 5000)
+"""On both sides of what travels with a text's size."""
+
+
+def told(world: World) -> list[Any]:
+    gathered = [consensus.gather(world, "x" * length * world.rank) for length in LENGTHS]
+    return [gathered, [consensus.decide(world, partial(str.center, "", length, "y")) for length in LENGTHS]]
+
+
+def test_texts_of_any_length_reach_all_ranks() -> None:
+    expected = [[["", "x" * length] for length in LENGTHS], ["y" * length for length in LENGTHS]]
+    assert run_ranks(2, told) == [expected, expected]
+
+
+def moved(world: World) -> list[bool]:
+    tensors = {
+        "large": torch.arange(40, dtype=torch.float64),
+        "none": torch.empty(0, 3),
+        "flag": torch.tensor([True, False, True]),
+        "step": torch.tensor(7.0),
+        "half": torch.arange(28, dtype=torch.bfloat16).reshape(4, 7),
+        "complex": torch.tensor([1 + 2j]),
+    }
+    stored = {name: safetensors_file.stored(tensor) for name, tensor in tensors.items()}
+    specs = {name: safetensors_file.spec_of(tensor) for name, tensor in tensors.items()}
+    with patch.object(safetensors_file, "RUN", 64):
+        received = [tensor_transfer.broadcast_tensors(world, specs, stored if world.rank == 0 else {})]
+        if world.rank == 0:
+            tensor_transfer.send_tensors(1, specs, tensors)
+        else:
+            received.append(tensor_transfer.receive_tensors(0, specs))
+    own_memory = len({each.untyped_storage().data_ptr() for each in received[-1].values() if each.numel()}) == 5
+    return [own_memory, *(torch.equal(each[name], stored[name]) for each in received for name in specs)]
+
+
+def test_small_tensors_travel_together_and_arrive_in_memory_of_their_own() -> None:
+    assert all(all(each) for each in run_ranks(2, moved))
+
+
+def test_a_run_is_full_or_one_large_tensor() -> None:
+    size = safetensors_file.RUN // 4
+    specs = {
+        name: safetensors_file.Spec((numel,), "float32")
+        for name, numel in {"a": size - 1, "b": 1, "c": 1, "d": size + 1, "e": 0}.items()
+    }
+    assert [list(run) for run in safetensors_file.runs(specs)] == [["a", "b"], ["c"], ["d"], ["e"]]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.exchange import tensor_transfer
-from paceline.checkpoint.exchange.saved_checkpoint import GENERATORS
-from paceline.checkpoint.format.safetensors_file import Spec, spec_of
+from paceline.checkpoint.format.manifest import GENERATORS
+from paceline.checkpoint.format.safetensors_file import Spec, specs_of
 from paceline.checkpoint.format.state_codec import Encoder
 from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.storage import free_space
@@ -134,7 +134,7 @@ def hand_over(capture: Capture) -> None:
     """Send `capture` to rank 0 when it asks for it; if the save has failed, it does not ask."""
     if tensor_transfer.receive_document(0) != _ASK:
         return
-    specs = {name: spec_of(tensor) for name, tensor in capture.tensors.items()}
+    specs = specs_of(capture.tensors)
     listed = {name: [spec.shape, spec.dtype] for name, spec in specs.items()}
     tensor_transfer.send_document(0, {"nodes": capture.nodes, "specs": listed, "aliases": capture.aliases})
     tensor_transfer.send_tensors(0, specs, capture.tensors)

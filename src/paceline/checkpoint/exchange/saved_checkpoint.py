@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.checkpoint.exchange import tensor_transfer
+from paceline.checkpoint.exchange.collected_states import generators
 from paceline.checkpoint.format import manifest, safetensors_file, state_codec, verify
-from paceline.checkpoint.format.manifest import File, Manifest
+from paceline.checkpoint.format.manifest import GENERATORS, RANK_ROLE, File, Manifest
 from paceline.checkpoint.objects.protocols import Mergeable
 from paceline.checkpoint.objects.registered import Outline, Registered
 from paceline.core import strict_json
@@ -22,8 +24,6 @@ from paceline.core.processes.world import World
 from paceline.core.state.optimizer_shards import is_shard
 from paceline.errors import CheckpointError, CheckpointMismatch, UsageError
 
-RANK_ROLE = "rank"
-GENERATORS = "rng"
 _NAME = re.compile(r"[a-z0-9_]{1,64}")
 _RESERVED = ("state", RANK_ROLE, GENERATORS)
 
@@ -52,6 +52,23 @@ def validate_registrable(name: Any, object: Any, taken: Collection[str]) -> None
             "Optimizer.__init__, so its steps cannot be seen; register the optimizer inside it, for local SGD that "
             "and the model with per_rank=True, and after restore() set the averager's step and the hook's iter"
         )
+
+
+class Kind(Enum):
+    """How the state of a registered object was saved."""
+
+    SHARED = "once for all ranks"
+    OWN = "by each rank, of its own"
+    SHARDED = "by each rank, a shard of it"
+
+
+@dataclass(frozen=True)
+class Match:
+    """A registered object that fits what was saved of it; the `outline` is that of a shard if it was sharded."""
+
+    entry: Registered
+    kind: Kind
+    outline: Outline
 
 
 @dataclass(frozen=True)
@@ -124,19 +141,17 @@ class Saved:
         except (ValueError, RuntimeError) as error:
             raise _malformed(self.path, error) from None
 
-    def outline_for(self, entry: Registered, world: World) -> Outline:
-        """Return the outline of what this rank loads into `entry`; of shards that of one."""
-        rank = world.rank if world.rank < len(self.ranks) else 0
-        return self.outline(entry.name, rank if self.is_own(entry) else None)
-
-    def is_own(self, entry: Registered) -> bool:
-        """Whether `entry` was saved by each rank; an optimizer may have been sharded then, or not."""
+    def kind_of(self, entry: Registered) -> Kind:
+        """Return how `entry` was saved; an optimizer may have been sharded then, or not."""
         if entry.holds_shard:
-            return entry.name not in self.objects
-        return entry.per_rank or (entry.is_optimizer and self.has_shards(entry.name))
+            is_own = entry.name not in self.objects
+        else:
+            is_own = entry.per_rank or (entry.is_optimizer and self._has_shards(entry.name))
+        if not is_own:
+            return Kind.SHARED
+        return Kind.SHARDED if self._has_shards(entry.name) else Kind.OWN
 
-    def has_shards(self, name: str) -> bool:
-        """Whether `name` was saved in shards."""
+    def _has_shards(self, name: str) -> bool:
         return bool(self.ranks) and name in self.ranks[0] and is_shard(self.outline(name, 0).state)
 
     def shard_tensors(self, world: World, name: str, rank: int) -> dict[str, torch.Tensor]:
@@ -204,34 +219,40 @@ def _malformed(path: Path, error: Exception) -> CheckpointError:
     )
 
 
-def compare(entries: Collection[Registered], saved: Saved, world: World, allow_changed: bool) -> None:
-    """Compare `entries`, which the ranks of `world` have registered, with `saved`.
+def compare(entries: Collection[Registered], saved: Saved, world: World, allow_changed: bool) -> list[Match]:
+    """Compare `entries`, which the ranks of `world` have registered, with `saved`; return what is to be loaded.
 
-    Settings of optimizers may differ if `allow_changed`.
+    That includes the random generators if the number of ranks is the same. Settings of optimizers may differ if
+    `allow_changed`.
 
     Raises:
         CheckpointMismatch: if they do not fit; names what differs first.
         CheckpointError: if `saved` is malformed.
     """
-    shared = [entry for entry in entries if not saved.is_own(entry)]
-    _compare_names({entry.name for entry in shared}, set(saved.objects), saved.step)
-    own_names = {entry.name for entry in entries if saved.is_own(entry)}
+    kinds = {entry.name: saved.kind_of(entry) for entry in entries}
+    shared = {name for name, kind in kinds.items() if kind is Kind.SHARED}
+    _compare_names(shared, set(saved.objects), saved.step)
     for nodes in saved.ranks:
-        _compare_names(own_names, set(nodes) - {GENERATORS}, saved.step)
-    in_shards = [entry for entry in entries if saved.is_own(entry) and saved.has_shards(entry.name)]
-    own = [entry for entry in entries if entry.per_rank and saved.is_own(entry) and entry not in in_shards]
+        _compare_names(kinds.keys() - shared, set(nodes) - {GENERATORS}, saved.step)
+    is_same_size = saved.manifest.world_size == world.size
+    own = [entry for entry in entries if kinds[entry.name] is Kind.OWN]
     fixed = {entry.name for entry in own if not isinstance(entry.object, Mergeable)}
-    if fixed and saved.manifest.world_size != world.size:
+    if fixed and not is_same_size:
         raise CheckpointMismatch(
             f"{min(fixed)!r} has a state per rank, saved by {saved.manifest.world_size} ranks, but this run "
             f"has {world.size}; resume with {saved.manifest.world_size} ranks"
         )
-    for entry in [*shared, *in_shards]:
-        entry.check(saved.outline_for(entry, world), saved.step, allow_changed)
-    if saved.manifest.world_size == world.size:
-        for entry in own:
-            entry.check(saved.outline(entry.name, world.rank), saved.step, allow_changed)
-        saved.outline(GENERATORS, world.rank)  # a malformed one is refused
+    rank = world.rank if world.rank < len(saved.ranks) else 0
+    matches = []
+    for entry in entries:
+        kind = kinds[entry.name]
+        match = Match(entry, kind, saved.outline(entry.name, None if kind is Kind.SHARED else rank))
+        if kind is not Kind.OWN or is_same_size:
+            entry.check(match.outline, saved.step, allow_changed)
+        matches.append(match)
+    if is_same_size:
+        matches.append(Match(generators(), Kind.OWN, saved.outline(GENERATORS, rank)))
+    return matches
 
 
 def _compare_names(registered: set[str], saved: set[str], step: int) -> None:

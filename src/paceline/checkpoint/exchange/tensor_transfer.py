@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.checkpoint.format.safetensors_file import Spec, stored
+from paceline.checkpoint.format.safetensors_file import Spec, packed, runs, unpacked
 from paceline.core.processes.consensus import carrier, decode, encode
 from paceline.core.processes.missing_ranks import collective
 from paceline.core.processes.world import World
@@ -17,37 +17,36 @@ from paceline.core.processes.world import World
 def broadcast_tensors(
     world: World, specs: Mapping[str, Spec], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return rank 0's `tensors`, which have `specs`, on the CPU of every rank; one collective per tensor."""
+    """Return rank 0's `tensors`, which have `specs`, on the CPU of every rank; one collective per run."""
     if world.size == 1:
         return dict(tensors)
-    received = {}
-    for name, spec in specs.items():
-        tensor = tensors[name] if world.rank == 0 else spec.empty()
-        moved = _bytes_view(tensor).to(carrier())
+    received: dict[str, torch.Tensor] = {}
+    for run in runs(specs):
+        moved = packed(run, tensors if world.rank == 0 else None).to(carrier())
         if moved.numel():
-            with collective(f"broadcast of {name!r}"):
+            with collective(f"broadcast of {next(iter(run))!r}"):
                 dist.broadcast(moved, src=0)
-        received[name] = _back(moved, tensor) if world.rank != 0 else tensor
-    return received
+        if world.rank != 0:
+            received |= unpacked(run, moved)
+    return dict(tensors) if world.rank == 0 else received
 
 
 def send_tensors(to: int, specs: Mapping[str, Spec], tensors: Mapping[str, torch.Tensor]) -> None:
     """Send `tensors`, which have `specs`, to the rank `to`."""
-    for name in specs:
-        moved = _bytes_view(stored(tensors[name])).to(carrier())
+    for run in runs(specs):
+        moved = packed(run, tensors).to(carrier())
         if moved.numel():
             _send(moved, to)
 
 
 def receive_tensors(source: int, specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
     """Return the tensors that the rank `source` sends, on the CPU."""
-    received = {}
-    for name, spec in specs.items():
-        tensor = spec.empty()
-        moved = _bytes_view(tensor).to(carrier())
+    received: dict[str, torch.Tensor] = {}
+    for run in runs(specs):
+        moved = packed(run).to(carrier())
         if moved.numel():
             _receive(moved, source)
-        received[name] = _back(moved, tensor)
+        received |= unpacked(run, moved)
     return received
 
 
@@ -75,16 +74,3 @@ def _send(tensor: torch.Tensor, to: int) -> None:
 def _receive(tensor: torch.Tensor, source: int) -> None:
     with collective(f"transfer from rank {source} to rank {dist.get_rank()}"):
         dist.recv(tensor, src=source)
-
-
-def _bytes_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of the contiguous `tensor` as bytes, so that any dtype can be sent."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _back(moved: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Copy the bytes `moved` back into `tensor`, and return it."""
-    view = _bytes_view(tensor)
-    if moved.data_ptr() != view.data_ptr():
-        view.copy_(moved)
-    return tensor

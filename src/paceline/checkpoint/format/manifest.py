@@ -22,6 +22,8 @@ from paceline.core import strict_json
 FORMAT_VERSION = 1
 NAME = "manifest.json"
 STATE = "state.json"
+RANK_ROLE = "rank"
+GENERATORS = "rng"
 _FILE = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,200}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

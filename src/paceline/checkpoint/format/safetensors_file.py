@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from paceline.core import strict_json
 
 PIECE = 4 * 2**20  # bytes handed to the hash and to the file at a time
+RUN = 32 * 2**20  # bytes of small tensors that travel between ranks at once
 CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -76,6 +77,54 @@ def spec_of(tensor: torch.Tensor) -> Spec:
     return Spec(shape, str(dtype).removeprefix("torch."))
 
 
+def bytes_of_all(tensors: Iterable[torch.Tensor]) -> int:
+    """Return how many bytes `tensors` take when they are stored."""
+    return sum(spec_of(tensor).nbytes for tensor in tensors)
+
+
+def runs(specs: Mapping[str, Spec]) -> list[dict[str, Spec]]:
+    """Return `specs` cut into runs that travel at once: small tensors together, a large one alone."""
+    found: list[dict[str, Spec]] = []
+    room = -1
+    for name, spec in specs.items():
+        room -= spec.nbytes
+        if room < 0:
+            found.append({})
+            room = RUN - spec.nbytes
+        found[-1][name] = spec
+    return found
+
+
+def packed(run: Mapping[str, Spec], tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+    """Return the bytes of the `tensors` of one run, one after the other; as many undefined bytes without `tensors`."""
+    if tensors is None:
+        return torch.empty(sum(spec.nbytes for spec in run.values()), dtype=torch.uint8)
+    views = [_bytes_view(stored(tensors[name])) for name in run]
+    return views[0] if len(views) == 1 else torch.cat(views)  # a large tensor is not copied
+
+
+def unpacked(run: Mapping[str, Spec], moved: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors whose bytes :func:`packed` laid out, on the CPU, each in memory of its own."""
+    if len(run) == 1:  # a large one, which is not copied
+        ((name, spec),) = run.items()
+        return {name: moved.cpu().view(getattr(torch, spec.dtype)).reshape(spec.shape)}
+    found = {name: spec.empty() for name, spec in run.items()}
+    views = [_bytes_view(tensor) for tensor in found.values()]
+    for view, part in zip(views, moved.split([view.numel() for view in views]), strict=True):
+        view.copy_(part)
+    return found
+
+
+def _bytes_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of the contiguous `tensor` as bytes, so that any dtype can be sent."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
+    """Return the specs under which `tensors` are stored, by name."""
+    return {name: spec_of(tensor) for name, tensor in tensors.items()}
+
+
 def pieces(
     tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
@@ -87,7 +136,7 @@ def pieces(
     Raises:
         ValueError: if there are more tensors than a header may name.
     """
-    specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
+    specs = specs_of(tensors)
     # Wide dtypes first, as the library does, so that every tensor is aligned when the file is mapped.
     names = sorted(specs, key=lambda name: (-getattr(torch, specs[name].dtype).itemsize, name))
     header: dict[str, object] = {"__metadata__": {**(aliases or {}), "format": "pt"}}

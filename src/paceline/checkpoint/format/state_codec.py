@@ -26,6 +26,7 @@ from paceline.core import strict_json
 from paceline.core.torch_internals.distributed.dtensor import is_sharded
 
 _SAME_HASH = 100  # keys of one dict, at most: looking one up among them takes that many comparisons
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 DEPTH = 100  # levels of nesting; a value that contains itself ends here
 
 
@@ -97,7 +98,7 @@ class Encoder:
         return {"items": [[_key(key, path), node] for key, node in encoded]}
 
     def _tensor(self, value: torch.Tensor, name: str, path: str) -> Any:
-        if self._whole is not None and is_sharded(value):
+        if self._whole is not None and type(value) not in _PLAIN and is_sharded(value):
             value = self._whole(value)
         if reason := _unstorable(value):
             raise Unencodable(path, reason)
@@ -268,7 +269,7 @@ def _unstorable(value: torch.Tensor) -> str | None:
     kind = type(value)
     if isinstance(value, UninitializedParameter | UninitializedBuffer):
         return "is an uninitialized parameter; run the module once first"
-    if kind not in (torch.Tensor, torch.nn.Parameter):
+    if kind not in _PLAIN:
         return f"is a tensor of the class {kind.__module__}.{kind.__qualname__}"
     if value.layout is not torch.strided:
         return f"is a tensor with layout {value.layout}; only strided ones can be stored"

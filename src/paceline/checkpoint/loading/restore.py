@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.checkpoint.exchange.collected_states import generators
-from paceline.checkpoint.exchange.saved_checkpoint import Saved
+from paceline.checkpoint.exchange.saved_checkpoint import Kind, Match, Saved, compare
 from paceline.checkpoint.format import metadata
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.format.metadata import Notes
@@ -96,41 +96,37 @@ def _unless_damaged(store: Storage, step: int, read: Callable[[Path, int], Resul
 
 
 def restore(world: World, saved: Saved, entries: Sequence[Registered], allow_changed: bool) -> None:
-    """Load `saved`, which fits, into `entries` and this rank's generators.
+    """Load `saved` into `entries` and this rank's generators, once they have been compared with it.
 
     With `allow_changed`, settings of optimizers that differ are this run's afterwards, and rank 0 warns of them.
 
     If loading fails on any rank, every rank puts back what it has loaded so far, and raises.
+
+    Raises:
+        CheckpointMismatch: if `saved` does not fit, before anything is loaded, or an object does not take its state.
+        CheckpointError: if it is malformed, or cannot be read.
     """
-    undo: list[_Before] = []
+    matches: list[Match] = []
+    consensus.agree(world, consensus.error_of(lambda: matches.extend(compare(entries, saved, world, allow_changed))))
+    loading = _Loading(world, saved, [match.entry.name for match in matches if match.kind is Kind.SHARDED])
+    is_same_size = saved.manifest.world_size == world.size
+    load = {
+        Kind.SHARED: loading.shared,
+        Kind.SHARDED: loading.sharded,
+        Kind.OWN: loading.own if is_same_size else loading.merged,
+    }
     try:
-        for entry in entries:
-            if saved.is_own(entry):
-                if saved.has_shards(entry.name):
-                    _load_shards(world, entry, saved, undo)
-            else:
-                tensors = saved.tensors(world, entry.name)
-                _load(world, entry, saved.objects[entry.name], tensors, saved.step, undo)
+        for match in sorted(matches, key=lambda match: match.kind is Kind.OWN):  # those of all own ones travel at once
+            load[match.kind](match)
             strike("restore")
-        if saved.manifest.world_size == world.size:
-            in_shards = [entry.name for entry in entries if saved.is_own(entry) and saved.has_shards(entry.name)]
-            tensors = saved.rank_tensors(world, without=in_shards)
-            own = [entry for entry in entries if saved.is_own(entry) and entry.name not in in_shards]
-            for entry in [*own, generators()]:
-                _load(world, entry, saved.ranks[world.rank][entry.name], tensors, saved.step, undo)
-        else:
-            for entry in entries:
-                if saved.is_own(entry) and not saved.has_shards(entry.name):
-                    _load_merged(world, entry, saved, undo)
+        if not is_same_size:
             consensus.decide(world, lambda: _warn_of_other_size(saved, world))
         # Last, because a layout ends the search for the order in which gradients arrive.
-        for entry in entries:
-            if not saved.is_own(entry):
-                consensus.agree(world, consensus.error_of(entry.load_layout, saved.objects[entry.name]))
+        consensus.agree(world, consensus.error_of(_load_layouts, saved, matches))
         if allow_changed:
-            consensus.agree(world, consensus.error_of(_keep_own_settings, world, saved, entries))
+            consensus.agree(world, consensus.error_of(_keep_own_settings, world, saved.step, matches))
     except BaseException:
-        _put_back(undo, saved.step)
+        _put_back(loading.undo, saved.step)
         raise
 
 
@@ -150,56 +146,72 @@ class _Before:
         return cls(entry, node, {name: stored(tensor.clone()) for name, tensor in encoder.tensors.items()})
 
 
-def _load(
-    world: World, entry: Registered, node: Any, tensors: Mapping[str, torch.Tensor], step: int, undo: list[_Before]
-) -> None:
-    def load() -> None:
-        undo.append(before := _Before.of(entry))
-        entry.load(node, tensors, step)
-        before.took_another = True
+@dataclass
+class _Loading:
+    """Loads objects from `saved`, by how each was saved; all ranks load the same one together."""
 
-    consensus.agree(world, consensus.error_of(load))
+    world: World
+    saved: Saved
+    in_shards: Collection[str]
+    """Names of the optimizers that were saved in shards."""
+    undo: list[_Before] = field(default_factory=list)
+
+    def shared(self, match: Match) -> None:
+        """Load a state that all ranks share."""
+        name = match.entry.name
+        tensors = self.saved.tensors(self.world, name)
+        self._load(match, match.entry.load, self.saved.objects[name], tensors)
+
+    def own(self, match: Match) -> None:
+        """Load the state that this rank saved."""
+        tensors = self._own_tensors  # by all ranks together, so not where an error is this rank's alone
+        self._load(match, match.entry.load, self.saved.ranks[self.world.rank][match.entry.name], tensors)
+
+    def merged(self, match: Match) -> None:
+        """Load the states of all ranks that saved, of which there were more or fewer."""
+        self._load(match, match.entry.load_rank_states, [nodes[match.entry.name] for nodes in self.saved.ranks])
+
+    def sharded(self, match: Match) -> None:
+        """Load an optimizer from the shards of all ranks that saved it, one after the other: no rank holds them all."""
+        entry, assembly = match.entry, match.entry.assembly()
+        errors: list[Exception] = []
+        for rank, nodes in enumerate(self.saved.ranks):
+            tensors = self.saved.shard_tensors(self.world, entry.name, rank)
+            error = consensus.error_of(entry.add_shard, assembly, nodes[entry.name], tensors)
+            errors += [] if error is None else [error]
+        consensus.agree(self.world, errors[0] if errors else None)
+        self._load(match, entry.load_shards, assembly, match.outline)
+
+    @cached_property
+    def _own_tensors(self) -> Mapping[str, torch.Tensor]:
+        return self.saved.rank_tensors(self.world, without=self.in_shards)
+
+    def _load(self, match: Match, load: Callable[..., None], *states: Any) -> None:
+        def attempt() -> None:
+            self.undo.append(before := _Before.of(match.entry))
+            load(*states, self.saved.step)
+            before.took_another = True
+
+        consensus.agree(self.world, consensus.error_of(attempt))
 
 
-def _load_shards(world: World, entry: Registered, saved: Saved, undo: list[_Before]) -> None:
-    """Load an optimizer from the shards of all ranks that saved it, one after the other: no rank holds them all."""
-    assembly = entry.assembly()
-    errors: list[Exception] = []
-    for rank, nodes in enumerate(saved.ranks):
-        tensors = saved.shard_tensors(world, entry.name, rank)
-        error = consensus.error_of(entry.add_shard, assembly, nodes[entry.name], tensors)
-        errors += [] if error is None else [error]
-    consensus.agree(world, errors[0] if errors else None)
-
-    def load() -> None:
-        undo.append(before := _Before.of(entry))
-        entry.load_shards(assembly, saved.outline_for(entry, world), saved.step)
-        before.took_another = True
-
-    consensus.agree(world, consensus.error_of(load))
+def _load_layouts(saved: Saved, matches: Iterable[Match]) -> None:
+    for match in matches:
+        if match.kind is Kind.SHARED:
+            match.entry.load_layout(saved.objects[match.entry.name])
 
 
-def _load_merged(world: World, entry: Registered, saved: Saved, undo: list[_Before]) -> None:
-    def load() -> None:
-        undo.append(before := _Before.of(entry))
-        entry.load_rank_states([nodes[entry.name] for nodes in saved.ranks], saved.step)
-        before.took_another = True
-
-    consensus.agree(world, consensus.error_of(load))
-
-
-def _keep_own_settings(world: World, saved: Saved, entries: Sequence[Registered]) -> None:
+def _keep_own_settings(world: World, step: int, matches: Sequence[Match]) -> None:
     changes: list[str] = []
-    for entry in entries:
-        outline = saved.outline_for(entry, world)
-        changes += entry.changes(outline)
-        entry.keep_own_settings(outline)
-    for entry in entries:
-        if isinstance(entry.object, LRScheduler):
-            follow(entry.object)
+    for match in matches:
+        changes += match.entry.changes(match.outline)
+        match.entry.keep_own_settings(match.outline)
+    for match in matches:
+        if isinstance(match.entry.object, LRScheduler):
+            follow(match.entry.object)
     if changes and world.rank == 0:
         warnings.warn(
-            f"this run's settings are taken over: {'; '.join(changes)} in the checkpoint of step {saved.step}",
+            f"this run's settings are taken over: {'; '.join(changes)} in the checkpoint of step {step}",
             CheckpointWarning,
             stacklevel=2,
         )

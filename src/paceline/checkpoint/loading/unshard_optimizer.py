@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.exchange.saved_checkpoint import RANK_ROLE
 from paceline.checkpoint.format import safetensors_file, state_codec
-from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.format.manifest import RANK_ROLE, Manifest
 from paceline.checkpoint.format.shard_slices import is_shard_node
 from paceline.core.state.optimizer_shards import KEY, Assembly, Window
 

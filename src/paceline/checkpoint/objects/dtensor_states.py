@@ -7,17 +7,12 @@ model that is not parallelized.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from paceline.core.torch_internals.distributed.dtensor import is_sharded, part_like
-
-
-def has_any(values: Iterable[Any]) -> bool:
-    """Return whether there is a DTensor among `values`."""
-    return any(isinstance(value, torch.Tensor) and is_sharded(value) for value in values)
+from paceline.core.torch_internals.distributed.dtensor import has_sharded, is_sharded, part_like
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -27,7 +22,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def of_module(own_state: Any, state: Any) -> Any:
     """Return a module's `state` with DTensors where its `own_state` has them, laid out alike."""
-    if not isinstance(own_state, dict) or not isinstance(state, dict) or not has_any(own_state.values()):
+    if not isinstance(own_state, dict) or not isinstance(state, dict) or not has_sharded(own_state.values()):
         return state
     return OrderedDict((key, _laid_out(value, own_state.get(key))) for key, value in state.items())
 
@@ -35,7 +30,7 @@ def of_module(own_state: Any, state: Any) -> Any:
 def of_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> Any:
     """Return the `state` of `optimizer` with DTensors laid out as its parameters, where these are DTensors."""
     own = parameters(optimizer)
-    if not has_any(own) or not isinstance(state, dict):
+    if not has_sharded(own) or not isinstance(state, dict):
         return state
     entries = {
         index: {name: _laid_out(value, own[index]) for name, value in entry.items()}

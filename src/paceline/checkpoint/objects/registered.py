@@ -15,6 +15,7 @@ from paceline.checkpoint.objects.protocols import Mergeable, Sharded
 from paceline.checkpoint.objects.validation import as_in, check_module, check_optimizer, without_compile
 from paceline.core.state.optimizer_shards import Assembly, Window
 from paceline.core.state.unwrapping import Accumulates, HasBucketLayout, unwrap
+from paceline.core.torch_internals.distributed.dtensor import has_sharded
 from paceline.errors import CheckpointError, CheckpointMismatch, PacelineError, UsageError
 
 
@@ -48,9 +49,9 @@ class Registered:
     def is_sharded(self) -> bool:
         """Whether it has DTensors, which it takes a collective to save."""
         if isinstance(self.object, nn.Module):
-            return dtensor_states.has_any(self.object.state_dict().values())
+            return has_sharded(self.object.state_dict().values())
         if _is_optimizer(self.object):
-            return dtensor_states.has_any(dtensor_states.parameters(self.object))
+            return has_sharded(dtensor_states.parameters(self.object))
         return False
 
     @property

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from paceline.checkpoint.exchange import collected_states
 from paceline.checkpoint.exchange.collected_states import Capture
-from paceline.checkpoint.exchange.saved_checkpoint import GENERATORS
+from paceline.checkpoint.format.manifest import GENERATORS
 from paceline.checkpoint.format.metadata import Keep
 from paceline.checkpoint.objects.registered import Registered
 from paceline.checkpoint.saving.checkpoint_store import RunFolder

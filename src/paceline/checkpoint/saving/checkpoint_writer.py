@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.exchange.collected_states import Capture
-from paceline.checkpoint.exchange.saved_checkpoint import RANK_ROLE
 from paceline.checkpoint.format import manifest, safetensors_file
 from paceline.checkpoint.format import metadata as notes
-from paceline.checkpoint.format.manifest import File, Manifest
+from paceline.checkpoint.format.manifest import RANK_ROLE, File, Manifest
 from paceline.checkpoint.format.metadata import Notes
 from paceline.checkpoint.format.shard_slices import slices_of
 from paceline.checkpoint.storage import step_folders
@@ -76,7 +75,7 @@ class Draft:
         size, digest = step_folders.write_file(
             self._folder / path, safetensors_file.pieces(capture.tensors, capture.aliases)
         )
-        specs = {name: safetensors_file.spec_of(tensor) for name, tensor in capture.tensors.items()}
+        specs = safetensors_file.specs_of(capture.tensors)
         starts = {name: piece.start for name, piece in slices_of(capture.nodes, specs).items() if piece.start}
         self._files.append(File(path, size, digest, role, rank, specs, dict(capture.aliases), starts))
         strike("write")

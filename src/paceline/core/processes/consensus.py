@@ -20,6 +20,7 @@ from paceline.core.processes.missing_ranks import collective
 from paceline.core.processes.world import World, current
 
 _LIMIT = 2**40  # bytes; these texts come from our own ranks
+_FIRST = 1024  # bytes of a text that travel with its size; most texts are shorter, and take one collective
 _KINDS: dict[str, type[errors.PacelineError]] = {
     kind.__name__: kind
     for kind in (
@@ -98,31 +99,46 @@ def gather(world: World, value: Any) -> list[Any]:
     if world.size == 1:
         return [value]
     raw = encode(value)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=raw.device) for _ in range(world.size)]
-    with collective("exchange of sizes"):
-        dist.all_gather(sizes, torch.tensor([raw.numel()], device=raw.device))
-    counts = [int(size) for size in sizes]
-    padded = torch.zeros(max(counts), dtype=torch.uint8, device=raw.device)
-    padded[: raw.numel()] = raw
-    rows = [torch.empty_like(padded) for _ in range(world.size)]
     with collective("exchange of reports"):
-        dist.all_gather(rows, padded)
-    return [decode(row[:count]) for row, count in zip(rows, counts, strict=True)]
+        heads = _all_gather(_head(raw))
+        sizes = [_size(head) for head in heads]
+        texts = [head[8:] for head in heads]
+        if (longest := max(sizes)) > _FIRST:
+            rest = torch.zeros(longest - _FIRST, dtype=torch.uint8, device=raw.device)
+            rest[: max(0, raw.numel() - _FIRST)] = raw[_FIRST:]
+            texts = [torch.cat(parts) for parts in zip(texts, _all_gather(rest), strict=True)]
+    return [decode(text[:size]) for text, size in zip(texts, sizes, strict=True)]
+
+
+def _all_gather(row: torch.Tensor) -> list[torch.Tensor]:
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, row)
+    return rows
 
 
 def _broadcast(value: Any) -> Any:
     """Return rank 0's JSON value on every rank."""
     with collective("broadcast of rank 0's decision"):
-        if dist.get_rank() == 0:
-            raw = encode(value)
-            dist.broadcast(torch.tensor([raw.numel()], device=raw.device), src=0)
-            dist.broadcast(raw, src=0)
-            return value
-        size = torch.zeros(1, dtype=torch.int64, device=carrier())
-        dist.broadcast(size, src=0)
-        raw = torch.empty(int(size), dtype=torch.uint8, device=carrier())
-        dist.broadcast(raw, src=0)
-        return decode(raw)
+        raw = encode(value)  # on other ranks that of None, in whose place rank 0's comes
+        head = _head(raw)
+        dist.broadcast(head, src=0)
+        if (size := _size(head)) > _FIRST:
+            rest = raw[_FIRST:].clone() if dist.get_rank() == 0 else head.new_empty(size - _FIRST)
+            dist.broadcast(rest, src=0)
+            head = torch.cat([head, rest])
+    return value if dist.get_rank() == 0 else decode(head[8 : 8 + size])
+
+
+def _head(raw: torch.Tensor) -> torch.Tensor:
+    """Return the size of `raw` and its first bytes, padded so that they are as many on every rank."""
+    head = torch.zeros(8 + _FIRST, dtype=torch.uint8, device=raw.device)
+    head[:8] = torch.tensor([raw.numel()], device=raw.device).view(torch.uint8)
+    head[8 : 8 + raw.numel()] = raw[:_FIRST]
+    return head
+
+
+def _size(head: torch.Tensor) -> int:
+    return int(head[:8].view(torch.int64))
 
 
 def carrier() -> torch.device:

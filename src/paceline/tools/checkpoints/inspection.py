@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.checkpoint.exchange.saved_checkpoint import RANK_ROLE
 from paceline.checkpoint.format import manifest, state_codec, verify
 from paceline.checkpoint.format import metadata as notes
-from paceline.checkpoint.format.manifest import File, Manifest
+from paceline.checkpoint.format.manifest import RANK_ROLE, File, Manifest
 from paceline.checkpoint.format.metadata import Keep, Notes
 from paceline.checkpoint.format.shard_slices import Slice, slices_of
 from paceline.checkpoint.storage import step_folders

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +19,11 @@ def is_sharded(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor  # not before there may be one: it takes a while to load
 
     return isinstance(tensor, DTensor)
+
+
+def has_sharded(values: Iterable[Any]) -> bool:
+    """Whether there is a DTensor among `values`."""
+    return any(isinstance(value, Tensor) and is_sharded(value) for value in values)
 
 
 def local_of(tensor: Tensor) -> Tensor:
