@@ -191,8 +191,8 @@ def _find(times: Tensor, reference: Tensor, least: float) -> Tensor:
     slow = torch.zeros_like(known)
     for rank in (score > THRESHOLD + 25 / steps).nonzero().flatten().tolist():  # few steps tell less of the noise
         places = known[rank].nonzero().flatten()
-        bounds = torch.searchsorted(places, torch.stack([first[rank], end[rank]])).tolist()
-        mask = _slow_steps(log_ratio[rank][places], *bounds, least, float(scale[rank]))
+        start, stop = torch.searchsorted(places, torch.stack([first[rank], end[rank]])).tolist()
+        mask = _slow_steps(log_ratio[rank][places], start, stop, least, float(scale[rank]))
         if mask.sum() >= SHORTEST:
             slow[rank, places[mask]] = True
     # Where most ranks are slow, that is usual, and the others are fast.
