@@ -61,10 +61,21 @@ def documented(package: ModuleType) -> dict[str, dict[str, str]]:
     return modules
 
 
+def summary(value: object) -> str:
+    """Return the first sentence of an object's docstring."""
+    first = inspect.cleandoc(value.__doc__ or "").split("\n\n", 1)[0].replace("\n", " ")
+    return first.split(". ", 1)[0].rstrip(".:") + "."
+
+
 def reference_page(module: ModuleType, names: Mapping[str, str]) -> str:
     """Return the page of `module` in reStructuredText, the language of the docstrings."""
     path = module.__name__
     lines = [path, "=" * len(path), "", ".. highlight:: python", "", f".. automodule:: {path}", "   :no-members:", ""]
+    if names:
+        lines += [".. list-table::", "   :widths: 30 70", ""]
+    for name, full in names.items():
+        lines += [f"   * - :py:obj:`{name} <{full}>`", f"     - {summary(getattr(module, name))}"]
+    lines += [""]
     for name, full in names.items():
         value = getattr(module, name)
         if full != f"{path}.{name}":
@@ -81,12 +92,18 @@ def title(page: Path) -> str:
     return page.read_text("utf-8").split("\n", 1)[0].removeprefix("# ")
 
 
+def status(page: Path) -> str:
+    """Return the status of a decision: accepted, or superseded by another one."""
+    return page.read_text("utf-8").split("\n")[2].removeprefix("Status: ").rstrip(".")
+
+
 def decisions_page(folder: Path) -> str:
-    """Return the list of decisions, and their part of the sidebar."""
-    pages = sorted(folder.glob("*.md"))
-    rows = "".join(f"- {page.stem[:4]}: [{title(page)}]({page.name})\n" for page in pages)
+    """Return the table of decisions, and their part of the sidebar."""
+    pages = sorted(folder.glob("[0-9]*.md"))
+    rows = "".join(f"| {page.stem[:4]} | [{title(page)}]({page.name}) | {status(page)} |\n" for page in pages)
     head = "# Decisions\n\nWhy things are as they are: what was chosen, what was measured, what was turned down.\n\n"
-    return head + rows + "\n" + toctree("Decisions", [page.stem for page in pages])
+    table = "| | decision | status |\n|---|---|---|\n"
+    return head + table + rows + "\n" + toctree("Decisions", [page.stem for page in pages])
 
 
 def measured_by(name: str, scripts: Iterable[Path]) -> str:
@@ -113,8 +130,8 @@ def benchmarks_page(results: Path) -> str:
         )
         rows.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |\n")
     return (
-        "# Benchmarks\n\nEvery result, with its date. `make bench` measures again; the README's section "
-        "[What is measured](../README.md#what-is-measured) explains the main ones.\n\n"
+        "# Benchmarks\n\nEvery result, with its date. `make bench` measures again; "
+        "[What is measured](measurements.md) explains the main ones.\n\n"
         "| date | result | measured by | machine | torch | ranks |\n|---|---|---|---|---|---|\n" + "".join(rows)
     )
 

@@ -8,6 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 NAV = {
     "Start": {
+        "training-loop": "A whole training script",
         "guide": "From one script to several hosts",
         "drop-in": "Coming from torch DDP",
         "examples": "Examples",
@@ -46,7 +47,9 @@ LEFT_OUT: dict[str, str] = {}
 """Pages of ``docs/`` that are not on the site, and why."""
 
 ABOUT = {
+    "readme": "README",
     "promises": "Promises",
+    "measurements": "What is measured",
     "benchmarks": "Benchmarks",
     "decisions/index": "Decisions",
     "contributing": "Contributing",
@@ -56,7 +59,7 @@ ABOUT = {
 """The last part of the sidebar; some of its pages are made when the site is."""
 
 ELSEWHERE = {
-    "README.md": "index",
+    "README.md": "readme",
     "CHANGELOG.md": "changelog",
     "CONTRIBUTING.md": "contributing",
     "src/paceline/ddp/README.md": "ddp",

@@ -5,6 +5,8 @@ of different numbers of groups then wait for each other under different names. H
 
 torch does not learn of such a group. Else it would count it, and where ranks have different numbers of wrappers, or
 collect them at different times, its own names for the user's groups would differ between ranks.
+
+Decision 0014 says why.
 """
 
 from __future__ import annotations

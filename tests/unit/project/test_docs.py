@@ -61,8 +61,8 @@ def test_snippets_run_as_pasted(page: Path, pools: Pools, tmp_path: Path) -> Non
     pools.run(2, run_page, page, str(tmp_path))
 
 
-def test_the_example_of_the_readme_trains_and_resumes(pools: Pools, tmp_path: Path) -> None:
-    page = ROOT / "README.md"
+def test_the_whole_training_script_trains_and_resumes(pools: Pools, tmp_path: Path) -> None:
+    page = ROOT / "docs" / "training-loop.md"
     [number] = [number for number, block in enumerate(blocks(page)) if "checkpointer.restore()" in block[0]]
     place = slice(number, number + 1)
     first, other = pools.run(2, run_page, page, str(tmp_path), place)

@@ -125,6 +125,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == f"the site is {tmp_path / 'site' / 'index.html'}"
     html = list((tmp_path / "site").glob("**/*.html"))
     assert {"guide.html", "drop-in.html", "paceline.data.html", "benchmarks.html"} <= {page.name for page in html}
+    index = (tmp_path / "site" / "searchindex.js").read_text("utf-8")
+    assert all(f'"{word}"' in index or f"{word}:" in index for word in ("no_sync", "resum", "straggler"))  # stems
     for page in html:
         loaded = re.findall(r"<(?:script|img|link)\b[^>]*\b(?:src|href)=\"(https?:[^\"]+)", page.read_text("utf-8"))
         assert not loaded, page

@@ -4,6 +4,8 @@
                                      └──► thread: write, fsync, rename, prune ──► finish() waits, and raises its error
 
 The thread makes no collective and touches no live tensor. There is at most one, so there is at most one copy.
+
+Decision 0030 says why.
 """
 
 from __future__ import annotations

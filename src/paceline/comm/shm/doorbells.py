@@ -1,4 +1,7 @@
-"""Signals between the ranks of one host: eventfds that ring, and pidfds that tell of an end."""
+"""Signals between the ranks of one host: eventfds that ring, and pidfds that tell of an end.
+
+Decision 0006 says why.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@
     an optimizer steps, or a backward is synchronized ──► steps() has grown: the loader's batches were consumed
 
 Ranks are compared where all of them communicate anyway, so a rank that looks at a loader alone never waits.
+
+Decision 0022 says why.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ One float64 vector, summed over the ranks in one collective of its own:
 Per parameter, a count of ranks; per rank, the fields of :class:`Status`, each rank filling only its own part. The order
 in which gradients arrived, counted from 1, is rank 0's part, and is there only until it is known.
 Float64 holds whole numbers exactly up to 2**53. Everything here is a function of plain values.
+
+Decision 0002 says why.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ block nor late deltas, which are all-reduced plainly.
 A hook that fails on one rank ends the step on all of them. The others learn of a call that failed from the control
 block, before they wait for collectives that the hook has not begun there; of an answer that is no gradient they learn
 from a second exchange, after they have waited.
+
+Decision 0007 says why.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@
 
 A rank that ran out learns from events what comes next (:mod:`paceline.ddp.agreement.join_events`): SyncBatchNorm's
 collectives are shadowed one by one. While every rank has data only the first event of a step is told.
+
+Decision 0008 says why.
 """
 
 from __future__ import annotations

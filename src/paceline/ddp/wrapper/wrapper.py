@@ -3,6 +3,8 @@
 ``forward`` synchronizes buffers if that is due and hooks its outputs; backward hands complete buckets to communication
 while it runs; at its end ``p.grad`` is the average over the ranks; the optimizer steps. README.md in this folder shows
 such a step in ten stages, whose numbers stand in the code.
+
+Decision 0003 says why.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Restarts are counted only while nothing is gained: a start that completes a step that none had completed before sets the
 count back. All of this is a function of plain values.
+
+Decision 0047 says why.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The command line: ``paceline run`` starts any script as ranks, ``paceline train`` a recipe of ours, …
 
 A user's mistake is one line, ``error: …``, and exit code 2.
+
+Decision 0046 says why.
 """
 
 from __future__ import annotations

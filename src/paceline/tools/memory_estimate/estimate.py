@@ -1,4 +1,7 @@
-"""The estimate as a table, with what is counted and what is not, and as JSON."""
+"""The estimate as a table, with what is counted and what is not, and as JSON.
+
+Decision 0040 says why.
+"""
 
 from __future__ import annotations
 
